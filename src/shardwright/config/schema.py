@@ -1,0 +1,177 @@
+"""The run file as strict pydantic models. Names are Hugging Face's where Hugging Face has one.
+
+Sections: model, data, training (the objective) and parallelism, precision, memory, checkpoint, hardware, logging
+(how it is carried out). Nothing here imports torch, so that `plan`, `schema` and `--help` stay fast.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
+PositiveFloat = Annotated[float, Field(gt=0.0)]
+NonNegativeFloat = Annotated[float, Field(ge=0.0)]
+
+Dtype = Literal["fp64", "fp32", "bf16"]
+DataParallel = Literal["ddp", "zero1", "zero2", "zero3"]
+Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv"]
+
+
+class Section(BaseModel):
+    """A section of the run file: unknown keys are refused, values are immutable once read."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
+
+
+class Model(Section):
+    """Which model is trained and how its first weights come about."""
+
+    model_name_or_path: str = Field(
+        description="Hugging Face directory (config.json, perhaps safetensors) or package.module:function"
+    )
+    init: Literal["pretrained", "random"] = Field(
+        "pretrained", description="pretrained: read safetensors. random: from (seed, parameter name) only"
+    )
+    config_overrides: dict[str, Any] = Field({}, description="Keys of config.json to replace, for example num_hidden_layers")
+    kwargs: dict[str, Any] = Field({}, description="Arguments of package.module:function")
+    attn_implementation: Literal["sdpa", "eager"] = "sdpa"
+    tokenizer_name_or_path: str | None = Field(None, description="Default: the model's directory")
+    freeze: list[str] = Field([], description="Patterns of parameter names that are not trained (fnmatch)")
+
+
+class Data(Section):
+    """What is read, and how it becomes rows of `max_length` tokens."""
+
+    train: list[str] = Field(min_length=1, description="Files or globs: JSONL, text or parquet")
+    validation: list[str] = []
+    text_column: str = "text"
+    max_length: Positive = 1024
+    overlong: Literal["split", "truncate", "error"] = Field(
+        "split", description="A document of more than max_length tokens: cut into rows, cut off, or refused"
+    )
+    append_eos: bool = True
+    batching: Literal["pad"] = "pad"
+    shuffle: bool = True
+    num_proc: Positive | None = Field(None, description="Tokenising processes; default: all cores")
+    cache_dir: str | None = Field(None, description="Default: next to output_dir's parent, `.cache`")
+
+
+class Training(Section):
+    """The objective: what is minimised, over which rows, by which steps. No layout may change it."""
+
+    max_steps: Positive | None = Field(None, description="Updates; give this or num_train_epochs")
+    num_train_epochs: PositiveFloat | None = None
+    global_batch_size: Positive = Field(description="Rows per update, over all ranks and microbatches")
+    per_device_train_batch_size: Positive = Field(1, description="Rows per microbatch: memory and speed, not the objective")
+    per_device_eval_batch_size: Positive | None = Field(None, description="Default: per_device_train_batch_size")
+    learning_rate: PositiveFloat = 3e-4
+    optimizer: str = Field("adamw", description="adamw, sgd, muon or package.module:Class")
+    optimizer_kwargs: dict[str, Any] = {}
+    weight_decay: NonNegativeFloat = 0.0
+    no_decay: list[str] = Field(
+        ["*bias", "*norm*", "*ln_*"], description="Patterns of names that weight decay skips; vectors and scalars are always skipped"
+    )
+    adam_beta1: Probability = 0.9
+    adam_beta2: Probability = 0.999
+    adam_epsilon: PositiveFloat = 1e-8
+    lr_scheduler_type: str = "linear"
+    lr_scheduler_kwargs: dict[str, Any] = {}
+    warmup_steps: NonNegative = 0
+    max_grad_norm: PositiveFloat | None = Field(1.0, description="Gradient norm limit over all parameters; null: no clipping")
+    seed: NonNegative = 42
+    eval_steps: Positive | None = Field(None, description="Evaluate every so many updates; needs data.validation")
+    on_non_finite: Literal["stop", "skip"] = Field(
+        "stop", description="A loss or gradient that is not finite: stop all ranks, or skip the update on all ranks"
+    )
+
+
+class Parallelism(Section):
+    """The layout: sizes of the mesh axes (pp, dp_replicate, dp_shard, cp, tp) and the data-parallel kind."""
+
+    data_parallel: DataParallel = Field("zero3", description="fsdp2 is another name of zero3")
+    dp_replicate_size: Positive = Field(1, description="> 1 with zero*: hybrid sharding (HSDP). With ddp: leave it to dp_shard_size")
+    dp_shard_size: int = Field(-1, description="-1: the ranks that the other axes leave")
+    tp_size: Positive = 1
+    sequence_parallel: bool | None = Field(None, description="With tp_size > 1: shard norms and residuals too; default true")
+    cp_size: Positive = 1
+    pp_size: Positive = 1
+    pp_schedule: Schedule | None = Field(None, description="With pp_size > 1; default 1f1b")
+    unit: Literal["block", "root"] | Positive = Field("block", description="What is gathered together: a block, all, or N blocks")
+    reshard_after_forward: bool | Positive | None = Field(
+        None, description="zero3 only: drop gathered parameters after forward (default true), or keep them on N ranks"
+    )
+    prefetch: NonNegative | None = Field(None, description="zero* only: units gathered ahead; default 1")
+    bucket_bytes: Positive | None = Field(None, description="ddp only: gradient bucket; default 25 MiB")
+
+    @field_validator("data_parallel", mode="before")
+    @classmethod
+    def _alias(cls, value: object) -> object:
+        return "zero3" if value == "fsdp2" else value
+
+    @field_validator("dp_shard_size")
+    @classmethod
+    def _shard_size(cls, value: int) -> int:
+        if value != -1 and value < 1:
+            raise ValueError("-1 (the rest) or at least 1")
+        return value
+
+
+class Precision(Section):
+    """Numbers: the dtype of compute, of gradient reduction, and of the stored (master) weights."""
+
+    param_dtype: Dtype = Field("fp32", description="Forward and backward")
+    reduce_dtype: Dtype = Field("fp32", description="Gradients between ranks")
+    master_dtype: Dtype = Field("fp32", description="Stored weights and optimizer states")
+
+
+class Memory(Section):
+    """What is traded for memory."""
+
+    activation_checkpointing: Literal["none", "full", "selective"] = Field(
+        "none", description="full: recompute each block. selective: keep matrix products, recompute the rest"
+    )
+    cpu_offload: Literal["none", "params"] = Field("none", description="Shards and optimizer on the host (zero* on a GPU only)")
+    compile: bool = Field(False, description="torch.compile each block")
+
+
+class Checkpoint(Section):
+    """Where the run writes, and what it keeps."""
+
+    output_dir: str = "runs/run"
+    save_steps: Positive | None = Field(None, description="Default: only at the end and when stopped")
+    save_total_limit: Positive | None = Field(None, description="Newest checkpoints kept; default: all")
+    resume: Literal["auto", "never"] | str = Field("auto", description="auto: the newest complete one; or a checkpoint directory")
+    export_hf: Literal["none", "final"] = Field("final", description="Write a Hugging Face directory at the end")
+
+
+class Hardware(Section):
+    """Where it runs."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads_per_rank: Positive | None = Field(None, description="CPU threads; default max(1, cores // local ranks)")
+    timeout_seconds: Positive = Field(600, description="A collective that takes longer ends the run")
+
+
+class Logging(Section):
+    """What is printed and recorded. metrics.jsonl is always written."""
+
+    log_steps: Positive = 1
+    report_to: list[Literal["tensorboard", "trackio"]] = []
+
+
+class RunFile(Section):
+    """A whole run file."""
+
+    model: Model
+    data: Data
+    training: Training
+    parallelism: Parallelism = Parallelism()
+    precision: Precision = Precision()
+    memory: Memory = Memory()
+    checkpoint: Checkpoint = Checkpoint()
+    hardware: Hardware = Hardware()
+    logging: Logging = Logging()

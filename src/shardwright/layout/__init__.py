@@ -1,0 +1,1 @@
+"""The one vocabulary of layouts that planner and runtime share: axes, ZeRO stages, legality."""
