@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,6 +34,24 @@ class Loaded:
                 line = f"  {key}: {flow}"
                 lines.append(f"{line:<56}  # {self.origin[f'{section}.{key}']}" if origins else line)
         return "\n".join(lines) + "\n"
+
+    def to_json(self) -> str:
+        """Run file and origins, for a process that this one starts."""
+        return json.dumps({"run": self.run.model_dump(), "origin": self.origin})
+
+    @classmethod
+    def from_json(cls, text: str) -> Loaded:
+        """The inverse of `to_json`."""
+        values = json.loads(text)
+        return cls(RunFile.model_validate(values["run"]), values["origin"])
+
+    def replaced(self, values: dict[str, Any], origin: str) -> Loaded:
+        """This run with {dotted key: value} changed, checked again; `origin` is where the new values come from."""
+        data = self.run.model_dump()
+        for full, value in values.items():
+            section, key = full.split(".")
+            data[section][key] = value
+        return Loaded(_validate(data, self.origin), {**self.origin, **dict.fromkeys(values, origin)})
 
 
 class _Loader(yaml.SafeLoader):
