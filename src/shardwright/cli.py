@@ -31,7 +31,9 @@ def train(
     context: typer.Context,
     run_file: RunFilePath,
     nproc_per_node: Processes = 1,
-    print_config: Annotated[bool, typer.Option(help="Print the resolved run file with the origin of every value, and stop")] = False,
+    print_config: Annotated[
+        bool, typer.Option(help="Print the resolved run file with the origin of every value, and stop")
+    ] = False,
 ) -> None:
     """Train: local ranks from one command, or as a rank under torchrun or Slurm."""
     from shardwright.config import load_run_file, parse_overrides
@@ -49,9 +51,13 @@ def train(
 def check(
     context: typer.Context,
     run_file: RunFilePath,
-    layouts: Annotated[str, typer.Option(help="Names joined by commas: ddp, zero1, zero2, zero3, hsdp2, or all")] = "all",
+    layouts: Annotated[
+        str, typer.Option(help="Names joined by commas: ddp, zero1, zero2, zero3, hsdp2, or all")
+    ] = "all",
     nproc_per_node: Processes = 2,
-    dtype: Annotated[str, typer.Option(help="fp64: prove it. run: the run file's own dtypes, wider tolerances")] = "fp64",
+    dtype: Annotated[
+        str, typer.Option(help="fp64: prove it. run: the run file's own dtypes, wider tolerances")
+    ] = "fp64",
     updates: Annotated[int, typer.Option(help="Updates to compare", min=1)] = 3,
     plant: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:

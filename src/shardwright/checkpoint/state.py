@@ -45,7 +45,9 @@ def optimizer_state(optimizer: torch.optim.Optimizer, parameters: list[LocalPara
     return found
 
 
-def materialise_optimizer_state(optimizer: torch.optim.Optimizer, parameters: list[LocalParameter], names: set[str]) -> None:
+def materialise_optimizer_state(
+    optimizer: torch.optim.Optimizer, parameters: list[LocalParameter], names: set[str]
+) -> None:
     """Gives a fresh optimizer the state entries that loading will fill, for the parameters called `names`.
 
     Optimizers make their state in the first step: one step with zero gradients and a learning rate of zero makes it

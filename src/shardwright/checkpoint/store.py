@@ -50,7 +50,9 @@ def _agree(problem: str) -> None:
     dist.all_gather_object(problems, problem)
     found = [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text]
     if found:
-        raise CheckpointError(f"The checkpoint was not written: {'; '.join(found)}.", "Older checkpoints are untouched.")
+        raise CheckpointError(
+            f"The checkpoint was not written: {'; '.join(found)}.", "Older checkpoints are untouched."
+        )
 
 
 def _sync(path: Path) -> None:
@@ -70,7 +72,9 @@ def _attempt(work: Callable[[], object]) -> str:
     return ""
 
 
-def save(output_dir: Path, state: dict[str, Tensor], manifest: Manifest, run_yaml: str, keep: int | None) -> Path:
+def save(
+    output_dir: Path, state: dict[str, Tensor], manifest: Manifest, run_yaml: str, keep: int | None
+) -> Path:
     """Writes one checkpoint and returns its directory; collective.
 
     Raises `CheckpointError` on all ranks when one could not write; nothing older is touched before this one is complete.
@@ -90,7 +94,13 @@ def save(output_dir: Path, state: dict[str, Tensor], manifest: Manifest, run_yam
         (aside / "config.yaml").write_text(run_yaml, encoding="utf-8")
         text = json.dumps(asdict(manifest), indent=1)
         (aside / MANIFEST).write_text(text + "\n", encoding="utf-8")
-        for path in (*sorted((aside / TENSORS).iterdir()), aside / "config.yaml", aside / MANIFEST, aside / TENSORS, aside):
+        for path in (
+            *sorted((aside / TENSORS).iterdir()),
+            aside / "config.yaml",
+            aside / MANIFEST,
+            aside / TENSORS,
+            aside,
+        ):
             _sync(path)
         shutil.rmtree(final, ignore_errors=True)
         aside.rename(final)
@@ -108,7 +118,11 @@ def save(output_dir: Path, state: dict[str, Tensor], manifest: Manifest, run_yam
 
 def complete_checkpoints(output_dir: Path) -> list[Path]:
     """Directories of `output_dir` that hold a complete checkpoint, oldest first."""
-    found = [p for p in output_dir.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", p.name) and (p / MANIFEST).is_file()]
+    found = [
+        p
+        for p in output_dir.glob("checkpoint-*")
+        if re.fullmatch(r"checkpoint-\d+", p.name) and (p / MANIFEST).is_file()
+    ]
     return sorted(found, key=lambda path: int(path.name.split("-")[1]))
 
 
@@ -121,7 +135,9 @@ def find(output_dir: Path, resume: str) -> Path | None:
     path = Path(resume)
     if not (path / MANIFEST).is_file():
         others = [str(p) for p in complete_checkpoints(path.parent)]
-        raise CheckpointError(f"{path} holds no complete checkpoint.", f"It has no {MANIFEST}.", did_you_mean(str(path), others))
+        raise CheckpointError(
+            f"{path} holds no complete checkpoint.", f"It has no {MANIFEST}.", did_you_mean(str(path), others)
+        )
     return path
 
 
@@ -149,12 +165,25 @@ def load(path: Path, state: dict[str, Tensor]) -> None:
     wrong = [
         f"{name}: stored {tuple(stored[name].size)} {stored[name].properties.dtype}, here {tuple(value.shape)} {value.dtype}"
         for name, value in state.items()
-        if name in stored and (tuple(stored[name].size), stored[name].properties.dtype) != (tuple(value.shape), value.dtype)
+        if name in stored
+        and (tuple(stored[name].size), stored[name].properties.dtype) != (tuple(value.shape), value.dtype)
     ]
-    parts = [(missing, "not in the checkpoint"), (extra, "only in the checkpoint"), (wrong, "of another shape or dtype")]
-    problems = [f"{len(names)} {what}: {', '.join(names[:5])}{' ...' if len(names) > 5 else ''}" for names, what in parts if names]
+    parts = [
+        (missing, "not in the checkpoint"),
+        (extra, "only in the checkpoint"),
+        (wrong, "of another shape or dtype"),
+    ]
+    problems = [
+        f"{len(names)} {what}: {', '.join(names[:5])}{' ...' if len(names) > 5 else ''}"
+        for names, what in parts
+        if names
+    ]
     if problems:
-        raise CheckpointError(f"{path} does not fit this model. {'; '.join(problems)}.", "", "Use the run file it was saved with.")
+        raise CheckpointError(
+            f"{path} does not fit this model. {'; '.join(problems)}.",
+            "",
+            "Use the run file it was saved with.",
+        )
     if problem := _attempt(lambda: dcp.load(state, checkpoint_id=path / TENSORS)):
         raise CheckpointError(f"{path} cannot be read: {problem}.")
 

@@ -64,7 +64,11 @@ class Trackio:
 
 
 def _missing(package: str) -> ConfigError:
-    return ConfigError(f"logging.report_to {package}: the package is not installed.", "", f"pip install 'shardwright[{package}]'.")
+    return ConfigError(
+        f"logging.report_to {package}: the package is not installed.",
+        "",
+        f"pip install 'shardwright[{package}]'.",
+    )
 
 
 SINKS = {"tensorboard": TensorBoard, "trackio": Trackio}
@@ -114,7 +118,9 @@ class Progress:
 
     def __init__(self, console: Console, total: int) -> None:
         self._console, self._total = console, total
-        self._live = Live(console=console, refresh_per_second=4, transient=False) if console.is_terminal else None
+        self._live = (
+            Live(console=console, refresh_per_second=4, transient=False) if console.is_terminal else None
+        )
         if self._live is not None:
             self._live.start()
 
@@ -139,9 +145,13 @@ class Progress:
 
 def _line(number: int, total: int, values: Values, left_seconds: float | None) -> str:
     parts = [f"update {number:>{len(str(total))}}/{total}"]
-    parts.append(f"loss {values['train/loss']:.4f}  norm {values['train/grad_norm']:.3g}  lr {values['train/lr']:.2e}")
+    parts.append(
+        f"loss {values['train/loss']:.4f}  norm {values['train/grad_norm']:.3g}  lr {values['train/lr']:.2e}"
+    )
     if (rate := values.get("perf/target_tokens_per_s")) is not None:
-        parts.append(f"{rate:,.0f} target tokens/s  {format_seconds(float(values['perf/step_seconds'] or 0))}/update")
+        parts.append(
+            f"{rate:,.0f} target tokens/s  {format_seconds(float(values['perf/step_seconds'] or 0))}/update"
+        )
     memory = values.get("mem/peak_allocated_bytes") or values.get("mem/peak_host_bytes")
     if memory:
         parts.append(f"peak {format_bytes(float(memory))}")

@@ -17,7 +17,9 @@ from shardwright.parallel.recompute import compile_block, recompute_block
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def parallelize(model: nn.Module, run: RunFile, mesh: DeviceMesh, device: torch.device) -> Replicated | Sharded:
+def parallelize(
+    model: nn.Module, run: RunFile, mesh: DeviceMesh, device: torch.device
+) -> Replicated | Sharded:
     """`model` (built on meta) split as `run` says, every parameter filled on `device`.
 
     Order: recompute inside, compile around it, sharding around both; then weights, so that a rank only ever fills its
@@ -34,18 +36,27 @@ def parallelize(model: nn.Module, run: RunFile, mesh: DeviceMesh, device: torch.
         materialise(model, run.model, seed=run.training.seed, device=device)
         compute_in(model, param_dtype)
         group, bucket_bytes = mesh["dp_replicate"].get_group(), p.bucket_bytes or BUCKET_BYTES
-        return Replicated(model, group, bucket_bytes, reduce_dtype, find_unused=not uses_every_parameter(model))
+        return Replicated(
+            model, group, bucket_bytes, reduce_dtype, find_unused=not uses_every_parameter(model)
+        )
     stage = STAGES[p.data_parallel]
     options = ShardOptions(
         stage=stage,
-        reshard_after_forward=stage.reshard_after_forward if p.reshard_after_forward is None else p.reshard_after_forward,
+        reshard_after_forward=stage.reshard_after_forward
+        if p.reshard_after_forward is None
+        else p.reshard_after_forward,
         prefetch=1 if p.prefetch is None else p.prefetch,
         param_dtype=param_dtype,
         reduce_dtype=reduce_dtype,
         cpu_offload=run.memory.cpu_offload == "params",
     )
     sharded = Sharded(model, shard_units(model, parts, p.unit), mesh["dp_replicate", "dp_shard"], options)
-    materialise(model, run.model, seed=run.training.seed, device=torch.device("cpu") if options.cpu_offload else device)
+    materialise(
+        model,
+        run.model,
+        seed=run.training.seed,
+        device=torch.device("cpu") if options.cpu_offload else device,
+    )
     return sharded
 
 
@@ -71,7 +82,11 @@ def shard_units(model: nn.Module, parts: Parts, unit: str | int) -> list[list[nn
     def own(*names: str | None) -> list[list[nn.Module]]:
         found = [model.get_submodule(name) for name in names if name is not None]
         tied = any(id(p) in shared for module in found for p in module.parameters())
-        return [found] if found and not tied and any(True for module in found for _ in module.parameters()) else []
+        return (
+            [found]
+            if found and not tied and any(True for module in found for _ in module.parameters())
+            else []
+        )
 
     grouped = [blocks[start : start + size] for start in range(0, len(blocks), size)]
     tied_blocks = [b for b in blocks if any(id(p) in shared for p in b.parameters())]

@@ -30,7 +30,9 @@ def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
     """
     for module in model.modules():
         names = tuple(
-            name for name, p in module._parameters.items() if p is not None and p.is_floating_point() and p.dtype != dtype
+            name
+            for name, p in module._parameters.items()
+            if p is not None and p.is_floating_point() and p.dtype != dtype
         )
         if not names:
             continue

@@ -15,7 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwright.layout.zero import STAGES, Stage
@@ -41,15 +47,24 @@ class Replicated:
     stage = STAGES["ddp"]
 
     def __init__(
-        self, model: nn.Module, group: dist.ProcessGroup, bucket_bytes: int, reduce_dtype: torch.dtype, find_unused: bool
+        self,
+        model: nn.Module,
+        group: dist.ProcessGroup,
+        bucket_bytes: int,
+        reduce_dtype: torch.dtype,
+        find_unused: bool,
     ) -> None:
         """`find_unused`: parameters may go without a gradient on some ranks, which costs a walk over the graph per step."""
         self.module = model
         options: dict[str, Any] = {"bucket_cap_mb": bucket_bytes / 2**20, "gradient_as_bucket_view": True}
         if any(p.requires_grad for p in model.parameters()):
             self._ddp: nn.Module = DistributedDataParallel(
-                model, process_group=group, broadcast_buffers=False, init_sync=False,
-                find_unused_parameters=find_unused, **options
+                model,
+                process_group=group,
+                broadcast_buffers=False,
+                init_sync=False,
+                find_unused_parameters=find_unused,
+                **options,
             )
             cast(DistributedDataParallel, self._ddp).register_comm_hook((group, reduce_dtype), _sum_bucket)
         else:
@@ -72,7 +87,9 @@ class Replicated:
         """Nothing is gathered."""
 
 
-def _sum_bucket(state: tuple[dist.ProcessGroup, torch.dtype], bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _sum_bucket(
+    state: tuple[dist.ProcessGroup, torch.dtype], bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
     """All-reduce SUM of one bucket in the reduce dtype. DDP's own hook would divide by the number of ranks."""
     group, dtype = state
     buffer = bucket.buffer()
@@ -90,7 +107,9 @@ def _sum_bucket(state: tuple[dist.ProcessGroup, torch.dtype], bucket: dist.GradB
 class Sharded:
     """`zero1`, `zero2`, `zero3` and their hybrids: `fully_shard` with the times of gathering and reducing of the stage."""
 
-    def __init__(self, model: nn.Module, units: Sequence[Sequence[nn.Module]], mesh: DeviceMesh, options: ShardOptions) -> None:
+    def __init__(
+        self, model: nn.Module, units: Sequence[Sequence[nn.Module]], mesh: DeviceMesh, options: ShardOptions
+    ) -> None:
         """`units` are groups of modules gathered together, in the order of forward; the rest of the model is the root unit.
 
         `mesh` has the dimensions dp_replicate and dp_shard; a replicate dimension of 1 is left out.

@@ -66,7 +66,11 @@ class Trainer:
             torch_version=store.torch_version(),
         )
         return store.save(
-            self.output_dir, self._state(), manifest, self.loaded.to_yaml(), self.run.checkpoint.save_total_limit
+            self.output_dir,
+            self._state(),
+            manifest,
+            self.loaded.to_yaml(),
+            self.run.checkpoint.save_total_limit,
         )
 
     def resume(self) -> Path | None:
@@ -85,7 +89,11 @@ class Trainer:
             )
         prefix = checkpoint_state.STATE_OPTIMIZER
         stored = [key.removeprefix(prefix) for key in store.stored_keys(path) if key.startswith(prefix)]
-        names = {local.name for local in self.engine.locals if any(key.startswith(f"{local.name}.") for key in stored)}
+        names = {
+            local.name
+            for local in self.engine.locals
+            if any(key.startswith(f"{local.name}.") for key in stored)
+        }
         checkpoint_state.materialise_optimizer_state(self.engine.optimizer, list(self.engine.locals), names)
         store.load(path, self._state())
         self.at = Progression(manifest.update, manifest.target_tokens)
@@ -152,7 +160,9 @@ class Trainer:
         device = self.engine.device
         on_device = peak_device_bytes(device) or (0, 0)
         worst = torch.tensor(
-            [*on_device, peak_host_bytes(), self._seconds[-1], self._waited], dtype=torch.float64, device=device
+            [*on_device, peak_host_bytes(), self._seconds[-1], self._waited],
+            dtype=torch.float64,
+            device=device,
         )
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         allocated, reserved, host, seconds, waited = worst.tolist()
@@ -187,8 +197,17 @@ class Trainer:
             return
         loss, targets = self.engine.evaluate(self.data.validation)
         if record is not None and progress is not None:
-            record.log(self.at.update - 1, {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700)), "eval/target_tokens": targets})
-            progress.say(f"Evaluation after update {self.at.update}: loss {loss:.4f} over {targets:,} targets.")
+            record.log(
+                self.at.update - 1,
+                {
+                    "eval/loss": loss,
+                    "eval/perplexity": math.exp(min(loss, 700)),
+                    "eval/target_tokens": targets,
+                },
+            )
+            progress.say(
+                f"Evaluation after update {self.at.update}: loss {loss:.4f} over {targets:,} targets."
+            )
 
     def _say(self, text: str, progress: Progress | None = None) -> None:
         if progress is not None:

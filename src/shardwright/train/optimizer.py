@@ -54,7 +54,9 @@ class Local:
         p = self.parameter
         if not isinstance(p, DTensor) or isinstance(local, DTensor):
             return local
-        return DTensor.from_local(local, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+        return DTensor.from_local(
+            local, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+        )
 
 
 def canonical(name: str) -> str:
@@ -90,7 +92,9 @@ def decays(name: str, shape: Iterable[int], patterns: Iterable[str]) -> bool:
     return len(tuple(shape)) >= 2 and not any(fnmatch(name, pattern) for pattern in patterns)
 
 
-def make_optimizer(training: Training, parameters: list[Local], not_matrices: Iterable[str] = ()) -> torch.optim.Optimizer:
+def make_optimizer(
+    training: Training, parameters: list[Local], not_matrices: Iterable[str] = ()
+) -> torch.optim.Optimizer:
     """The optimizer of the run file over `parameters`, in groups by weight decay (and, for muon, by kind of step).
 
     `not_matrices` names parameters that are matrices by shape only (embedding, head): muon gives them AdamW steps.
@@ -123,7 +127,9 @@ def make_optimizer(training: Training, parameters: list[Local], not_matrices: It
     try:
         return kind(groups, **{**options, **t.optimizer_kwargs})
     except TypeError as error:
-        raise ConfigError(f"training.optimizer_kwargs: {error}.", f"They are passed to {t.optimizer}.") from None
+        raise ConfigError(
+            f"training.optimizer_kwargs: {error}.", f"They are passed to {t.optimizer}."
+        ) from None
 
 
 def imported(path: str) -> Callable[..., torch.optim.Optimizer]:
@@ -131,7 +137,11 @@ def imported(path: str) -> Callable[..., torch.optim.Optimizer]:
     module, _, name = path.partition(":")
     if not name:
         known = [*LOCAL]
-        raise ConfigError(f"training.optimizer = {path!r} is not known.", did_you_mean(path, known), "Or name package.module:Class.")
+        raise ConfigError(
+            f"training.optimizer = {path!r} is not known.",
+            did_you_mean(path, known),
+            "Or name package.module:Class.",
+        )
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:

@@ -64,7 +64,9 @@ class Engine:
         plain = t.optimizer in LOCAL
         self.locals: list[Local] = local_parameters(self.module, plain, first_replica=self.rank == 0)
         if not self.locals:
-            raise ShardwrightError("Every parameter is frozen.", "There is nothing to train.", "Loosen model.freeze.")
+            raise ShardwrightError(
+                "Every parameter is frozen.", "There is nothing to train.", "Loosen model.freeze."
+            )
         self.optimizer = make_optimizer(t, self.locals, self._embeddings())
         self.factor = learning_rate_factor(t, updates)
         self._arguments = forward_arguments(self.module)
@@ -110,7 +112,9 @@ class Engine:
         """Refuses an optimizer that holds other memory than the model: it would train nothing, silently."""
         stale = [local.name for local in self.locals if not local.is_current()]
         if stale:
-            raise ShardwrightError(f"The optimizer does not hold the memory of {stale[0]} ({len(stale)} parameters).")
+            raise ShardwrightError(
+                f"The optimizer does not hold the memory of {stale[0]} ({len(stale)} parameters)."
+            )
         self._checked = True
 
     def gradients(self) -> Iterator[tuple[Local, Tensor]]:
@@ -126,7 +130,9 @@ class Engine:
         square = torch.zeros((), dtype=torch.float64, device=self.device)
         if counted:
             wide = torch.float64 if counted[0].dtype == torch.float64 else torch.float32
-            norms = torch.stack([norm.to(self.device) for norm in torch._foreach_norm(counted, 2, dtype=wide)])
+            norms = torch.stack(
+                [norm.to(self.device) for norm in torch._foreach_norm(counted, 2, dtype=wide)]
+            )
             square = norms.double().square().sum()
         asked = torch.full_like(square, float(stop))
         agreed = torch.stack([square, self._loss, asked])
@@ -187,7 +193,11 @@ class Engine:
         flags = [torch.zeros((), device=self.device) for _ in range(dist.get_world_size())]
         dist.all_gather(flags, (~self._loss.isfinite()).float())
         ranks = [rank for rank, flag in enumerate(flags) if flag.item()]
-        where = f"the loss of rank {', '.join(map(str, ranks))}" if ranks else "a gradient (every rank's loss is finite)"
+        where = (
+            f"the loss of rank {', '.join(map(str, ranks))}"
+            if ranks
+            else "a gradient (every rank's loss is finite)"
+        )
         return NonFiniteError(
             f"Update {batch.update}: {where} is not finite (loss sum {loss}, gradient norm {norm}).",
             "All ranks stopped before the optimizer step, so the weights are those of the update before.",
