@@ -37,7 +37,7 @@ def _idle_options(loaded: Loaded) -> Iterator[tuple[str, str]]:
     when(p.tp_size == 1, "tp_size is 1", "parallelism.sequence_parallel")
     when(p.pp_size == 1, "pp_size is 1", "parallelism.pp_schedule")
     when(
-        not t.optimizer == "adamw",
+        t.optimizer != "adamw",
         f"the optimizer is {t.optimizer}",
         "training.adam_beta1",
         "training.adam_beta2",
@@ -141,7 +141,8 @@ def check_run(loaded: Loaded, world_size: int) -> Axes:
     ):
         raise ConfigError(
             "memory.cpu_offload params",
-            "moves shards between a GPU and its host: it needs a GPU and zero1, zero2 or zero3; on a CPU the shards are there already.",
+            "moves shards between a GPU and its host: it needs a GPU and zero1, zero2 or zero3. "
+            "On a CPU the shards are there already.",
             "Set memory.cpu_offload to none.",
         )
     accumulation_steps(
