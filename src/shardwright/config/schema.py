@@ -59,7 +59,7 @@ class Data(Section):
     batching: Literal["pad"] = "pad"
     shuffle: bool = True
     num_proc: Positive | None = Field(None, description="Tokenising processes; default: all cores")
-    cache_dir: str | None = Field(None, description="Default: next to output_dir's parent, `.cache`")
+    cache_dir: str | None = Field(None, description="Tokenised data; default: `.cache` beside output_dir")
 
 
 class Training(Section):
