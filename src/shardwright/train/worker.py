@@ -55,7 +55,7 @@ def _describe(loaded: Loaded, engine: Engine, connection: Connection, console: C
     parameters = sum(p.numel() for p in engine.module.parameters())
     precision = loaded.run.precision
     console.print(
-        f"{type(engine.module).__name__}: {parameters:,} parameters, {loaded.run.parallelism.data_parallel} on "
+        f"{type(engine.module).__name__.removeprefix('FSDP')}: {parameters:,} parameters, {loaded.run.parallelism.data_parallel} on "
         f"{engine.axes}, {connection.device} with {connection.threads} threads a rank, compute {precision.param_dtype}, "
         f"stored {precision.master_dtype}, reduced {precision.reduce_dtype}; {engine.updates} updates of "
         f"{loaded.run.training.global_batch_size} rows.",
