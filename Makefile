@@ -24,7 +24,7 @@ check: $(READY)  ## Lint, types, import contracts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/lint-imports
+	PYTHONPATH=src $(BIN)/lint-imports
 
 bench: $(READY)  ## Side by side with bare torch, in one run
 	$(BIN)/python benchmarks/data_parallel.py
