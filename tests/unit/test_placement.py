@@ -59,7 +59,13 @@ def test_slurm() -> None:
 
 @pytest.mark.parametrize(
     ("nodes", "first"),
-    [("a1,a2", "a1"), ("a[1-2]", "a1"), ("a[08,11]-ib,b1", "a08-ib"), ("node-7", "node-7"), ("x[1-2,5],y", "x1")],
+    [
+        ("a1,a2", "a1"),
+        ("a[1-2]", "a1"),
+        ("a[08,11]-ib,b1", "a08-ib"),
+        ("node-7", "node-7"),
+        ("x[1-2,5],y", "x1"),
+    ],
 )
 def test_first_host_of_a_slurm_list(nodes: str, first: str) -> None:
     assert read_placement(SLURM | {"SLURM_STEP_NODELIST": nodes}).master_addr == first
@@ -80,7 +86,12 @@ def test_older_slurm_variables() -> None:
 
 def test_what_is_not_a_rank() -> None:
     assert read_placement({}) == Placement(0, 0, 1, 1, 1, "single")
-    pod = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}  # a machine, set by an operator
+    pod = {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "a",
+        "MASTER_PORT": "1",
+    }  # a machine, set by an operator
     assert started_by(pod) == "single"
     batch_script = {"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "8"}
     assert started_by(batch_script) == "single"

@@ -106,7 +106,10 @@ def test_the_users_malloc_thresholds_are_kept() -> None:
 
 def test_a_single_process_can_join_again_after_an_error() -> None:
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="mine"), connect("cpu", 30, torch.get_num_threads()) as connection:
+        with (
+            pytest.raises(RuntimeError, match="mine"),
+            connect("cpu", 30, torch.get_num_threads()) as connection,
+        ):
             value: Any = torch.ones(1)
             dist.all_reduce(value)
             assert value.item() == 1 and connection.device.type == "cpu"
