@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from shardwright.errors import ConfigError
 from shardwright.layout.placement import (
     STARTED_HERE,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+
 from shardwright.errors import ShardwrightError
 from shardwright.parallel.process_group import connect, self_test
 

@@ -6,6 +6,7 @@ import os
 import signal
 
 import pytest
+
 from shardwright.train.signals import STOP_SIGNALS, StopFlag
 
 
