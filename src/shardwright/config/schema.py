@@ -93,8 +93,8 @@ class Parallelism(Section):
     """The layout: sizes of the mesh axes (pp, dp_replicate, dp_shard, cp, tp) and the data-parallel kind."""
 
     data_parallel: DataParallel = Field("zero3", description="fsdp2 is another name of zero3")
-    dp_replicate_size: Positive = Field(1, description="> 1 with zero*: hybrid sharding (HSDP). With ddp: leave it to dp_shard_size")
-    dp_shard_size: int = Field(-1, description="-1: the ranks that the other axes leave")
+    dp_replicate_size: Positive = Field(1, description="> 1 with zero*: hybrid sharding (HSDP). With ddp: all the data ranks")
+    dp_shard_size: int = Field(-1, description="zero* only. -1: the ranks that the other axes leave")
     tp_size: Positive = 1
     sequence_parallel: bool | None = Field(None, description="With tp_size > 1: shard norms and residuals too; default true")
     cp_size: Positive = 1

@@ -66,28 +66,39 @@ class Axes:
 
 
 def resolve_axes(parallelism: Parallelism, world_size: int) -> Axes:
-    """The axes of `parallelism` on `world_size` ranks, with dp_shard_size = -1 filled in.
+    """The axes of `parallelism` on `world_size` ranks, with the data-parallel remainder filled in.
 
+    The remainder is dp_replicate for ddp (which shards nothing) and dp_shard for zero*, where dp_shard_size is -1.
     Raises `ConfigError` when the product is not the world size.
     """
     p = parallelism
-    others = {"pp_size": p.pp_size, "dp_replicate_size": p.dp_replicate_size, "cp_size": p.cp_size, "tp_size": p.tp_size}
-    taken = prod(others.values())
-    shown = " x ".join(f"{name} {size}" for name, size in others.items() if size > 1) or "the other axes 1"
-    if p.dp_shard_size == -1:
-        if world_size % taken:
+    sizes = {"pp_size": p.pp_size, "dp_replicate_size": p.dp_replicate_size, "cp_size": p.cp_size, "tp_size": p.tp_size}
+    if p.data_parallel == "ddp":
+        if p.dp_shard_size not in (-1, 1):
             raise ConfigError(
-                f"{shown} = {taken} does not divide the world size {world_size}.",
-                "Each rank needs one place on the mesh.",
-                f"Start a multiple of {taken} processes or change a size.",
+                f"dp_shard_size {p.dp_shard_size} with data_parallel ddp.",
+                "ddp shards nothing: every data-parallel rank is a replica.",
+                "Leave dp_shard_size out, or set data_parallel to zero1, zero2 or zero3.",
             )
-        shard = world_size // taken
+        fixed = None if p.dp_replicate_size == 1 else p.dp_replicate_size
+        rest_name = "dp_replicate_size"
     else:
-        shard = p.dp_shard_size
-        if taken * shard != world_size:
-            raise ConfigError(
-                f"{shown} x dp_shard_size {shard} = {taken * shard}, but the world size is {world_size}.",
-                "The product of the axes must be the number of ranks; none may stand idle.",
-                f"Start {taken * shard} processes, or set dp_shard_size to -1 for the rest.",
-            )
-    return Axes(p.pp_size, p.dp_replicate_size, shard, p.cp_size, p.tp_size)
+        fixed = None if p.dp_shard_size == -1 else p.dp_shard_size
+        rest_name = "dp_shard_size"
+    sizes.pop(rest_name, None)
+    taken = prod(sizes.values())
+    if fixed is None:
+        fixed = max(1, world_size // taken)
+        advice = f"Start a multiple of {taken} processes or change a size."
+    else:
+        advice = f"Start {taken * fixed} processes, or leave {rest_name} out to take the rest."
+    sizes[rest_name] = fixed
+    if taken * fixed != world_size:
+        shown = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "every axis 1"
+        raise ConfigError(
+            f"{shown} = {taken * fixed}, but the world size is {world_size}.",
+            "The product of the axes must be the number of ranks; none may stand idle.",
+            advice,
+        )
+    replicate, shard = (fixed, 1) if rest_name == "dp_replicate_size" else (p.dp_replicate_size, fixed)
+    return Axes(p.pp_size, replicate, shard, p.cp_size, p.tp_size)

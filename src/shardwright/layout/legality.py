@@ -1,0 +1,112 @@
+"""What a run file may ask for, checked before any process starts.
+
+`check_run` is the one gate of every verb that starts ranks: sizes, divisibility, and options that would have no effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shardwright.config.load import Loaded
+from shardwright.config.schema import RunFile
+from shardwright.errors import ConfigError
+from shardwright.layout.axes import Axes, resolve_axes
+from shardwright.layout.batch import accumulation_steps
+
+_DTYPE_ORDER = {"bf16": 0, "fp32": 1, "fp64": 2}
+
+
+def _idle_options(loaded: Loaded) -> Iterator[tuple[str, str]]:
+    """(key, reason) of every option that was set and has no effect in this run."""
+    run, p, t = loaded.run, loaded.run.parallelism, loaded.run.training
+    given = {key for key, origin in loaded.origin.items() if origin != "default"}
+    sharded, module = p.data_parallel != "ddp", ":" in run.model.model_name_or_path
+    idle: dict[str, str] = {}
+
+    def when(condition: bool, reason: str, *keys: str) -> None:
+        idle.update(dict.fromkeys(keys, reason) if condition else {})
+
+    when(not sharded, "ddp keeps whole parameters on every rank", "parallelism.unit", "parallelism.prefetch")
+    when(p.data_parallel != "zero3", "only zero3 drops gathered parameters after forward", "parallelism.reshard_after_forward")
+    when(sharded, "only ddp reduces in buckets", "parallelism.bucket_bytes")
+    when(p.unit == "root", "one unit has no next one to gather ahead", "parallelism.prefetch")
+    when(p.tp_size == 1, "tp_size is 1", "parallelism.sequence_parallel")
+    when(p.pp_size == 1, "pp_size is 1", "parallelism.pp_schedule")
+    when(not t.optimizer == "adamw", f"the optimizer is {t.optimizer}", "training.adam_beta1", "training.adam_beta2", "training.adam_epsilon")
+    when(t.lr_scheduler_type == "constant", "lr_scheduler_type constant has no warm-up", "training.warmup_steps")
+    when(not run.data.validation, "data.validation is empty", "training.eval_steps", "training.per_device_eval_batch_size")
+    when(module, "the model is a function of a package", "model.config_overrides", "model.attn_implementation")
+    when(not module, "the model is a Hugging Face directory", "model.kwargs")
+    return ((key, reason) for key, reason in idle.items() if key in given)
+
+
+def _check_training(run: RunFile) -> None:
+    t = run.training
+    if (t.max_steps is None) == (t.num_train_epochs is None):
+        both = t.max_steps is not None
+        raise ConfigError(
+            "training.max_steps and training.num_train_epochs are both set." if both else "The length of the run is not set.",
+            "Exactly one of training.max_steps and training.num_train_epochs says how many updates there are.",
+            "Remove one." if both else "Set one.",
+        )
+    if t.max_steps is not None and t.warmup_steps > t.max_steps:
+        raise ConfigError(
+            f"training.warmup_steps {t.warmup_steps} is more than training.max_steps {t.max_steps}.",
+            "The learning rate would never reach its value.",
+        )
+    if t.lr_scheduler_type == "constant" and t.warmup_steps:
+        raise ConfigError("training.warmup_steps with lr_scheduler_type constant.", "", "Use constant_with_warmup.")
+
+
+def _check_precision(run: RunFile) -> None:
+    p = run.precision
+    if _DTYPE_ORDER[p.param_dtype] > _DTYPE_ORDER[p.master_dtype]:
+        raise ConfigError(
+            f"precision.param_dtype {p.param_dtype} is wider than precision.master_dtype {p.master_dtype}.",
+            "Compute cannot be more exact than the stored weights.",
+            f"Set precision.master_dtype to {p.param_dtype}.",
+        )
+    if _DTYPE_ORDER[p.reduce_dtype] > _DTYPE_ORDER[p.master_dtype]:
+        raise ConfigError(
+            f"precision.reduce_dtype {p.reduce_dtype} is wider than precision.master_dtype {p.master_dtype}.",
+            "Gradients are kept in the master dtype, so the wider sum would be rounded again.",
+            f"Set precision.reduce_dtype to {p.master_dtype}.",
+        )
+    if p.param_dtype != "fp64" and p.master_dtype == "fp64":
+        raise ConfigError("precision.master_dtype fp64 needs param_dtype fp64.", "float64 is for proofs: all three dtypes go together.")
+
+
+def check_run(loaded: Loaded, world_size: int) -> Axes:
+    """The axes of this run on `world_size` ranks.
+
+    Raises `ConfigError` for sizes that do not multiply to the world size, a global batch that does not divide, an
+    option without effect, or a combination that this version cannot run.
+    """
+    run = loaded.run
+    for key, reason in _idle_options(loaded):
+        raise ConfigError(f"{loaded.origin[key]}: `{key}` has no effect here: {reason}.", "", f"Remove `{key}`.")
+    _check_training(run)
+    _check_precision(run)
+    axes = resolve_axes(run.parallelism, world_size)
+    for axis in ("pp", "cp", "tp"):
+        if getattr(axes, axis) > 1:
+            raise ConfigError(
+                f"parallelism.{axis}_size {getattr(axes, axis)} cannot be run by this version.",
+                "It runs ddp, zero1, zero2, zero3 and their hybrids (dp_replicate_size); `plan` knows the other axes.",
+                f"Set parallelism.{axis}_size to 1.",
+            )
+    shards = run.parallelism.reshard_after_forward
+    if isinstance(shards, int) and not isinstance(shards, bool) and (axes.dp_shard % shards or shards in (1, axes.dp_shard)):
+        raise ConfigError(
+            f"parallelism.reshard_after_forward {shards} on dp_shard_size {axes.dp_shard}.",
+            "Parameters are kept on that many ranks after forward: a divisor of dp_shard_size, neither 1 nor all of it.",
+            "Use true or false, or a proper divisor.",
+        )
+    if run.memory.cpu_offload != "none" and (run.parallelism.data_parallel == "ddp" or run.hardware.device == "cpu"):
+        raise ConfigError(
+            "memory.cpu_offload params",
+            "moves shards between a GPU and its host: it needs a GPU and zero1, zero2 or zero3; on a CPU the shards are there already.",
+            "Set memory.cpu_offload to none.",
+        )
+    accumulation_steps(run.training.global_batch_size, run.training.per_device_train_batch_size, axes.data_ranks)
+    return axes
