@@ -52,7 +52,14 @@ def test_name_is_refused(name: str, part_of_message: str) -> None:
 
 def test_options_of_the_run_file_stay_only_where_they_have_an_effect() -> None:
     """A124: an option that a layout ignores is not carried into it."""
-    base = Parallelism(data_parallel="zero3", unit="root", prefetch=2, reshard_after_forward=False, tp_size=2, sequence_parallel=False)
+    base = Parallelism(
+        data_parallel="zero3",
+        unit="root",
+        prefetch=2,
+        reshard_after_forward=False,
+        tp_size=2,
+        sequence_parallel=False,
+    )
     assert apply_layout("ddp", base) == Parallelism(data_parallel="ddp")
     assert apply_layout("zero2", base) == Parallelism(data_parallel="zero2", unit="root", prefetch=2)
     assert apply_layout("hsdp2", base).reshard_after_forward is False

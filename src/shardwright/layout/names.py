@@ -30,13 +30,21 @@ def _part(part: str, name: str) -> dict[str, Any]:
         shown = f"`{part}` in `{name}`" if part != name else f"`{part}`"
         hint = did_you_mean(part.partition(":")[0], _EXAMPLES)
         raise ConfigError(
-            f"{shown} is no layout.", "", f"{hint} Parts are {', '.join(KINDS)}, hsdpN, tpN, cpN, ppN[:schedule], joined by +.".strip()
+            f"{shown} is no layout.",
+            "",
+            f"{hint} Parts are {', '.join(KINDS)}, hsdpN, tpN, cpN, ppN[:schedule], joined by +.".strip(),
         )
     size = int(digits or 2)
     if size < 2:
-        raise ConfigError(f"`{part}` splits nothing.", f"A size of {size} is the same as leaving the part out.", "Leave it out.")
+        raise ConfigError(
+            f"`{part}` splits nothing.",
+            f"A size of {size} is the same as leaving the part out.",
+            "Leave it out.",
+        )
     if schedule and schedule not in SCHEDULES:
-        raise ConfigError(f"`{schedule}` in `{name}` is no pipeline schedule.", "", did_you_mean(schedule, SCHEDULES))
+        raise ConfigError(
+            f"`{schedule}` in `{name}` is no pipeline schedule.", "", did_you_mean(schedule, SCHEDULES)
+        )
     keys: dict[str, Any] = {_SIZED[axis]: size}
     if schedule:
         keys["pp_schedule"] = schedule
@@ -52,11 +60,15 @@ def parse_layout(name: str) -> dict[str, Any]:
     for part in name.strip().split("+"):
         for key, value in _part(part.strip(), name).items():
             if key in keys:
-                raise ConfigError(f"`{name}` sets {key} twice: {keys[key]} and {value}.", "", "Keep one of the two parts.")
+                raise ConfigError(
+                    f"`{name}` sets {key} twice: {keys[key]} and {value}.", "", "Keep one of the two parts."
+                )
             keys[key] = value
     if "dp_replicate_size" in keys and keys.setdefault("data_parallel", "zero3") == "ddp":
         raise ConfigError(
-            f"`{name}` asks for replicas of ddp.", "ddp keeps a whole copy on every rank already.", "Use ddp, or hsdpN with a zero kind."
+            f"`{name}` asks for replicas of ddp.",
+            "ddp keeps a whole copy on every rank already.",
+            "Use ddp, or hsdpN with a zero kind.",
         )
     return keys
 
@@ -93,7 +105,9 @@ def expand_layouts(text: str, world_size: int) -> tuple[str, ...]:
     names: list[str] = []
     for name in (part.strip() for part in text.split(",")):
         if not name:
-            raise ConfigError(f"`{text}` has an empty layout name.", "", "Write names separated by single commas.")
+            raise ConfigError(
+                f"`{text}` has an empty layout name.", "", "Write names separated by single commas."
+            )
         for expanded in legal_layouts(world_size) if name == "all" else (name,):
             parse_layout(expanded)
             if expanded not in names:
