@@ -31,7 +31,14 @@ def format_count(value: float, digits: int = 1) -> str:
 
 def format_flops(flops: float, digits: int = 1) -> str:
     """`989.0 TFLOP`; append `/s` for a rate."""
-    steps = ((10**18, "EFLOP"), (10**15, "PFLOP"), (10**12, "TFLOP"), (10**9, "GFLOP"), (10**6, "MFLOP"), (1, "FLOP"))
+    steps = (
+        (10**18, "EFLOP"),
+        (10**15, "PFLOP"),
+        (10**12, "TFLOP"),
+        (10**9, "GFLOP"),
+        (10**6, "MFLOP"),
+        (1, "FLOP"),
+    )
     return _scaled(flops, steps, digits)
 
 

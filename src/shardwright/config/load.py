@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,10 +30,32 @@ class Loaded:
         for section in sections():
             lines.append(f"{section}:")
             for key, value in getattr(self.run, section):
-                flow = yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("\n").removesuffix("\n...")
+                flow = (
+                    yaml.safe_dump(value, default_flow_style=True, width=10**6)
+                    .removesuffix("\n")
+                    .removesuffix("\n...")
+                )
                 line = f"  {key}: {flow}"
                 lines.append(f"{line:<56}  # {self.origin[f'{section}.{key}']}" if origins else line)
         return "\n".join(lines) + "\n"
+
+    def to_json(self) -> str:
+        """Run file and origins, for a process that this one starts."""
+        return json.dumps({"run": self.run.model_dump(), "origin": self.origin})
+
+    @classmethod
+    def from_json(cls, text: str) -> Loaded:
+        """The inverse of `to_json`."""
+        values = json.loads(text)
+        return cls(RunFile.model_validate(values["run"]), values["origin"])
+
+    def replaced(self, values: dict[str, Any], origin: str) -> Loaded:
+        """This run with {dotted key: value} changed, checked again; `origin` is where the new values come from."""
+        data = self.run.model_dump()
+        for full, value in values.items():
+            section, key = full.split(".")
+            data[section][key] = value
+        return Loaded(_validate(data, self.origin), {**self.origin, **dict.fromkeys(values, origin)})
 
 
 class _Loader(yaml.SafeLoader):
@@ -40,10 +63,16 @@ class _Loader(yaml.SafeLoader):
 
 
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in rules if tag not in ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:float")]
+    first: [
+        (tag, pattern)
+        for tag, pattern in rules
+        if tag not in ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:float")
+    ]
     for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"^[-+]?(?:(?:\d[\d_]*\.\d*|\.\d+)(?:[eE][-+]?\d+)?|\d[\d_]*[eE][-+]?\d+|\.(?:inf|nan))$"),
@@ -60,7 +89,11 @@ def _mapping(node: yaml.Node, where: str, path: str, origin: dict[str, str]) -> 
         key = str(key_node.value)
         full, line = f"{path}.{key}" if path else key, key_node.start_mark.line + 1
         if key in result:
-            raise ConfigError(f"{where}:{line}: `{full}` stands twice.", "Only one of the two could take effect.", "Remove one.")
+            raise ConfigError(
+                f"{where}:{line}: `{full}` stands twice.",
+                "Only one of the two could take effect.",
+                "Remove one.",
+            )
         origin[full] = f"{where}:{line}"
         if not path and key in sections() and isinstance(value_node, yaml.MappingNode):
             result[key] = _mapping(value_node, where, key, origin)
@@ -104,7 +137,9 @@ def _refuse_unknown(full: str, where: str) -> ConfigError:
         if hint.startswith("Did"):
             return ConfigError(what, "", hint.replace("`", f"`{section}.", 1))
         elsewhere = did_you_mean(full, keys())
-        return ConfigError(what, "", elsewhere if elsewhere.startswith("Did") else f"Valid in `{section}`: {', '.join(own)}.")
+        return ConfigError(
+            what, "", elsewhere if elsewhere.startswith("Did") else f"Valid in `{section}`: {', '.join(own)}."
+        )
     return ConfigError(what, "", did_you_mean(full, keys()))
 
 
@@ -118,15 +153,23 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
     while rest:
         word = rest.pop(0)
         if not word.startswith("--") or "." not in word.split("=", 1)[0]:
-            hint = did_you_mean(word.lstrip("-").split("=")[0].replace("-", "_"), [key.split(".")[1] for key in keys()])
-            raise ConfigError(f"`{word}` is no option and no override.", "", f"Overrides read --section.key value. {hint}".strip())
+            hint = did_you_mean(
+                word.lstrip("-").split("=")[0].replace("-", "_"), [key.split(".")[1] for key in keys()]
+            )
+            raise ConfigError(
+                f"`{word}` is no option and no override.",
+                "",
+                f"Overrides read --section.key value. {hint}".strip(),
+            )
         name, given, text = word[2:].partition("=")
         if not given:
             if not rest or (rest[0].startswith("--") and "." in rest[0]):
                 raise ConfigError(f"`{word}` has no value.", "", f"Write {word} VALUE.")
             text = rest.pop(0)
         if name in result:
-            raise ConfigError(f"`--{name}` is given twice.", "Only one of the two could take effect.", "Remove one.")
+            raise ConfigError(
+                f"`--{name}` is given twice.", "Only one of the two could take effect.", "Remove one."
+            )
         try:
             result[name] = _value(text)
         except yaml.YAMLError as error:
@@ -142,13 +185,19 @@ def _describe(error: Any, origin: dict[str, str], data: dict[str, Any]) -> Confi
     if error["type"] == "extra_forbidden":
         return _refuse_unknown(full, where)
     if error["type"] == "missing":
-        return ConfigError(f"{where}: `{full}` is missing.", "It has no default.", f"Add it under `{path[0]}:`." if len(path) > 1 else "")
+        return ConfigError(
+            f"{where}: `{full}` is missing.",
+            "It has no default.",
+            f"Add it under `{path[0]}:`." if len(path) > 1 else "",
+        )
     field = sections()[path[0]].model_fields[path[1]] if full in keys() else None
     meaning = f"It means: {field.description}." if field is not None and field.description else ""
     given = error["input"]
     if not isinstance(given, str | int | float | bool | list) and given is not None:
         given = "a mapping"
-    return ConfigError(f"{where}: `{full}` = {given!r}: {error['msg'][0].lower()}{error['msg'][1:]}.", "", meaning)
+    return ConfigError(
+        f"{where}: `{full}` = {given!r}: {error['msg'][0].lower()}{error['msg'][1:]}.", "", meaning
+    )
 
 
 def _validate(data: dict[str, Any], origin: dict[str, str]) -> RunFile:
@@ -164,7 +213,9 @@ def _validate(data: dict[str, Any], origin: dict[str, str]) -> RunFile:
         raise ConfigError("\n".join(str(error) for error in seen.values())) from None
 
 
-def load_run_file(path: str | Path | None, overrides: dict[str, Any] | None = None, name: str | None = None) -> Loaded:
+def load_run_file(
+    path: str | Path | None, overrides: dict[str, Any] | None = None, name: str | None = None
+) -> Loaded:
     """The run file at `path` with `overrides` ({dotted key: value}) on top, checked against the schema.
 
     `path` None starts from nothing but the overrides. Raises `ConfigError` naming file, line, key and the nearest
@@ -177,7 +228,9 @@ def load_run_file(path: str | Path | None, overrides: dict[str, Any] | None = No
         try:
             text = Path(path).read_text(encoding="utf-8")
         except OSError as error:
-            raise ConfigError(f"{where} cannot be read: {error.strerror}.", "", "Name a run file; examples/ has some.") from None
+            raise ConfigError(
+                f"{where} cannot be read: {error.strerror}.", "", "Name a run file; examples/ has some."
+            ) from None
         try:
             node = yaml.compose(text, Loader=_Loader)
         except yaml.YAMLError as error:

@@ -36,7 +36,9 @@ class Model(Section):
     init: Literal["pretrained", "random"] = Field(
         "pretrained", description="pretrained: read safetensors. random: from (seed, parameter name) only"
     )
-    config_overrides: dict[str, Any] = Field({}, description="Keys of config.json to replace, for example num_hidden_layers")
+    config_overrides: dict[str, Any] = Field(
+        {}, description="Keys of config.json to replace, for example num_hidden_layers"
+    )
     kwargs: dict[str, Any] = Field({}, description="Arguments of package.module:function")
     attn_implementation: Literal["sdpa", "eager"] = "sdpa"
     tokenizer_name_or_path: str | None = Field(None, description="Default: the model's directory")
@@ -57,7 +59,7 @@ class Data(Section):
     batching: Literal["pad"] = "pad"
     shuffle: bool = True
     num_proc: Positive | None = Field(None, description="Tokenising processes; default: all cores")
-    cache_dir: str | None = Field(None, description="Default: next to output_dir's parent, `.cache`")
+    cache_dir: str | None = Field(None, description="Tokenised data; default: `.cache` beside output_dir")
 
 
 class Training(Section):
@@ -66,14 +68,19 @@ class Training(Section):
     max_steps: Positive | None = Field(None, description="Updates; give this or num_train_epochs")
     num_train_epochs: PositiveFloat | None = None
     global_batch_size: Positive = Field(description="Rows per update, over all ranks and microbatches")
-    per_device_train_batch_size: Positive = Field(1, description="Rows per microbatch: memory and speed, not the objective")
-    per_device_eval_batch_size: Positive | None = Field(None, description="Default: per_device_train_batch_size")
+    per_device_train_batch_size: Positive = Field(
+        1, description="Rows per microbatch: memory and speed, not the objective"
+    )
+    per_device_eval_batch_size: Positive | None = Field(
+        None, description="Default: per_device_train_batch_size"
+    )
     learning_rate: PositiveFloat = 3e-4
     optimizer: str = Field("adamw", description="adamw, sgd, muon or package.module:Class")
     optimizer_kwargs: dict[str, Any] = {}
     weight_decay: NonNegativeFloat = 0.0
     no_decay: list[str] = Field(
-        ["*bias", "*norm*", "*ln_*"], description="Patterns of names that weight decay skips; vectors and scalars are always skipped"
+        ["*bias", "*norm*", "*ln_*"],
+        description="Patterns of names that weight decay skips; vectors and scalars are always skipped",
     )
     adam_beta1: Probability = 0.9
     adam_beta2: Probability = 0.999
@@ -81,11 +88,16 @@ class Training(Section):
     lr_scheduler_type: str = "linear"
     lr_scheduler_kwargs: dict[str, Any] = {}
     warmup_steps: NonNegative = 0
-    max_grad_norm: PositiveFloat | None = Field(1.0, description="Gradient norm limit over all parameters; null: no clipping")
+    max_grad_norm: PositiveFloat | None = Field(
+        1.0, description="Gradient norm limit over all parameters; null: no clipping"
+    )
     seed: NonNegative = 42
-    eval_steps: Positive | None = Field(None, description="Evaluate every so many updates; needs data.validation")
+    eval_steps: Positive | None = Field(
+        None, description="Evaluate every so many updates; needs data.validation"
+    )
     on_non_finite: Literal["stop", "skip"] = Field(
-        "stop", description="A loss or gradient that is not finite: stop all ranks, or skip the update on all ranks"
+        "stop",
+        description="A loss or gradient that is not finite: stop all ranks, or skip the update on all ranks",
     )
 
 
@@ -93,16 +105,23 @@ class Parallelism(Section):
     """The layout: sizes of the mesh axes (pp, dp_replicate, dp_shard, cp, tp) and the data-parallel kind."""
 
     data_parallel: DataParallel = Field("zero3", description="fsdp2 is another name of zero3")
-    dp_replicate_size: Positive = Field(1, description="> 1 with zero*: hybrid sharding (HSDP). With ddp: all the data ranks")
+    dp_replicate_size: Positive = Field(
+        1, description="> 1 with zero*: hybrid sharding (HSDP). With ddp: all the data ranks"
+    )
     dp_shard_size: int = Field(-1, description="zero* only. -1: the ranks that the other axes leave")
     tp_size: Positive = 1
-    sequence_parallel: bool | None = Field(None, description="With tp_size > 1: shard norms and residuals too; default true")
+    sequence_parallel: bool | None = Field(
+        None, description="With tp_size > 1: shard norms and residuals too; default true"
+    )
     cp_size: Positive = 1
     pp_size: Positive = 1
     pp_schedule: Schedule | None = Field(None, description="With pp_size > 1; default 1f1b")
-    unit: Literal["block", "root"] | Positive = Field("block", description="What is gathered together: a block, all, or N blocks")
+    unit: Literal["block", "root"] | Positive = Field(
+        "block", description="What is gathered together: a block, all, or N blocks"
+    )
     reshard_after_forward: bool | Positive | None = Field(
-        None, description="zero3 only: drop gathered parameters after forward (default true), or keep them on N ranks"
+        None,
+        description="zero3 only: drop gathered parameters after forward (default true), or keep them on N ranks",
     )
     prefetch: NonNegative | None = Field(None, description="zero* only: units gathered ahead; default 1")
     bucket_bytes: Positive | None = Field(None, description="ddp only: gradient bucket; default 25 MiB")
@@ -134,7 +153,9 @@ class Memory(Section):
     activation_checkpointing: Literal["none", "full", "selective"] = Field(
         "none", description="full: recompute each block. selective: keep matrix products, recompute the rest"
     )
-    cpu_offload: Literal["none", "params"] = Field("none", description="Shards and optimizer on the host (zero* on a GPU only)")
+    cpu_offload: Literal["none", "params"] = Field(
+        "none", description="Shards and optimizer on the host (zero* on a GPU only)"
+    )
     compile: bool = Field(False, description="torch.compile each block")
 
 
@@ -144,15 +165,21 @@ class Checkpoint(Section):
     output_dir: str = "runs/run"
     save_steps: Positive | None = Field(None, description="Default: only at the end and when stopped")
     save_total_limit: Positive | None = Field(None, description="Newest checkpoints kept; default: all")
-    resume: Literal["auto", "never"] | str = Field("auto", description="auto: the newest complete one; or a checkpoint directory")
-    export_hf: Literal["none", "final"] = Field("final", description="Write a Hugging Face directory at the end")
+    resume: Literal["auto", "never"] | str = Field(
+        "auto", description="auto: the newest complete one; or a checkpoint directory"
+    )
+    export_hf: Literal["none", "final"] = Field(
+        "final", description="Write a Hugging Face directory at the end"
+    )
 
 
 class Hardware(Section):
     """Where it runs."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    threads_per_rank: Positive | None = Field(None, description="CPU threads; default max(1, cores // local ranks)")
+    threads_per_rank: Positive | None = Field(
+        None, description="CPU threads; default max(1, cores // local ranks)"
+    )
     timeout_seconds: Positive = Field(600, description="A collective that takes longer ends the run")
 
 

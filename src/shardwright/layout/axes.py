@@ -72,7 +72,12 @@ def resolve_axes(parallelism: Parallelism, world_size: int) -> Axes:
     Raises `ConfigError` when the product is not the world size.
     """
     p = parallelism
-    sizes = {"pp_size": p.pp_size, "dp_replicate_size": p.dp_replicate_size, "cp_size": p.cp_size, "tp_size": p.tp_size}
+    sizes = {
+        "pp_size": p.pp_size,
+        "dp_replicate_size": p.dp_replicate_size,
+        "cp_size": p.cp_size,
+        "tp_size": p.tp_size,
+    }
     if p.data_parallel == "ddp":
         if p.dp_shard_size not in (-1, 1):
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""How an update's rows are split into microbatches: the layout may choose how, never how many rows."""
+"""How the rows of an update, which the objective fixes, are divided into microbatches by the layout."""
 
 from __future__ import annotations
 
@@ -6,20 +6,26 @@ from shardwright.errors import ConfigError
 
 
 def accumulation_steps(global_batch_size: int, per_device_train_batch_size: int, data_ranks: int) -> int:
-    """Microbatches of each data rank in one update: global / (per device x data ranks).
+    """Microbatches of each data rank in one update: global = microbatch x accumulation x data ranks, exactly.
 
-    Raises `ConfigError` with the nearest values that divide; the global batch is never rounded.
+    Raises `ConfigError` with the nearest valid values when the global batch does not divide. It is never
+    rounded, so no layout changes the objective.
     """
     rows = per_device_train_batch_size * data_ranks
-    if global_batch_size % rows == 0:
-        return global_batch_size // rows
-    below, above = global_batch_size // rows * rows, -(-global_batch_size // rows) * rows
-    fitting = [b for b in range(1, global_batch_size + 1) if global_batch_size % (b * data_ranks) == 0]
-    nearest = ", ".join(str(value) for value in (below, above) if value)
+    steps, rest = divmod(global_batch_size, rows)
+    if steps and not rest:
+        return steps
+    valid = [size for size in (steps * rows, (steps + 1) * rows) if size]
+    fix = f"Set training.global_batch_size to {' or '.join(map(str, valid))}"
+    share, uneven = divmod(global_batch_size, data_ranks)
+    if share and not uneven:
+        smaller = max(
+            size for size in range(1, share + 1) if share % size == 0 and size <= per_device_train_batch_size
+        )
+        fix += f", or training.per_device_train_batch_size to {smaller}"
     raise ConfigError(
-        f"training.global_batch_size {global_batch_size} is not a multiple of "
-        f"per_device_train_batch_size {per_device_train_batch_size} x {data_ranks} data ranks = {rows}.",
-        "Every rank must run the same number of equal microbatches, and the global batch is part of the objective.",
-        f"Set global_batch_size to {nearest}"
-        + (f", or per_device_train_batch_size to {', '.join(map(str, fitting))}." if fitting else "."),
+        f"training.global_batch_size = {global_batch_size} is not a multiple of {rows} = "
+        f"per_device_train_batch_size {per_device_train_batch_size} x {data_ranks} data ranks.",
+        "Every data rank takes the same number of whole microbatches of each update.",
+        fix + ".",
     )

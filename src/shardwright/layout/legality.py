@@ -27,15 +27,36 @@ def _idle_options(loaded: Loaded) -> Iterator[tuple[str, str]]:
         idle.update(dict.fromkeys(keys, reason) if condition else {})
 
     when(not sharded, "ddp keeps whole parameters on every rank", "parallelism.unit", "parallelism.prefetch")
-    when(p.data_parallel != "zero3", "only zero3 drops gathered parameters after forward", "parallelism.reshard_after_forward")
+    when(
+        p.data_parallel != "zero3",
+        "only zero3 drops gathered parameters after forward",
+        "parallelism.reshard_after_forward",
+    )
     when(sharded, "only ddp reduces in buckets", "parallelism.bucket_bytes")
     when(p.unit == "root", "one unit has no next one to gather ahead", "parallelism.prefetch")
     when(p.tp_size == 1, "tp_size is 1", "parallelism.sequence_parallel")
     when(p.pp_size == 1, "pp_size is 1", "parallelism.pp_schedule")
-    when(not t.optimizer == "adamw", f"the optimizer is {t.optimizer}", "training.adam_beta1", "training.adam_beta2", "training.adam_epsilon")
-    when(t.lr_scheduler_type == "constant", "lr_scheduler_type constant has no warm-up", "training.warmup_steps")
-    when(not run.data.validation, "data.validation is empty", "training.eval_steps", "training.per_device_eval_batch_size")
-    when(module, "the model is a function of a package", "model.config_overrides", "model.attn_implementation")
+    when(
+        t.optimizer != "adamw",
+        f"the optimizer is {t.optimizer}",
+        "training.adam_beta1",
+        "training.adam_beta2",
+        "training.adam_epsilon",
+    )
+    when(
+        t.lr_scheduler_type == "constant",
+        "lr_scheduler_type constant has no warm-up",
+        "training.warmup_steps",
+    )
+    when(
+        not run.data.validation,
+        "data.validation is empty",
+        "training.eval_steps",
+        "training.per_device_eval_batch_size",
+    )
+    when(
+        module, "the model is a function of a package", "model.config_overrides", "model.attn_implementation"
+    )
     when(not module, "the model is a Hugging Face directory", "model.kwargs")
     return ((key, reason) for key, reason in idle.items() if key in given)
 
@@ -45,7 +66,9 @@ def _check_training(run: RunFile) -> None:
     if (t.max_steps is None) == (t.num_train_epochs is None):
         both = t.max_steps is not None
         raise ConfigError(
-            "training.max_steps and training.num_train_epochs are both set." if both else "The length of the run is not set.",
+            "training.max_steps and training.num_train_epochs are both set."
+            if both
+            else "The length of the run is not set.",
             "Exactly one of training.max_steps and training.num_train_epochs says how many updates there are.",
             "Remove one." if both else "Set one.",
         )
@@ -55,7 +78,9 @@ def _check_training(run: RunFile) -> None:
             "The learning rate would never reach its value.",
         )
     if t.lr_scheduler_type == "constant" and t.warmup_steps:
-        raise ConfigError("training.warmup_steps with lr_scheduler_type constant.", "", "Use constant_with_warmup.")
+        raise ConfigError(
+            "training.warmup_steps with lr_scheduler_type constant.", "", "Use constant_with_warmup."
+        )
 
 
 def _check_precision(run: RunFile) -> None:
@@ -73,7 +98,10 @@ def _check_precision(run: RunFile) -> None:
             f"Set precision.reduce_dtype to {p.master_dtype}.",
         )
     if p.param_dtype != "fp64" and p.master_dtype == "fp64":
-        raise ConfigError("precision.master_dtype fp64 needs param_dtype fp64.", "float64 is for proofs: all three dtypes go together.")
+        raise ConfigError(
+            "precision.master_dtype fp64 needs param_dtype fp64.",
+            "float64 is for proofs: all three dtypes go together.",
+        )
 
 
 def check_run(loaded: Loaded, world_size: int) -> Axes:
@@ -84,7 +112,9 @@ def check_run(loaded: Loaded, world_size: int) -> Axes:
     """
     run = loaded.run
     for key, reason in _idle_options(loaded):
-        raise ConfigError(f"{loaded.origin[key]}: `{key}` has no effect here: {reason}.", "", f"Remove `{key}`.")
+        raise ConfigError(
+            f"{loaded.origin[key]}: `{key}` has no effect here: {reason}.", "", f"Remove `{key}`."
+        )
     _check_training(run)
     _check_precision(run)
     axes = resolve_axes(run.parallelism, world_size)
@@ -96,17 +126,26 @@ def check_run(loaded: Loaded, world_size: int) -> Axes:
                 f"Set parallelism.{axis}_size to 1.",
             )
     shards = run.parallelism.reshard_after_forward
-    if isinstance(shards, int) and not isinstance(shards, bool) and (axes.dp_shard % shards or shards in (1, axes.dp_shard)):
+    if (
+        isinstance(shards, int)
+        and not isinstance(shards, bool)
+        and (axes.dp_shard % shards or shards in (1, axes.dp_shard))
+    ):
         raise ConfigError(
             f"parallelism.reshard_after_forward {shards} on dp_shard_size {axes.dp_shard}.",
             "Parameters are kept on that many ranks after forward: a divisor of dp_shard_size, neither 1 nor all of it.",
             "Use true or false, or a proper divisor.",
         )
-    if run.memory.cpu_offload != "none" and (run.parallelism.data_parallel == "ddp" or run.hardware.device == "cpu"):
+    if run.memory.cpu_offload != "none" and (
+        run.parallelism.data_parallel == "ddp" or run.hardware.device == "cpu"
+    ):
         raise ConfigError(
             "memory.cpu_offload params",
-            "moves shards between a GPU and its host: it needs a GPU and zero1, zero2 or zero3; on a CPU the shards are there already.",
+            "moves shards between a GPU and its host: it needs a GPU and zero1, zero2 or zero3. "
+            "On a CPU the shards are there already.",
             "Set memory.cpu_offload to none.",
         )
-    accumulation_steps(run.training.global_batch_size, run.training.per_device_train_batch_size, axes.data_ranks)
+    accumulation_steps(
+        run.training.global_batch_size, run.training.per_device_train_batch_size, axes.data_ranks
+    )
     return axes

@@ -1,0 +1,39 @@
+# Two commands do all their own set-up on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test check bench golden gpu clean
+
+$(READY): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check '$(TORCH)' -e '.[dev,demo,report,tensorboard]'
+	touch $@
+
+demo: $(READY)  ## Train on real text with 2 ranks (zero3), save, and write a few words with the result
+	$(BIN)/python examples/prepare_demo.py
+	$(BIN)/shardwright train examples/demo.yaml --nproc-per-node 2
+	$(BIN)/python examples/generate.py runs/demo/model
+
+test: $(READY)  ## All tests
+	$(BIN)/python -m pytest
+
+check: $(READY)  ## Lint, types, import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(READY)  ## Side by side with bare torch, in one run
+	$(BIN)/python benchmarks/data_parallel.py
+
+golden: $(READY)  ## Print the golden losses anew; a change needs a reason in docs/decisions
+	$(BIN)/python -m tests.golden.losses
+
+gpu:  ## On a machine with a GPU, with its own Python and torch: tests, check, a bf16 compiled run
+	bash benchmarks/gpu.sh
+
+clean:
+	rm -rf $(VENV) demo runs

@@ -1,0 +1,160 @@
+"""What a run writes down: `metrics.jsonl` always, TensorBoard and trackio when asked, and the line a person reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from shardwright.errors import ConfigError
+from shardwright.units import format_bytes, format_seconds
+
+METRICS = "metrics.jsonl"
+Values = Mapping[str, float | int | str | None]
+
+
+class Sink(Protocol):
+    """Where metrics go beside the file."""
+
+    def log(self, update: int, values: Values) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorBoard:
+    """Scalars in `output_dir/tensorboard`."""
+
+    def __init__(self, output_dir: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise _missing("tensorboard") from None
+        self._writer = SummaryWriter(str(output_dir / "tensorboard"))
+
+    def log(self, update: int, values: Values) -> None:
+        for name, value in values.items():
+            if isinstance(value, int | float):
+                self._writer.add_scalar(name, value, update)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Trackio:
+    """A trackio run named after the output directory."""
+
+    def __init__(self, output_dir: Path) -> None:
+        try:
+            import trackio
+        except ImportError:
+            raise _missing("trackio") from None
+        self._trackio: Any = trackio
+        trackio.init(project="shardwright", name=output_dir.name)
+
+    def log(self, update: int, values: Values) -> None:
+        self._trackio.log({key: value for key, value in values.items() if value is not None}, step=update)
+
+    def close(self) -> None:
+        self._trackio.finish()
+
+
+def _missing(package: str) -> ConfigError:
+    return ConfigError(
+        f"logging.report_to {package}: the package is not installed.",
+        "",
+        f"pip install 'shardwright[{package}]'.",
+    )
+
+
+SINKS = {"tensorboard": TensorBoard, "trackio": Trackio}
+
+
+class Record:
+    """The metrics of one run; made by rank 0 only.
+
+    first_update: entries of earlier attempts at this update or later are dropped, so that a resumed run's file reads
+    like an uninterrupted one's.
+    """
+
+    def __init__(self, output_dir: Path, report_to: list[Any], first_update: int) -> None:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        path = output_dir / METRICS
+        kept = []
+        if path.exists():
+            lines = path.read_text(encoding="utf-8").splitlines()
+            kept = [line for line in lines if _update_of(line) < first_update]
+        path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        self._file: TextIO = path.open("a", encoding="utf-8")
+        self._sinks: list[Sink] = [SINKS[name](output_dir) for name in report_to]
+
+    def log(self, update: int, values: Values) -> None:
+        """Writes one entry; `update` counts from 0."""
+        self._file.write(json.dumps({"update": update, **values}) + "\n")
+        self._file.flush()
+        for sink in self._sinks:
+            sink.log(update, values)
+
+    def close(self) -> None:
+        self._file.close()
+        for sink in self._sinks:
+            sink.close()
+
+
+def _update_of(line: str) -> float:
+    """The update of a line of metrics; a line cut off by a crash belongs to none that is kept."""
+    try:
+        return float(json.loads(line)["update"])
+    except (ValueError, KeyError):
+        return float("inf")
+
+
+class Progress:
+    """One line that changes in place on a terminal; one line per log step elsewhere."""
+
+    def __init__(self, console: Console, total: int) -> None:
+        self._console, self._total = console, total
+        self._live = (
+            Live(console=console, refresh_per_second=4, transient=False) if console.is_terminal else None
+        )
+        if self._live is not None:
+            self._live.start()
+
+    def show(self, update: int, values: Values, left_seconds: float | None) -> None:
+        """`values` as logged; `update` is the one just done, counted from 0."""
+        line = _line(update + 1, self._total, values, left_seconds)
+        if self._live is None:
+            self._console.print(line, highlight=False, soft_wrap=True)
+        else:
+            done = (update + 1) / self._total
+            bar = "━" * round(20 * done) + "╶" * (20 - round(20 * done))
+            self._live.update(Text(f"{bar} {line}", overflow="ellipsis", no_wrap=True))
+
+    def say(self, text: str) -> None:
+        """A line of its own, which stays."""
+        self._console.print(text, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+
+def _line(number: int, total: int, values: Values, left_seconds: float | None) -> str:
+    parts = [f"update {number:>{len(str(total))}}/{total}"]
+    parts.append(
+        f"loss {values['train/loss']:.4f}  norm {values['train/grad_norm']:.3g}  lr {values['train/lr']:.2e}"
+    )
+    if (rate := values.get("perf/target_tokens_per_s")) is not None:
+        parts.append(
+            f"{rate:,.0f} target tokens/s  {format_seconds(float(values['perf/step_seconds'] or 0))}/update"
+        )
+    memory = values.get("mem/peak_allocated_bytes") or values.get("mem/peak_host_bytes")
+    if memory:
+        parts.append(f"peak {format_bytes(float(memory))}")
+    if left_seconds is not None:
+        parts.append(f"{format_seconds(left_seconds)} left")
+    return "  ".join(parts)

@@ -1,0 +1,52 @@
+"""Activation checkpointing and compilation of blocks, without wrappers: names of parameters stay as they are.
+
+Only `block.forward` is replaced. Hooks of `fully_shard` run around it, so recomputation happens while the block's
+parameters are gathered (the other order recomputes with resharded weights).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+_KEPT = tuple(
+    getattr(torch.ops.aten, name).default
+    for name in (
+        "mm",
+        "addmm",
+        "bmm",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+    )
+    if hasattr(torch.ops.aten, name)
+)
+
+
+def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def recompute_block(block: nn.Module, mode: str) -> None:
+    """Makes `block` drop activations in forward and recompute them in backward.
+
+    mode full: only the block's inputs are kept. selective: results of matrix products and attention are kept too
+    (Korthikanti et al. 2022, section 5, turned round: what is dear to recompute stays). RNG state is restored for the
+    recomputation, so that dropout draws the same masks.
+    """
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": True}
+    if mode == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+    forward: Callable[..., Any] = block.forward
+    block.forward = partial(checkpoint, forward, **options)  # type: ignore[method-assign]
+
+
+def compile_block(block: nn.Module) -> None:
+    """Compiles `block.forward`, recomputation included; hooks around the block stay outside the compiled region."""
+    block.forward = torch.compile(block.forward)  # type: ignore[method-assign]

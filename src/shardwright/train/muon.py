@@ -1,0 +1,99 @@
+"""Muon for hidden matrices and AdamW for the rest, over shards.
+
+Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) replaces the momentum of a matrix by its nearest
+semi-orthogonal matrix, which needs the whole matrix: it is gathered from the shards, made orthogonal on every rank of the
+mesh alike, and each rank keeps its part. Steps are scaled as in Liu et al. 2025 (arXiv:2502.16982), section 2.2, so that
+one learning rate serves both parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+
+
+def orthogonalise(matrix: Tensor, steps: int = 5, eps: float = 1e-7) -> Tensor:
+    """The semi-orthogonal matrix nearest to `matrix` [m, n], by a quintic Newton-Schulz iteration.
+
+    Runs in bf16 for narrower inputs than float64 (it is not sensitive to rounding), in float64 for float64.
+    """
+    a, b, c = COEFFICIENTS
+    x = matrix if matrix.dtype == torch.float64 else matrix.bfloat16()
+    tall = x.size(0) > x.size(1)
+    x = x.T if tall else x
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if tall else x
+
+
+def own_part(whole: Tensor, like: Tensor) -> Tensor:
+    """This rank's part of `whole`, placed as the DTensor `like`; all of it where `like` is a plain tensor."""
+    if not isinstance(like, DTensor):
+        return whole
+    shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
+    return whole[tuple(slice(start, start + length) for start, length in zip(offset, shape))]
+
+
+class Muon(torch.optim.Optimizer):
+    """Groups with `orthogonal` true get Muon steps, the others AdamW.
+
+    `wrap` maps a parameter of this optimizer and a tensor shaped like it to the DTensor of the unsplit shape (or returns
+    the tensor where nothing is sharded). Collective over each parameter's mesh, in the order of the parameters.
+    """
+
+    def __init__(
+        self,
+        params: list[dict[str, Any]],
+        lr: float,
+        wrap: Callable[[Tensor, Tensor], Tensor],
+        momentum: float = 0.95,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        defaults = {"lr": lr, "momentum": momentum, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {**defaults, "orthogonal": False})
+        self._wrap = wrap
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One update of every parameter that has a gradient."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                (self._orthogonal if group["orthogonal"] else self._adam)(p, group)
+
+    def _orthogonal(self, p: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[p]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(p)
+        buffer = state["momentum_buffer"]
+        buffer.lerp_(p.grad, 1 - group["momentum"])
+        wanted = self._wrap(p, p.grad.lerp(buffer, group["momentum"]))
+        whole = wanted.full_tensor() if isinstance(wanted, DTensor) else wanted
+        step = own_part(orthogonalise(whole), wanted).to(p.dtype)
+        p.add_(step, alpha=-group["lr"] * 0.2 * max(whole.shape) ** 0.5)
+
+    def _adam(self, p: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[p]
+        if not state:
+            state.update(step=torch.zeros(()), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+        state["step"] += 1
+        beta1, beta2 = group["betas"]
+        state["exp_avg"].lerp_(p.grad, 1 - beta1)
+        state["exp_avg_sq"].mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
+        count = state["step"].item()
+        scale = (1 - beta2**count) ** 0.5
+        denominator = (state["exp_avg_sq"].sqrt() / scale).add_(group["eps"])
+        p.addcdiv_(state["exp_avg"], denominator, value=-group["lr"] / (1 - beta1**count))

@@ -1,0 +1,178 @@
+"""Optimizers over this rank's shards, weight-decay groups by name, and learning rates as functions of the update.
+
+The optimizers of our own list (AdamW, SGD, Muon) work on plain local tensors that share memory with the sharded parameters: one
+fused or foreach call over all of them, no dispatch through DTensor, no mixture of tensor kinds or meshes. Others get the
+parameters themselves, since they may need whole matrices.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from shardwright.config.schema import Training
+from shardwright.errors import ConfigError, did_you_mean
+from shardwright.train.muon import Muon
+
+LOCAL = ("adamw", "sgd", "muon")
+
+
+@dataclass
+class Local:
+    """This rank's part of one trainable parameter.
+
+    name: fully qualified, that of the unsplit model. parameter: the model's. tensor: what the optimizer holds, either
+    the parameter itself or a plain view of its shard. counts: whether this rank's part enters the global norm (of equal
+    replicas one does).
+    """
+
+    name: str
+    parameter: nn.Parameter
+    tensor: nn.Parameter
+    counts: bool
+
+    def gradient(self) -> Tensor | None:
+        """This rank's part of the gradient as a plain tensor, or None where backward left none."""
+        grad = self.parameter.grad
+        return grad.to_local() if isinstance(grad, DTensor) else grad
+
+    def is_current(self) -> bool:
+        """Whether the optimizer's tensor is still the model's memory (it is not after re-sharding or re-creation)."""
+        local = self.parameter.to_local() if isinstance(self.parameter, DTensor) else self.parameter
+        held = self.tensor.to_local() if isinstance(self.tensor, DTensor) else self.tensor
+        return held.data_ptr() == local.data_ptr() and held.shape == local.shape
+
+    def wrap(self, local: Tensor) -> Tensor:
+        """A tensor shaped like this rank's part, as a DTensor of the parameter's global shape where that is sharded."""
+        p = self.parameter
+        if not isinstance(p, DTensor) or isinstance(local, DTensor):
+            return local
+        return DTensor.from_local(
+            local, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+        )
+
+
+def canonical(name: str) -> str:
+    """The name of a parameter in the unsplit model: without what wrappers put in."""
+    for part in ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module."):
+        name = name.replace(part, "")
+    return name
+
+
+def local_parameters(module: nn.Module, plain_views: bool, first_replica: bool) -> list[Local]:
+    """Every trainable parameter of `module` once, in the order of the model (tied ones under their first name).
+
+    plain_views: give the optimizer views of shards. first_replica: this rank is the one that counts whole (replicated)
+    parameters in the norm; a DTensor's replicas are told apart by their place on the mesh.
+    """
+    found = []
+    for name, p in module.named_parameters():
+        if not p.requires_grad:
+            continue
+        counts = first_replica
+        tensor = p
+        if isinstance(p, DTensor):
+            place = p.device_mesh.get_coordinate() or []
+            counts = all(at == 0 for at, how in zip(place, p.placements) if isinstance(how, Replicate))
+            if plain_views:
+                tensor = nn.Parameter(p.to_local().detach())
+        found.append(Local(canonical(name), p, tensor, counts))
+    return found
+
+
+def decays(name: str, shape: Iterable[int], patterns: Iterable[str]) -> bool:
+    """Whether weight decay touches this parameter: by name and by its unsplit shape, never by the shard's."""
+    return len(tuple(shape)) >= 2 and not any(fnmatch(name, pattern) for pattern in patterns)
+
+
+def make_optimizer(
+    training: Training, parameters: list[Local], not_matrices: Iterable[str] = ()
+) -> torch.optim.Optimizer:
+    """The optimizer of the run file over `parameters`, in groups by weight decay (and, for muon, by kind of step).
+
+    `not_matrices` names parameters that are matrices by shape only (embedding, head): muon gives them AdamW steps.
+    Raises `ConfigError` for an unknown name or arguments that the class does not take.
+    """
+    t, apart = training, set(not_matrices)
+    grouped: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    for p in parameters:
+        decayed = decays(p.name, p.parameter.shape, t.no_decay)
+        orthogonal = t.optimizer == "muon" and p.parameter.dim() == 2 and p.name not in apart
+        grouped.setdefault((decayed, orthogonal), []).append(p.tensor)
+    groups: list[dict[str, Any]] = []
+    for (decayed, orthogonal), tensors in sorted(grouped.items(), reverse=True):
+        groups.append({"params": tensors, "weight_decay": t.weight_decay if decayed else 0.0})
+        if t.optimizer == "muon":
+            groups[-1]["orthogonal"] = orthogonal
+    options: dict[str, Any] = {"lr": t.learning_rate}
+    if t.optimizer == "adamw":
+        kind: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
+        options |= {"betas": (t.adam_beta1, t.adam_beta2), "eps": t.adam_epsilon, "fused": True}
+    elif t.optimizer == "sgd":
+        kind = torch.optim.SGD
+        options |= {"fused": True}
+    elif t.optimizer == "muon":
+        by_tensor = {id(p.tensor): p for p in parameters}
+        kind = Muon
+        options |= {"wrap": lambda tensor, local: by_tensor[id(tensor)].wrap(local)}
+    else:
+        kind = imported(t.optimizer)
+    try:
+        return kind(groups, **{**options, **t.optimizer_kwargs})
+    except TypeError as error:
+        raise ConfigError(
+            f"training.optimizer_kwargs: {error}.", f"They are passed to {t.optimizer}."
+        ) from None
+
+
+def imported(path: str) -> Callable[..., torch.optim.Optimizer]:
+    """The class at `package.module:Class`. Raises `ConfigError` when there is none."""
+    module, _, name = path.partition(":")
+    if not name:
+        known = [*LOCAL]
+        raise ConfigError(
+            f"training.optimizer = {path!r} is not known.",
+            did_you_mean(path, known),
+            "Or name package.module:Class.",
+        )
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"training.optimizer = {path!r} cannot be imported: {error}.") from None
+
+
+def learning_rate_factor(training: Training, updates: int) -> Callable[[int], float]:
+    """The factor on learning_rate at each update (0-based): a pure function, so nothing of a scheduler needs saving.
+
+    Names and shapes are those of `transformers.get_scheduler`. Raises `ConfigError` for a name it does not know and for
+    schedules that follow the loss.
+    """
+    from transformers import get_scheduler
+    from transformers.trainer_utils import SchedulerType
+
+    known = [kind.value for kind in SchedulerType if kind.value not in ("reduce_lr_on_plateau", "greedy")]
+    if training.lr_scheduler_type not in known:
+        raise ConfigError(
+            f"training.lr_scheduler_type = {training.lr_scheduler_type!r} is not known.",
+            "The learning rate must be a function of the update alone, so that a resumed run continues it.",
+            did_you_mean(training.lr_scheduler_type, known),
+        )
+    stub = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    try:
+        schedule = get_scheduler(
+            training.lr_scheduler_type,
+            stub,
+            num_warmup_steps=training.warmup_steps,
+            num_training_steps=updates,
+            scheduler_specific_kwargs=training.lr_scheduler_kwargs,
+        )
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"training.lr_scheduler_kwargs for {training.lr_scheduler_type}: {error}") from None
+    return schedule.lr_lambdas[0]

@@ -1,0 +1,224 @@
+"""One update: microbatches forward and backward, gradients agreed on, clipped, and one optimizer step.
+
+`Engine` is what `train`, `check` and `bench` drive; it knows nothing of files, logs or signals.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from shardwright.config.schema import RunFile
+from shardwright.data.loader import Microbatch, UpdateBatch
+from shardwright.errors import NonFiniteError, ShardwrightError
+from shardwright.layout.axes import Axes
+from shardwright.models.adapters import find_parts
+from shardwright.models.build import build_model
+from shardwright.parallel.apply import DTYPES, parallelize
+from shardwright.parallel.mesh import make_mesh
+from shardwright.train.objective import cross_entropy_sum, forward_arguments, logits_of
+from shardwright.train.optimizer import LOCAL, Local, learning_rate_factor, local_parameters, make_optimizer
+from shardwright.train.rng import seed_microbatch
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """What one update did; equal on every rank.
+
+    loss: sum over targets / target tokens, before the step. grad_norm: 2-norm of the whole gradient before clipping.
+    clip_coefficient: what gradients were multiplied with. skipped: not finite, so nothing was changed.
+    stop: the number of ranks that were asked to stop.
+    """
+
+    update: int
+    loss: float
+    grad_norm: float
+    clip_coefficient: float
+    learning_rate: float
+    target_tokens: int
+    skipped: bool
+    stop: int
+
+
+class Engine:
+    """A model under a layout, with its optimizer: `forward_backward(batch)`, then `step()`.
+
+    Collective: every rank makes one and calls the same methods in the same order.
+    """
+
+    def __init__(self, run: RunFile, axes: Axes, device: torch.device, updates: int) -> None:
+        self.run, self.axes, self.device, self.updates = run, axes, device, updates
+        self.rank = dist.get_rank()
+        self.mesh: DeviceMesh = make_mesh(axes, device)
+        model = build_model(run.model, DTYPES[run.precision.master_dtype])
+        self.parallel = parallelize(model, run, self.mesh, device)
+        self.module: nn.Module = self.parallel.module
+        t = run.training
+        plain = t.optimizer in LOCAL
+        self.locals: list[Local] = local_parameters(self.module, plain, first_replica=self.rank == 0)
+        if not self.locals:
+            raise ShardwrightError(
+                "Every parameter is frozen.", "There is nothing to train.", "Loosen model.freeze."
+            )
+        self.optimizer = make_optimizer(t, self.locals, self._embeddings())
+        self.factor = learning_rate_factor(t, updates)
+        self._arguments = forward_arguments(self.module)
+        self._loss = torch.zeros((), dtype=torch.float64, device=device)
+        self._batch: UpdateBatch | None = None
+        self._checked = False
+
+    def _embeddings(self) -> list[str]:
+        parts = find_parts(self.module)
+        names = [parts.embedding, parts.head]
+        tables = [name for name, module in self.module.named_modules() if isinstance(module, nn.Embedding)]
+        return [f"{name}.weight" for name in {*names, *tables} if name is not None]
+
+    @property
+    def named_locals(self) -> dict[str, Local]:
+        """Trainable parameters by their name in the unsplit model."""
+        return {local.name: local for local in self.locals}
+
+    def loss_sum(self, microbatch: Microbatch) -> Tensor:
+        """Sum of the loss over this microbatch's targets (a scalar, with its graph)."""
+        ids = microbatch.input_ids.to(self.device, non_blocking=True)
+        labels = microbatch.labels.to(self.device, non_blocking=True)
+        return cross_entropy_sum(logits_of(self.parallel(ids, **self._arguments)), labels)
+
+    def forward_backward(self, batch: UpdateBatch) -> None:
+        """Runs every microbatch of `batch`; gradients of SUM(loss) / target_tokens add up and are reduced by SUM."""
+        if batch.target_tokens < 1:
+            raise ShardwrightError(f"Update {batch.update} has no target token.", "Its loss would be 0 / 0.")
+        if not self._checked:
+            self._check_optimizer()
+        self.module.train()
+        self._batch = batch
+        self._loss.zero_()
+        for microbatch in batch.microbatches:
+            seed_microbatch(self.run.training.seed, batch.update, microbatch.index)
+            with self.parallel.microbatch(last=microbatch is batch.microbatches[-1]):
+                loss = self.loss_sum(microbatch)
+                self._loss += loss.detach()
+                (loss / batch.target_tokens).backward()
+        self.parallel.finish_gradients()
+
+    def _check_optimizer(self) -> None:
+        """Refuses an optimizer that holds other memory than the model: it would train nothing, silently."""
+        stale = [local.name for local in self.locals if not local.is_current()]
+        if stale:
+            raise ShardwrightError(
+                f"The optimizer does not hold the memory of {stale[0]} ({len(stale)} parameters)."
+            )
+        self._checked = True
+
+    def gradients(self) -> Iterator[tuple[Local, Tensor]]:
+        """This rank's part of every gradient, as plain tensors; parameters without one are left out."""
+        for local in self.locals:
+            gradient = local.gradient()
+            if gradient is not None:
+                yield local, gradient
+
+    def _agree(self, stop: bool) -> tuple[float, float, int]:
+        """(gradient norm, loss sum, ranks asked to stop) over all ranks, in one reduction."""
+        counted = [g for local, g in self.gradients() if local.counts]
+        square = torch.zeros((), dtype=torch.float64, device=self.device)
+        if counted:
+            wide = torch.float64 if counted[0].dtype == torch.float64 else torch.float32
+            norms = torch.stack(
+                [norm.to(self.device) for norm in torch._foreach_norm(counted, 2, dtype=wide)]
+            )
+            square = norms.double().square().sum()
+        asked = torch.full_like(square, float(stop))
+        agreed = torch.stack([square, self._loss, asked])
+        dist.all_reduce(agreed)
+        squares, loss, stops = agreed.tolist()
+        return math.sqrt(squares) if squares >= 0 else math.nan, loss, int(stops)
+
+    def step(self, stop: bool = False) -> UpdateResult:
+        """Clips over all parameters and updates them once; on a non-finite value, does what on_non_finite says.
+
+        `stop`: this rank was asked to stop; the result says how many were, so that all act on the same update.
+        Raises `NonFiniteError` on every rank alike.
+        """
+        batch, t = self._batch, self.run.training
+        if batch is None:
+            raise ShardwrightError("step() without forward_backward().")
+        norm, loss, stops = self._agree(stop)
+        finite = math.isfinite(norm) and math.isfinite(loss)
+        rate = t.learning_rate * self.factor(batch.update)
+        coefficient = 1.0 if t.max_grad_norm is None else min(1.0, t.max_grad_norm / (norm + 1e-6))
+        if finite:
+            self._apply(coefficient, rate)
+        self.zero_grad()
+        self._batch = None
+        if not finite and t.on_non_finite == "stop":
+            raise self._non_finite(batch, norm, loss)
+        return UpdateResult(
+            update=batch.update,
+            loss=loss / batch.target_tokens,
+            grad_norm=norm,
+            clip_coefficient=coefficient if finite else 0.0,
+            learning_rate=rate,
+            target_tokens=batch.target_tokens,
+            skipped=not finite,
+            stop=stops,
+        )
+
+    def _apply(self, coefficient: float, rate: float) -> None:
+        tensors = []
+        for local, gradient in self.gradients():
+            tensors.append(gradient)
+            if local.tensor is not local.parameter:
+                local.tensor.grad = gradient
+        if coefficient < 1.0 and tensors:
+            torch._foreach_mul_(tensors, coefficient)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+
+    def zero_grad(self) -> None:
+        """Drops all gradients."""
+        for local in self.locals:
+            local.parameter.grad = None
+            local.tensor.grad = None
+
+    def _non_finite(self, batch: UpdateBatch, norm: float, loss: float) -> NonFiniteError:
+        """The error that says where it arose; collective, since the ranks tell each other about their own loss."""
+        flags = [torch.zeros((), device=self.device) for _ in range(dist.get_world_size())]
+        dist.all_gather(flags, (~self._loss.isfinite()).float())
+        ranks = [rank for rank, flag in enumerate(flags) if flag.item()]
+        where = (
+            f"the loss of rank {', '.join(map(str, ranks))}"
+            if ranks
+            else "a gradient (every rank's loss is finite)"
+        )
+        return NonFiniteError(
+            f"Update {batch.update}: {where} is not finite (loss sum {loss}, gradient norm {norm}).",
+            "All ranks stopped before the optimizer step, so the weights are those of the update before.",
+            "Look at the rows of this update; lower the learning rate; or set training.on_non_finite to skip.",
+        )
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterator[tuple[Microbatch, ...]]) -> tuple[float, int]:
+        """(loss per target, targets) over all data ranks: one sum over targets, divided once."""
+        self.module.eval()
+        total = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for microbatches in batches:
+            for microbatch in microbatches:
+                total[0] += self.loss_sum(microbatch)
+                total[1] += (microbatch.labels != -100).sum()
+        self.parallel.release()
+        dist.all_reduce(total)
+        self.module.train()
+        loss, targets = total.tolist()
+        return loss / max(targets, 1.0), int(targets)
+
+    def full(self, tensor: Tensor) -> Tensor:
+        """The unsplit tensor on every rank; collective."""
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
