@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from shardwright.check.record import Notes, Record, Scalars
+from shardwright.check.allowance import ParameterAllowance
+from shardwright.check.record import Record, Scalars
 from shardwright.check.tolerance import FLOOR, Tolerance
 
-Stage = Literal[
-    "start", "rows", "target_tokens", "loss", "grad", "grad_norm", "learning_rate", "state", "param"
-]
+STAGES = (
+    "start", "rows", "target_tokens", "loss", "grad", "grad_norm", "learning_rate", "state", "param", "replicas"
+)  # fmt: skip
+"""What is compared, in the order in which an update computes it."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,10 @@ class ScalarNumbers:
 
 @dataclass(frozen=True)
 class UpdateComparison:
-    """One update compared. `missing` and `extra` are names that only the reference or only the candidate has."""
+    """One update compared.
+
+    missing, extra: parameters that only one of the two has. missing_states: kinds that the candidate's optimizer lacks.
+    """
 
     update: int
     reference: Scalars
@@ -79,24 +83,29 @@ class UpdateComparison:
     tensors: dict[str, tuple[TensorNumbers, ...]]
     missing: tuple[str, ...] = ()
     extra: tuple[str, ...] = ()
+    missing_states: tuple[str, ...] = ()
 
-    def failed_stages(self) -> Iterator[tuple[Stage, str]]:
+    def failed_stages(self) -> Iterator[tuple[str, str]]:
         """(stage, kind) of everything that differs, in the order in which an update is computed."""
         if self.rows_differ:
             yield "rows", "rows"
         for stage in ("target_tokens", "loss"):
             if self.scalars[stage].differs:
-                yield stage, stage  # type: ignore[misc]
+                yield stage, stage
         if any(t.differs for t in self.tensors.get("grad", ())) or self.missing or self.extra:
             yield "grad", "grad"
         for stage in ("grad_norm", "learning_rate"):
             if self.scalars[stage].differs:
-                yield stage, stage  # type: ignore[misc]
+                yield stage, stage
         for kind, numbers in self.tensors.items():
             if kind not in ("grad", "param") and any(t.differs for t in numbers):
                 yield "state", kind
+        for kind in self.missing_states:
+            yield "state", kind
         if any(t.differs for t in self.tensors.get("param", ())):
             yield "param", "param"
+        if self.scalars["replicas"].differs:
+            yield "replicas", "replicas"
 
 
 @dataclass(frozen=True)
@@ -106,7 +115,7 @@ class Comparison:
     start: tuple[TensorNumbers, ...]
     updates: tuple[UpdateComparison, ...]
 
-    def failures(self) -> Iterator[tuple[int, Stage, str]]:
+    def failures(self) -> Iterator[tuple[int, str, str]]:
         """(update, stage, kind) of everything that differs, earliest first; update 0 is the start."""
         if any(t.differs for t in self.start):
             yield 0, "start", "param"
@@ -172,47 +181,6 @@ def _compare_scalar(name: str, reference: float, candidate: float, relative: flo
     return ScalarNumbers(name, reference, candidate, used)
 
 
-class _ParameterAllowance:
-    """The allowed difference of each parameter, grown from update to update as tolerance.py derives it."""
-
-    def __init__(self, notes: Notes, tolerance: Tolerance) -> None:
-        self.notes, self.tolerance = notes, tolerance
-        self.grown: dict[str, Tensor] = {}
-        self.gradient: dict[str, float] = {}
-
-    def grow(self, record: Record, update: int, scalars: Scalars, gradient_scales: dict[str, float]) -> None:
-        """Adds what update `update` may contribute; `gradient_scales` are those the gradients were compared with."""
-        states = {
-            kind: record.tensors(update, kind)
-            for kind in record.kinds(update)
-            if kind not in ("grad", "param")
-        }
-        for name, scale in gradient_scales.items():
-            clipped = 2 * self.tolerance.relative * scale * scalars.clip_coefficient
-            self.gradient[name] = max(self.gradient.get(name, 0.0), clipped)
-            held = {kind: file[name] for kind, file in states.items() if name in file.names}
-            step = scalars.learning_rate * self._step(self.gradient[name], held, update)
-            self.grown[name] = self.grown.get(name, 0.0) + step  # type: ignore[assignment]
-
-    def _step(self, gradient: float, state: dict[str, Tensor], update: int) -> Tensor:
-        if "exp_avg" not in state:
-            # 10 for optimizers that are neither: an orthogonalised or normalised step magnifies by its own scale.
-            return torch.tensor(
-                gradient / (1 - self.notes.momentum) * (1 if self.notes.optimizer == "sgd" else 10),
-                dtype=torch.float64,
-            )
-        beta1, beta2, epsilon = (self.notes.adam[key] for key in ("beta1", "beta2", "epsilon"))
-        m = state["exp_avg"].double() / (1 - beta1**update)
-        root = (state["exp_avg_sq"].double() / (1 - beta2**update)).sqrt() + epsilon
-        u = (m / root).abs()
-        sensitive = torch.minimum(gradient * (1 + u) / root, 2 * u.clamp(min=1.0))
-        return sensitive + self.tolerance.relative * u
-
-    def allowed(self, name: str, reference: Tensor, update: int) -> Tensor:
-        rounding = 8 * update * self.tolerance.master_eps * reference.abs().max().double()
-        return (rounding + self.grown.get(name, torch.zeros((), dtype=torch.float64))).expand(reference.shape)
-
-
 def _largest(record: Record, update: int, kind: str) -> dict[str, float]:
     file = record.tensors(update, kind)
     return {name: file[name].abs().max().item() if file[name].numel() else 0.0 for name in file.names}
@@ -234,20 +202,28 @@ def _compare_kind(
     ), scales
 
 
+def _furthest(reference: float, values: Sequence[float]) -> float:
+    """The value of the rank that is furthest from the reference; not a number counts as furthest."""
+    return max(values, key=lambda value: gap if (gap := abs(value - reference)) == gap else float("inf"))
+
+
 def _rows(scalars: Scalars) -> list[tuple[int, tuple[int, ...], int]]:
     return sorted((note.index, note.rows, note.targets) for note in scalars.microbatches)
 
 
 def _compare_update(
-    reference: Record, candidate: Record, update: int, tolerance: Tolerance, allowance: _ParameterAllowance
+    reference: Record, candidate: Record, update: int, tolerance: Tolerance, allowance: ParameterAllowance
 ) -> UpdateComparison:
     ours, theirs = reference.scalars(update), candidate.scalars(update)
     r = tolerance.relative
+    loss = _furthest(ours.loss, theirs.losses or (theirs.loss,))
+    norm = _furthest(ours.grad_norm, theirs.grad_norms or (theirs.grad_norm,))
     scalars = {
         "target_tokens": _compare_scalar("target_tokens", ours.target_tokens, theirs.target_tokens, 0.0),
-        "loss": _compare_scalar("loss", ours.loss, theirs.loss, r),
-        "grad_norm": _compare_scalar("grad_norm", ours.grad_norm, theirs.grad_norm, r),
+        "loss": _compare_scalar("loss", ours.loss, loss, r),
+        "grad_norm": _compare_scalar("grad_norm", ours.grad_norm, norm, r),
         "learning_rate": _compare_scalar("learning_rate", ours.learning_rate, theirs.learning_rate, 1e-12),
+        "replicas": ScalarNumbers("replicas", 0.0, theirs.replica_gap, theirs.replica_gap / r),
     }
     tensors: dict[str, tuple[TensorNumbers, ...]] = {}
     names = set(reference.tensors(update, "param").names), set(candidate.tensors(update, "param").names)
@@ -265,9 +241,16 @@ def _compare_update(
         scale = value.abs().max().item() if value.numel() else 0.0
         compared.append(compare_tensor(name, value, own[name], allowance.allowed(name, value, update), scale))
     tensors["param"] = tuple(compared)
-    missing, extra = sorted(names[0] - names[1]) + sorted(lacking), sorted(names[1] - names[0])
     return UpdateComparison(
-        update, ours, theirs, _rows(ours) != _rows(theirs), scalars, tensors, tuple(missing), tuple(extra)
+        update,
+        ours,
+        theirs,
+        _rows(ours) != _rows(theirs),
+        scalars,
+        tensors,
+        missing=tuple(sorted(names[0] - names[1])),
+        extra=tuple(sorted(names[1] - names[0])),
+        missing_states=tuple(kind for kind in kinds if kind in lacking),
     )
 
 
@@ -279,7 +262,7 @@ def compare_records(reference: Record, candidate: Record, tolerance: Tolerance) 
         for name in ours.names
         if name in theirs.names
     )
-    allowance = _ParameterAllowance(reference.notes(), tolerance)
+    allowance = ParameterAllowance(reference.notes(), tolerance)
     updates = tuple(
         _compare_update(reference, candidate, update, tolerance, allowance) for update in reference.updates()
     )

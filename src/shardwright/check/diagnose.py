@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from shardwright.check.compare import Stage
 from shardwright.check.diagnose_tensors import gradient_faults, parameter_faults, state_faults
 from shardwright.check.facts import Diagnosis, Facts, explain_factor, extent
 
@@ -196,7 +195,13 @@ def _start(facts: Facts) -> Iterable[Diagnosis]:
     yield Diagnosis(name, f"{where.text} differ before the first update", look_at)
 
 
-_STAGES: dict[Stage, Callable[[Facts], Iterable[Diagnosis]]] = {
+def _replicas(facts: Facts) -> Iterable[Diagnosis]:
+    theirs = facts.update.candidate
+    text = f"ranks that should hold equal weights differ by {theirs.replica_gap:.3g} relative in `{theirs.replica_name}`"
+    yield Diagnosis("diverged_replicas", text, "what differs by rank between reduction and step: norms, clipping, random numbers")
+
+
+_STAGES: dict[str, Callable[[Facts], Iterable[Diagnosis]]] = {
     "start": _start,
     "rows": _rows,
     "target_tokens": _target_tokens,
@@ -206,6 +211,7 @@ _STAGES: dict[Stage, Callable[[Facts], Iterable[Diagnosis]]] = {
     "learning_rate": _learning_rate,
     "state": state_faults,
     "param": parameter_faults,
+    "replicas": _replicas,
 }
 
 

@@ -68,6 +68,9 @@ def _mechanism(facts: Facts) -> Diagnosis | None:
         return Diagnosis(
             name, f"gradients are {scaled.factor:.9g} times the reference in {where}; {words}", look_at
         )
+    if left := facts.matches("left_over"):
+        text = f"gradients contain {left.factor:.6g} times those of the update before in {where}"
+        return Diagnosis("gradients_not_zeroed", text, "where gradients are set to None after the step")
     for label, found in facts.fits.items():
         mixed = _mixed(facts, label, found, where)
         if mixed is not None:
@@ -80,7 +83,7 @@ def _mechanism(facts: Facts) -> Diagnosis | None:
 
 def _mixed(facts: Facts, label: str, found: Fit, where: str) -> Diagnosis | None:
     """The diagnosis of one hypothesis about how microbatches were put together."""
-    if label == "scaled" or not found.residual <= facts.fit_tolerance:
+    if label in ("scaled", "left_over") or not found.residual <= facts.fit_tolerance:
         return None
     counts = facts.notes.microbatch_targets
     shown = f"{list(counts[:8])}{' ...' if len(counts) > 8 else ''}"
@@ -103,11 +106,6 @@ def _mixed(facts: Facts, label: str, found: Fit, where: str) -> Diagnosis | None
             "the first microbatch alone",
             "accumulation: gradients of later microbatches are dropped",
         ),
-        "left_over": ("this update's plus the last one's", "where gradients are set to None after the step"),
-        "left_over_clipped": (
-            "this update's plus the last one's clipped",
-            "where gradients are set to None after the step",
-        ),
     }
     name, _, rank = label.partition(":")
     if name == "no_reduction":
@@ -125,13 +123,15 @@ def _mixed(facts: Facts, label: str, found: Fit, where: str) -> Diagnosis | None
     )
     if times and not explained:
         return None
-    name = "gradients_not_zeroed" if name.startswith("left_over") else name
     return Diagnosis(
         name, f"gradients equal {what[0]}{times} (residual {found.residual:.1e}) in {where}", what[1]
     )
 
 
 def state_faults(facts: Facts) -> Iterable[Diagnosis]:
+    if facts.unchanged and facts.kind in facts.update.missing_states:
+        yield _stale(f"{len(facts.unchanged)} parameters, and there is no `{facts.kind}`")
+        return
     where, c = extent(facts).text, facts.update.reference.clip_coefficient
     yield from _clipping(facts, where)
     if facts.matches("state_reset", 1.0):
@@ -168,6 +168,11 @@ def _clipping(facts: Facts, where: str) -> Iterable[Diagnosis]:
         )
 
 
+def _stale(where: str) -> Diagnosis:
+    look_at = "the optimizer must be made after sharding, from the parameters that the model has then"
+    return Diagnosis("stale_optimizer", f"the step moved nothing in {where}", look_at)
+
+
 def parameter_faults(facts: Facts) -> Iterable[Diagnosis]:
     where, names = extent(facts), set(facts.differing)
     frozen = names & set(facts.notes.frozen)
@@ -180,8 +185,7 @@ def parameter_faults(facts: Facts) -> Iterable[Diagnosis]:
         )
         return
     if names <= set(facts.unchanged):
-        look_at = "the optimizer must be made after sharding, from the parameters that the model has then"
-        yield Diagnosis("stale_optimizer", f"the step moved nothing in {where.text}", look_at)
+        yield _stale(where.text)
         return
     clipped = list(_clipping(facts, where.text))
     if clipped:

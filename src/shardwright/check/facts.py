@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shardwright.check.compare import Stage, TensorNumbers, UpdateComparison
+from shardwright.check.compare import TensorNumbers, UpdateComparison
 from shardwright.check.hypotheses import Fit
 from shardwright.check.record import Notes
 
@@ -28,7 +28,7 @@ class Facts:
     """
 
     layout: str
-    stage: Stage
+    stage: str
     kind: str
     update: UpdateComparison
     numbers: tuple[TensorNumbers, ...]

@@ -160,10 +160,9 @@ def collect_fits(
     if update == 1:
         named = gradient_hypotheses(reference.probe(), notes.microbatch_targets, data_ranks)
         plain |= {label: (lambda tensors=tensors: tensors) for label, tensors in named.items()}  # type: ignore[misc]
-    else:
-        now, last = reference.tensors(update, "grad").read(), reference.tensors(update - 1, "grad").read()
-        coefficient = reference.scalars(update - 1).clip_coefficient
-        plain["left_over"] = lambda: {n: now[n] + last[n] for n in now}
-        plain["left_over_clipped"] = lambda: {n: now[n] + coefficient * last[n] for n in now}
     fits = {label: fit(own, tensors(), names) for label, tensors in plain.items()}
-    return {label: found for label, found in fits.items() if found is not None}
+    found = {label: value for label, value in fits.items() if value is not None}
+    if update > 1:
+        now, last = reference.tensors(update, "grad").read(), reference.tensors(update - 1, "grad").read()
+        found |= fit_beyond(own, {"left_over": (now, last)}, names)
+    return found

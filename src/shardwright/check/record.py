@@ -31,7 +31,12 @@ class MicrobatchNote:
 
 @dataclass(frozen=True)
 class Scalars:
-    """The numbers of one update. `local_norms` are the norms of what each rank holds of the gradient (candidate only)."""
+    """The numbers of one update; what stands below `microbatches` is the candidate's only.
+
+    local_norms: the norm of what each rank holds of the gradient. losses, grad_norms: as each rank reports them.
+    replica_gap: the largest difference between weights that ranks should hold alike, relative to the largest weight of
+    that parameter, `replica_name`.
+    """
 
     target_tokens: int
     loss: float
@@ -40,6 +45,10 @@ class Scalars:
     learning_rate: float
     microbatches: tuple[MicrobatchNote, ...] = ()
     local_norms: tuple[float, ...] = ()
+    losses: tuple[float, ...] = ()
+    grad_norms: tuple[float, ...] = ()
+    replica_gap: float = 0.0
+    replica_name: str = ""
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Scalars:
@@ -47,7 +56,8 @@ class Scalars:
             MicrobatchNote(note["rank"], note["index"], tuple(note["rows"]), note["targets"])
             for note in data["microbatches"]
         )
-        return Scalars(**{**data, "microbatches": notes, "local_norms": tuple(data["local_norms"])})
+        lists = {key: tuple(value) for key, value in data.items() if isinstance(value, list)}
+        return Scalars(**{**data, **lists, "microbatches": notes})
 
 
 @dataclass(frozen=True)
@@ -75,7 +85,7 @@ class Notes:
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Notes:
-        fixed = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
+        fixed: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
         return Notes(**{**fixed, "tied": tuple(tuple(group) for group in data["tied"])})
 
 

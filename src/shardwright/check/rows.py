@@ -1,0 +1,79 @@
+"""The rows of an update as both sides of a check read them: those of training, with small changes that are said aloud.
+
+The changes are pure functions of a row's id and contents, so that reference and candidate see the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from shardwright.config.schema import RunFile
+from shardwright.data import Loader, Microbatch, Order, UpdateBatch, prepare
+from shardwright.errors import DataError
+
+IGNORE = -100
+
+
+@dataclass(frozen=True)
+class RowChanges:
+    """vocabulary: ids are taken modulo this (a shrunk model), None for no change. thin: mask some labels of most rows."""
+
+    vocabulary: int | None = None
+    thin: bool = False
+
+
+class CheckedRows:
+    """The updates of a run as data rank `data_rank` of `data_ranks` sees them, with `changes`."""
+
+    def __init__(self, run: RunFile, changes: RowChanges, *, data_rank: int, data_ranks: int) -> None:
+        prepared = prepare(run)
+        if prepared is None:
+            raise DataError("data.train names no files.")
+        t = run.training
+        self.changes, self.table = changes, prepared.table
+        self.order = Order(
+            len(prepared.table),
+            global_batch_size=t.global_batch_size,
+            seed=t.seed,
+            shuffle=run.data.shuffle,
+            max_steps=t.max_steps,
+            num_train_epochs=t.num_train_epochs,
+        )
+        self.loader = Loader(
+            prepared.table,
+            self.order,
+            data_rank=data_rank,
+            data_ranks=data_ranks,
+            microbatch_rows=t.per_device_train_batch_size,
+            pad_id=prepared.pad_id,
+            max_length=run.data.max_length,
+        )
+
+    def update(self, number: int) -> UpdateBatch:
+        """Update `number` (0-based)."""
+        batch = self.loader.update(number)
+        microbatches = tuple(self._changed(microbatch) for microbatch in batch.microbatches)
+        targets = batch.target_tokens
+        if self.changes.thin:
+            labels = (torch.from_numpy(self.table.row(row)[1]) for row in batch.row_ids if row >= 0)
+            rows = (row for row in batch.row_ids if row >= 0)
+            targets = sum(int((thinned(own, row) != IGNORE).sum()) for own, row in zip(labels, rows))
+        return replace(batch, microbatches=microbatches, target_tokens=targets)
+
+    def _changed(self, microbatch: Microbatch) -> Microbatch:
+        ids, labels = microbatch.input_ids, microbatch.labels
+        if self.changes.vocabulary is not None:
+            ids = ids % self.changes.vocabulary
+            labels = torch.where(labels == IGNORE, labels, labels % self.changes.vocabulary)
+        if self.changes.thin:
+            labels = torch.stack([thinned(own, row) for own, row in zip(labels, microbatch.row_ids)])
+        return replace(microbatch, input_ids=ids, labels=labels)
+
+
+def thinned(labels: Tensor, row: int) -> Tensor:
+    """`labels` [T] of row `row` with its first row % 4 of every 4 labels masked, so that rows differ in targets."""
+    place = torch.arange(len(labels)) % 4
+    return torch.where(place < row % 4, IGNORE, labels)
