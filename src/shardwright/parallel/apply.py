@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwright.config.schema import RunFile
 from shardwright.layout.zero import STAGES
 from shardwright.models.adapters import Parts, find_parts
-from shardwright.models.build import materialise
+from shardwright.models.materialise import materialise
 from shardwright.parallel.casting import compute_in
 from shardwright.parallel.data_parallel import BUCKET_BYTES, Replicated, Sharded, ShardOptions
 from shardwright.parallel.recompute import compile_block, recompute_block

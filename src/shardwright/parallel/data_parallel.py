@@ -6,6 +6,7 @@ update. What each kind shards, gathers and reduces stands in `layout/zero.py`.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -27,6 +28,10 @@ from torch.nn.parallel import DistributedDataParallel
 from shardwright.layout.zero import STAGES, Stage
 
 BUCKET_BYTES = 25 * 2**20
+
+# torch 2.13 renamed the option
+_DDP_OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters
+_SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _DDP_OPTIONS else "broadcast_buffers"
 
 
 @dataclass(frozen=True)
@@ -56,19 +61,17 @@ class Replicated:
     ) -> None:
         """`find_unused`: parameters may go without a gradient on some ranks, which costs a walk over the graph per step."""
         self.module = model
-        options: dict[str, Any] = {"bucket_cap_mb": bucket_bytes / 2**20, "gradient_as_bucket_view": True}
+        options: dict[str, Any] = {
+            "bucket_cap_mb": bucket_bytes / 2**20,
+            "gradient_as_bucket_view": True,
+            "find_unused_parameters": find_unused,
+            "init_sync": False,  # every rank made the same first values
+            _SYNC_BUFFERS: False,
+        }
+        self._ddp: nn.Module = model
         if any(p.requires_grad for p in model.parameters()):
-            self._ddp: nn.Module = DistributedDataParallel(
-                model,
-                process_group=group,
-                broadcast_buffers=False,
-                init_sync=False,
-                find_unused_parameters=find_unused,
-                **options,
-            )
+            self._ddp = DistributedDataParallel(model, process_group=group, **options)
             cast(DistributedDataParallel, self._ddp).register_comm_hook((group, reduce_dtype), _sum_bucket)
-        else:
-            self._ddp = model
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._ddp(*args, **kwargs)
@@ -102,6 +105,10 @@ def _sum_bucket(
         return reduced if reduced.data_ptr() == buffer.data_ptr() else buffer.copy_(reduced)
 
     return cast("torch.futures.Future[torch.Tensor]", work.get_future().then(take))
+
+
+# DDP looks at the annotations themselves, which `from __future__ import annotations` turned into text.
+_sum_bucket.__annotations__.update({"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]})
 
 
 class Sharded:

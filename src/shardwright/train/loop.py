@@ -15,12 +15,12 @@ from rich.console import Console
 from shardwright.checkpoint import state as checkpoint_state
 from shardwright.checkpoint import store
 from shardwright.config.load import Loaded
-from shardwright.data.loader import Loader, UpdateBatch
+from shardwright.data.loader import UpdateBatch
 from shardwright.errors import CheckpointError, ExitCode
 from shardwright.measure import clock
 from shardwright.measure.memory import peak_device_bytes, peak_host_bytes
 from shardwright.measure.record import Progress, Record
-from shardwright.train.run_data import RunData, open_data
+from shardwright.train.run_data import RunData
 from shardwright.train.signals import StopFlag
 from shardwright.train.update import Engine, UpdateResult
 
@@ -214,6 +214,3 @@ class Trainer:
             progress.say(text)
         elif self.first:
             self._console.print(text, highlight=False, soft_wrap=True)
-
-
-__all__ = ["Loader", "Trainer", "open_data"]

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -205,19 +205,18 @@ class Engine:
         )
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterator[tuple[Microbatch, ...]]) -> tuple[float, int]:
-        """(loss per target, targets) over all data ranks: one sum over targets, divided once."""
+    def evaluate(self, batches: Iterable[UpdateBatch]) -> tuple[float, int]:
+        """(loss per target, targets) over all data ranks: one sum over targets, divided once; collective."""
         self.module.eval()
-        total = torch.zeros(2, dtype=torch.float64, device=self.device)
-        for microbatches in batches:
-            for microbatch in microbatches:
-                total[0] += self.loss_sum(microbatch)
-                total[1] += (microbatch.labels != -100).sum()
+        total, targets = torch.zeros((), dtype=torch.float64, device=self.device), 0
+        for batch in batches:
+            targets += batch.target_tokens
+            for microbatch in batch.microbatches:
+                total += self.loss_sum(microbatch)
         self.parallel.release()
         dist.all_reduce(total)
         self.module.train()
-        loss, targets = total.tolist()
-        return loss / max(targets, 1.0), int(targets)
+        return total.item() / targets, targets
 
     def full(self, tensor: Tensor) -> Tensor:
         """The unsplit tensor on every rank; collective."""

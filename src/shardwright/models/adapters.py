@@ -1,0 +1,106 @@
+"""Where the pieces of a causal language model are: its repeated blocks, embedding, final norm, head and ties."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from shardwright.errors import ModelError
+
+NORM_NAMES = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "final_norm", "norm_f")
+WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "module.")
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The pieces of a causal language model by fully qualified name.
+
+    blocks: repeated blocks in order, at least one. embedding, norm, head: module names, None where not known.
+    tied: groups of parameter names that are one tensor.
+    """
+
+    blocks: tuple[str, ...]
+    embedding: str | None
+    norm: str | None
+    head: str | None
+    tied: tuple[tuple[str, ...], ...]
+
+
+def canonical_name(name: str) -> str:
+    """`name` without the parts that wrappers add (torch.compile, activation checkpointing, DDP).
+
+    `module.` is dropped only at the front, where DDP puts it.
+    """
+    for wrapper in WRAPPERS[:-1]:
+        name = name.replace(wrapper, "")
+    return name.removeprefix(WRAPPERS[-1])
+
+
+def find_parts(model: nn.Module) -> Parts:
+    """The parts of `model`: a Transformers causal LM, or any module.
+
+    Blocks are the modules that Transformers says must not be split, else the elements of the `ModuleList` or
+    `Sequential` with the most parameters, else the children that have parameters. Raises `ModelError` where there
+    are none.
+    """
+    names = {id(module): canonical_name(name) for name, module in model.named_modules()}
+    blocks = _blocks(model)
+    if not blocks:
+        raise ModelError(
+            f"{type(model).__name__} has no submodule with parameters.",
+            "A layout groups the parameters of repeated blocks.",
+            "Put the parameters into submodules, for example one nn.ModuleList of blocks.",
+        )
+    embedding = _called(model, "get_input_embeddings")
+    head = _called(model, "get_output_embeddings")
+    return Parts(
+        blocks=tuple(names[id(block)] for block in blocks),
+        embedding=names.get(id(embedding)),
+        norm=_norm(model, blocks[-1], names),
+        head=names.get(id(head)),
+        tied=tied_names(model),
+    )
+
+
+def tied_names(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """Groups of canonical parameter names that are the same `nn.Parameter`, in the model's order."""
+    groups: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(canonical_name(name))
+    return tuple(tuple(names) for names in groups.values() if len(names) > 1)
+
+
+def _called(model: nn.Module, method: str) -> nn.Module | None:
+    get = getattr(model, method, None)
+    return get() if callable(get) else None
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    unsplit = set(getattr(model, "_no_split_modules", None) or ())
+    lists = [m for m in model.modules() if isinstance(m, (nn.ModuleList, nn.Sequential)) and len(m)]
+    for candidate in lists:
+        if unsplit and all(_class_name(child) in unsplit for child in candidate):
+            return list(candidate)
+    sized = [(sum(p.numel() for p in candidate.parameters()), candidate) for candidate in lists]
+    if sized and max(size for size, _ in sized):
+        # the first of the largest: an outer list holds at least as much as a list inside it
+        return list(max(sized, key=lambda pair: pair[0])[1])
+    return [child for child in model.children() if any(True for _ in child.parameters())]
+
+
+def _class_name(module: nn.Module) -> str:
+    """The module's class before `fully_shard` put its own in front."""
+    return type(module).__name__.removeprefix("FSDP")
+
+
+def _norm(model: nn.Module, last_block: nn.Module, names: dict[int, str]) -> str | None:
+    """The norm behind the blocks: a sibling of the list of blocks under one of the usual names."""
+    path = names[id(last_block)].split(".")
+    for depth in range(len(path) - 1, -1, -1):
+        parent = ".".join(path[:depth])
+        for name in NORM_NAMES:
+            full = f"{parent}.{name}" if parent else name
+            if full in names.values():
+                return full
+    return None

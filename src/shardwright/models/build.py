@@ -1,0 +1,307 @@
+"""A model on the meta device from a Transformers directory or from a function, with the history of its first values."""
+
+from __future__ import annotations
+
+import fnmatch
+import importlib
+import inspect
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.config.schema import Model
+from shardwright.errors import ModelError, did_you_mean
+from shardwright.models.adapters import tied_names
+from shardwright.models.init import META, Recipe, Recorder, Whole, assign_owners, view_of
+from shardwright.models.weights import read_headers
+
+RECIPES = (
+    "_shardwright_recipes"  # attribute of each module: {name of its parameter, buffer or tensor: Recipe}
+)
+_FUNCTION = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
+# Written by old versions of Transformers; now computed, or not used at all.
+_IGNORED_WEIGHTS = (r"rotary_emb\.inv_freq$", r"\.attn\.(masked_)?bias$", r"(^|\.)position_ids$")
+
+
+def build_model(spec: Model, dtype: torch.dtype) -> nn.Module:
+    """The model of `spec` on the meta device: no memory, ties tied, caches off, frozen as asked.
+
+    Floating-point parameters are contiguous and have `dtype`. Buffers keep the dtype of a model built in float32:
+    rotary tables and scales do not follow `dtype`. `materialise` gives everything its value.
+
+    Raises `ModelError` for what cannot be built: no such directory or function, no weights for `init: pretrained`,
+    an override that is no key of the config, a freeze pattern that matches nothing.
+    """
+    recorder = Recorder()
+    if _FUNCTION.match(spec.model_name_or_path) and not Path(spec.model_name_or_path).exists():
+        model = _from_function(spec, recorder)
+    else:
+        model = _from_directory(spec, recorder)
+    _check_on_meta(model)
+    _attach_recipes(model, recorder)
+    _convert_parameters(model, dtype)
+    _freeze(model, spec.freeze)
+    if hasattr(model, "config") and hasattr(model.config, "use_cache"):
+        model.config.use_cache = False
+        model.config.dtype = dtype
+    return model
+
+
+def read_config(spec: Model) -> Any:
+    """The Transformers config of the directory of `spec`, with `config_overrides` applied and checked."""
+    from transformers import CONFIG_MAPPING
+
+    directory = model_directory(spec)
+    try:
+        values: dict[str, Any] = json.loads((directory / "config.json").read_text())
+    except ValueError as error:
+        raise ModelError(f"{directory / 'config.json'} is not JSON: {error}.") from None
+    kind = values.get("model_type")
+    if kind not in CONFIG_MAPPING:
+        raise ModelError(
+            f"{directory / 'config.json'}: model_type {kind!r} is unknown to the installed Transformers.",
+            "",
+            did_you_mean(str(kind), CONFIG_MAPPING.keys())
+            or "Write a function that builds the model and give it as package.module:function.",
+        )
+    if "quantization_config" in values:
+        raise ModelError(
+            f"{directory} holds quantized weights.",
+            "They cannot be trained.",
+            "Use the weights before quantization.",
+        )
+    config_class = CONFIG_MAPPING[kind]
+    known = {*config_class().to_dict(), *values, *config_class.attribute_map}
+    for key in spec.config_overrides:
+        if key not in known:
+            raise ModelError(
+                f"model.config_overrides: `{key}` is no key of {config_class.__name__}.",
+                "It would have no effect.",
+                did_you_mean(key, known),
+            )
+    overrides = {
+        config_class.attribute_map.get(key, key): value for key, value in spec.config_overrides.items()
+    }
+    layers = overrides.get(config_class.attribute_map.get("num_hidden_layers", "num_hidden_layers"))
+    if layers is not None and "layer_types" in values and "layer_types" not in overrides:
+        kinds = values.pop(
+            "layer_types"
+        )  # one per layer: cut to the new number, or left to the config's own pattern
+        if kinds and layers <= len(kinds):
+            values["layer_types"] = kinds[:layers]
+    try:
+        return config_class.from_dict({**values, **overrides})
+    except Exception as error:  # Transformers validates in several ways; each says what is wrong
+        raise ModelError(f"{directory / 'config.json'} is refused: {error}") from error
+
+
+def model_directory(spec: Model) -> Path:
+    """The directory of `spec`; raises `ModelError` when it cannot be one."""
+    directory = Path(spec.model_name_or_path)
+    if not directory.is_dir():
+        raise ModelError(
+            f"model.model_name_or_path: there is no directory {spec.model_name_or_path}.",
+            "Nothing is downloaded.",
+            "Give a directory with config.json (`hf download NAME --local-dir DIR` makes one), or package.module:function.",
+        )
+    if not (directory / "config.json").is_file():
+        raise ModelError(
+            f"model.model_name_or_path: {directory} has no config.json.",
+            "It says what the model is.",
+            "Give the directory that save_pretrained of Transformers wrote.",
+        )
+    return directory
+
+
+def _from_directory(spec: Model, recorder: Recorder) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    if spec.kwargs:
+        raise ModelError(
+            "model.kwargs has no effect on a Transformers directory.",
+            "",
+            "Use model.config_overrides, or remove it.",
+        )
+    config = read_config(spec)
+    if spec.init == "pretrained":
+        read_headers(model_directory(spec))
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise ModelError(
+            f"{config.model_type} has no causal language model in Transformers.",
+            "",
+            "Take the config of its text model, or give a function as package.module:function.",
+        )
+    try:
+        with recorder:
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, attn_implementation=spec.attn_implementation
+            )
+            _run_transformers_rules(model)
+    except (ValueError, ImportError) as error:
+        eager = spec.attn_implementation != "eager" and "attention" in str(error)
+        raise ModelError(
+            f"{config.model_type} cannot be built: {str(error).splitlines()[0]}",
+            "",
+            "Set model.attn_implementation to eager."
+            if eager
+            else "Check config.json and model.config_overrides.",
+        ) from error
+    return model
+
+
+def _run_transformers_rules(model: Any) -> None:
+    """Transformers skips its initialisation on meta; this runs it, in its order: first values, then ties.
+
+    Tied names get a tensor of their own for the time, as in a normal build: otherwise the rule of the head would
+    overwrite what the rule of the embedding gave, a row of zeros for the padding token for example.
+    """
+    for name in model.all_tied_weights_keys:
+        parent, _, leaf = name.rpartition(".")
+        owner = model.get_submodule(parent)
+        setattr(owner, leaf, nn.Parameter(torch.empty_like(getattr(owner, leaf), device=META)))
+    model.initialize_weights()
+    model.tie_weights(recompute_mapping=False)
+
+
+def _from_function(spec: Model, recorder: Recorder) -> nn.Module:
+    path, _, name = spec.model_name_or_path.partition(":")
+    if spec.init == "pretrained":
+        raise ModelError(
+            f"model.init is pretrained, but {spec.model_name_or_path} is a function, which has no weights.",
+            "",
+            "Set model.init to random, or give a Transformers directory.",
+        )
+    if spec.config_overrides:
+        raise ModelError(
+            "model.config_overrides has no effect on a function.", "", "Use model.kwargs, or remove it."
+        )
+    try:
+        function = getattr(importlib.import_module(path), name)
+    except ModuleNotFoundError as error:
+        raise ModelError(
+            f"model.model_name_or_path: {path} cannot be imported: {error}.",
+            "",
+            "Install the package, or put its directory on PYTHONPATH.",
+        ) from error
+    except AttributeError:
+        names = [n for n in vars(importlib.import_module(path)) if not n.startswith("_")]
+        raise ModelError(f"{path} has no `{name}`.", "", did_you_mean(name, names)) from None
+    _check_arguments(function, spec)
+    try:
+        with recorder:
+            model = function(**spec.kwargs)
+            if hasattr(model, "all_tied_weights_keys"):
+                _run_transformers_rules(model)
+    except Exception as error:
+        raise ModelError(
+            f"{spec.model_name_or_path} failed on the meta device: {type(error).__name__}: {error}",
+            "The model is built without memory first, so that each rank makes only its part. There, tensors have no values.",
+            "In the constructor, compute with Python numbers where a value is read (.item(), .tolist(), if), and give no "
+            "explicit device.",
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise ModelError(
+            f"{spec.model_name_or_path} returned {type(model).__name__}.", "", "Return an nn.Module."
+        )
+    return model
+
+
+def _check_arguments(function: Any, spec: Model) -> None:
+    try:
+        inspect.signature(function).bind(**spec.kwargs)
+    except TypeError as error:
+        raise ModelError(
+            f"model.kwargs do not fit {spec.model_name_or_path}{inspect.signature(function)}: {error}."
+        ) from None
+
+
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """Every tensor that `module` itself holds: parameters, buffers, and tensors kept as plain attributes."""
+    plain = {name: value for name, value in vars(module).items() if isinstance(value, Tensor)}
+    held = {**module._parameters, **module._buffers, **plain}
+    return {name: value for name, value in held.items() if value is not None}
+
+
+def _check_on_meta(model: nn.Module) -> None:
+    """Refuses parameters with real memory, and two parameters that are views of one storage."""
+    names: dict[int, str] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.is_meta:
+            raise ModelError(
+                f"{name} was built on {parameter.device}.",
+                "Its value would differ between ranks or take the memory of the whole.",
+                "Create it without an explicit device and not from numpy.",
+            )
+        storage = parameter.untyped_storage()._cdata
+        if storage in names:
+            raise ModelError(
+                f"{name} and {names[storage]} are two parameters that share memory.",
+                "Sharding would separate them.",
+                "Assign the same nn.Parameter to both to tie them, or clone one.",
+            )
+        names[storage] = name
+    if not names:
+        raise ModelError(f"{type(model).__name__} has no parameters.")
+
+
+def _attach_recipes(model: nn.Module, recorder: Recorder) -> None:
+    """Gives every module the recipes of its tensors; they stay with it when it is sharded, wrapped or cut out."""
+    names: dict[int, list[str]] = {}
+    saved = set(model.state_dict(keep_vars=True))
+    places: list[tuple[nn.Module, str, Tensor]] = []
+    for path, module in model.named_modules(remove_duplicate=False):
+        for leaf, tensor in tensors_of(module).items():
+            names.setdefault(id(tensor), []).append(f"{path}.{leaf}" if path else leaf)
+            places.append((module, leaf, tensor))
+    groups = tuple(tuple(n for n in group if n in saved) for group in names.values())
+    whole = Whole(
+        tuple(group for group in groups if group), getattr(model, "base_model_prefix", ""), _ignored(model)
+    )
+    recipes = {
+        id(t): Recipe(tuple(names[id(t)]), view_of(t), recorder.last(t), whole)
+        for _, _, t in places
+        if t.is_meta
+    }
+    for module, leaf, tensor in places:
+        if tensor.is_meta:
+            vars(module).setdefault(RECIPES, {})[leaf] = recipes[id(tensor)]
+    parameters = {id(parameter) for parameter in model.parameters()}
+    assign_owners(recipes[key] for key in sorted(recipes, key=lambda key: key not in parameters))
+
+
+def _ignored(model: nn.Module) -> tuple[str, ...]:
+    return (*sorted(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), *_IGNORED_WEIGHTS)
+
+
+def _convert_parameters(model: nn.Module, dtype: torch.dtype) -> None:
+    """Replaces every parameter by a contiguous one of `dtype`, once for all the places it stands in."""
+    new: dict[int, nn.Parameter] = {}
+    for module in list(model.modules()):
+        for leaf, old in list(module._parameters.items()):
+            if old is None:
+                continue
+            if id(old) not in new:
+                kept = dtype if old.is_floating_point() else old.dtype
+                empty = torch.empty(old.shape, dtype=kept, device=META)
+                new[id(old)] = nn.Parameter(empty, requires_grad=old.requires_grad)
+                new[id(old)].__dict__.update(old.__dict__)
+                new[id(new[id(old)])] = new[id(old)]
+            setattr(module, leaf, new[id(old)])
+
+
+def _freeze(model: nn.Module, patterns: list[str]) -> None:
+    tied = {name: group for group in tied_names(model) for name in group}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for pattern in patterns:
+        matched = fnmatch.filter(parameters, pattern)
+        if not matched:
+            raise ModelError(
+                f"model.freeze: `{pattern}` matches no parameter.", "", did_you_mean(pattern, parameters)
+            )
+        for name in matched:
+            for same in tied.get(name, (name,)):
+                parameters[same].requires_grad_(False)

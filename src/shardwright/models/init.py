@@ -1,0 +1,300 @@
+"""First values of parameters and buffers: recorded while the model is built on meta, replayed one tensor at a time.
+
+`Recorder` notes every operation that creates or writes a meta tensor while a constructor and its initialisation rules
+run. `replay` runs the few operations that lead to one tensor again, on the CPU and on the full shape. So the values
+follow the model's own rules, whatever they are (`reset_parameters`, `_init_weights`, `nn.Parameter(torch.randn(...))`),
+and nothing but the asked tensor is ever held. Each random operation is seeded from (seed, name of the tensor it
+belongs to), so a value depends on nothing else: not on the layout, the rank, or what was drawn before.
+
+The idea of replaying recorded constructors is that of torchdistX's deferred initialisation.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+META = torch.device("meta")
+
+_ALLOCATE = {
+    "aten::empty",
+    "aten::empty_like",
+    "aten::empty_strided",
+    "aten::new_empty",
+    "aten::new_empty_strided",
+}
+_OVERWRITE = {"aten::normal_", "aten::uniform_", "aten::fill_", "aten::zero_", "aten::copy_", "aten::random_"}
+_FROM_VALUES = {torch.tensor, torch.as_tensor, torch.asarray}
+
+
+@dataclass(frozen=True)
+class View:
+    """A tensor as a view of a storage: what is needed to make the same view of a real storage."""
+
+    storage: int
+    storage_bytes: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+
+@dataclass(eq=False)
+class Operation:
+    """One recorded call. `after` are the operations that made what it reads or writes into."""
+
+    index: int
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    after: tuple[Operation, ...]
+    outputs: tuple[
+        View | None, ...
+    ] = ()  # one per tensor that the call returns; None where it is no new storage
+    owner: tuple[str, int] | None = (
+        None  # for a random operation: the tensor's name, and a running number in it
+    )
+
+    @property
+    def name(self) -> str:
+        return self.function._schema.name
+
+    @property
+    def is_random(self) -> bool:
+        return torch.Tag.nondeterministic_seeded in self.function.tags
+
+
+@dataclass(frozen=True, eq=False)
+class Recipe:
+    """How the first value of one tensor comes about, and what the tensor is called in the whole model.
+
+    names: its fully qualified names, more than one where weights are tied. The first one seeds it.
+    """
+
+    names: tuple[str, ...]
+    view: View
+    last: tuple[Operation, ...]
+    whole: Whole
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Recipe:
+        return self
+
+    @property
+    def is_set(self) -> bool:
+        """False where nothing ever wrote a value: the constructor allocates the tensor and leaves it."""
+        return any(operation.name not in _ALLOCATE for operation in self.last)
+
+
+@dataclass(frozen=True, eq=False)
+class Whole:
+    """What each recipe knows of the unsplit model. groups: names of each parameter and persistent buffer."""
+
+    groups: tuple[tuple[str, ...], ...]
+    base_prefix: str = ""  # Transformers: the name of the model without its head, "model" or "transformer"
+    ignored: tuple[str, ...] = ()  # patterns of checkpoint names that old versions wrote and nobody needs
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        return frozenset(name for group in self.groups for name in group)
+
+
+class _Values(TorchFunctionMode):
+    """On meta, `torch.tensor(values)` forgets the values; this notes them as a copy from a real tensor."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in _FROM_VALUES or torch.device(kwargs.get("device") or META).type != "meta":
+            return func(*args, **kwargs)
+        if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves(args)):
+            return func(*args, **kwargs)
+        requires_grad = bool(kwargs.get("requires_grad", False))
+        real = func(
+            *args, **{**kwargs, "device": "cpu"} | ({"requires_grad": False} if requires_grad else {})
+        )
+        noted = torch.empty(real.shape, dtype=real.dtype, device=META)
+        noted.copy_(real.detach())
+        return noted.requires_grad_(requires_grad)
+
+
+class Recorder(TorchDispatchMode):
+    """Inside it and its meta device, every tensor's history is kept; `last(tensor)` gives its end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._history: dict[int, tuple[Operation, ...]] = {}
+        self._alive: dict[int, Tensor] = {}  # a storage that is freed could give its identity to another
+        self._count = 0
+        self._contexts: list[Any] = []
+
+    def __enter__(self) -> Recorder:
+        self._contexts = [torch.device("meta"), _Values()]
+        for context in self._contexts:
+            context.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *details: Any) -> None:
+        super().__exit__(*details)
+        for context in reversed(self._contexts):
+            context.__exit__(*details)
+
+    def last(self, tensor: Tensor) -> tuple[Operation, ...]:
+        """The operations that wrote `tensor`'s storage, oldest first, without those that were overwritten."""
+        return self._history.get(_storage(tensor), ())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        known = {_storage(tensor) for tensor in inputs if tensor.is_meta}
+        written = [tensor for tensor in _written(func, args, kwargs) if tensor.is_meta]
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        new = [o.is_meta and _storage(o) not in known and _storage(o) not in self._history for o in outputs]
+        if written or any(new):
+            self._note(func, args, kwargs, inputs, written, [o if n else None for o, n in zip(outputs, new)])
+        return result
+
+    def _note(
+        self,
+        func: Any,
+        args: Any,
+        kwargs: dict[str, Any],
+        inputs: list[Tensor],
+        written: list[Tensor],
+        created: list[Tensor | None],
+    ) -> None:
+        overwrites = len(written) == 1 and func._schema.name in _OVERWRITE and _fills_storage(written[0])
+        read = inputs[1:] if overwrites else inputs  # what it overwrites need not be made first
+        after = tuple(dict.fromkeys(operation for tensor in read for operation in self.last(tensor)))
+        args, kwargs = tree_map_only(Tensor, _captured, (args, kwargs))
+        if torch.device(kwargs.get("device") or "cpu").type == "meta":
+            kwargs["device"] = torch.device("cpu")
+        operation = Operation(self._count, func, args, kwargs, after)
+        operation.outputs = tuple(None if tensor is None else view_of(tensor) for tensor in created)
+        self._count += 1
+        for tensor in written:
+            history = () if overwrites else self.last(tensor)
+            self._history[_storage(tensor)] = (*history, operation)
+            self._alive.setdefault(_storage(tensor), tensor)
+        for tensor in created:
+            if tensor is not None:
+                self._history[_storage(tensor)] = (operation,)
+                self._alive[_storage(tensor)] = tensor
+
+
+def assign_owners(recipes: Iterable[Recipe]) -> None:
+    """Gives each random operation to the first tensor that needs it, so that a copy made of it draws the same."""
+    for recipe in recipes:
+        number = 0
+        for operation in _ordered(recipe.last):
+            if operation.is_random and operation.owner is None:
+                operation.owner = (recipe.names[0], number)
+                number += 1
+
+
+def replay(recipe: Recipe, seed: int, unset: float = float("nan")) -> Tensor:
+    """The full value of one tensor on the CPU, in the dtype in which the model was recorded.
+
+    What was allocated and never written reads `unset`. The state of torch's own generator is left as it was.
+    """
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def real(view: View) -> Tensor:
+        if view.storage not in storages:
+            storages[view.storage] = torch.UntypedStorage(view.storage_bytes)
+        return torch.empty(0, dtype=view.dtype).set_(
+            storages[view.storage], view.offset, view.shape, view.stride
+        )
+
+    state = torch.get_rng_state()
+    try:
+        with torch.no_grad():
+            for operation in _ordered(recipe.last):
+                _run(operation, seed, storages, real, unset)
+            return real(recipe.view)
+    finally:
+        torch.set_rng_state(state)
+
+
+def _run(
+    operation: Operation, seed: int, storages: dict[int, torch.UntypedStorage], real: Any, unset: float
+) -> None:
+    if operation.owner is not None:
+        torch.default_generator.manual_seed(seed_of(seed, *operation.owner))
+    args, kwargs = tree_map_only(View, real, (operation.args, operation.kwargs))
+    result = operation.function(*args, **kwargs)
+    tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+    for view, tensor in zip(operation.outputs, tensors):
+        if view is None:
+            continue
+        if tensor.stride() != view.stride or tensor.storage_offset() != view.offset:
+            tensor = torch.empty_strided(view.shape, view.stride, dtype=view.dtype).copy_(tensor)
+        if operation.name in _ALLOCATE:
+            tensor.fill_(unset if tensor.is_floating_point() else 0)
+        storages[view.storage] = tensor.untyped_storage()
+
+
+def seed_of(seed: int, name: str, number: int = 0) -> int:
+    """A 63-bit seed from (seed, name): the same on every rank, machine and version of Python."""
+    digest = hashlib.sha256(f"{seed}/{name}/{number}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def _ordered(last: tuple[Operation, ...]) -> list[Operation]:
+    """All operations that `last` rests on, and `last` itself, in the order in which they were recorded."""
+    seen: dict[int, Operation] = {}
+    todo = list(last)
+    while todo:
+        operation = todo.pop()
+        if operation.index not in seen:
+            seen[operation.index] = operation
+            todo.extend(operation.after)
+    return [seen[index] for index in sorted(seen)]
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def view_of(tensor: Tensor) -> View:
+    """`tensor` as a view of its storage."""
+    return View(
+        _storage(tensor),
+        tensor.untyped_storage().nbytes(),
+        tuple(tensor.shape),
+        tuple(tensor.stride()),
+        int(tensor.storage_offset()),
+        tensor.dtype,
+    )
+
+
+def _captured(tensor: Tensor) -> View | Tensor:
+    """A meta tensor as a view to be made real later; a real one by its value now."""
+    return view_of(tensor) if tensor.is_meta else tensor.detach().clone()
+
+
+def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that the schema says the call writes into."""
+    given = [*zip(func._schema.arguments, args)]
+    given += [
+        (argument, kwargs[argument.name]) for argument in func._schema.arguments if argument.name in kwargs
+    ]
+    values = [
+        value for argument, value in given if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def _fills_storage(tensor: Tensor) -> bool:
+    return (
+        tensor.is_contiguous() and tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+    )

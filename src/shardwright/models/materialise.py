@@ -1,0 +1,202 @@
+"""This rank's part of a model on meta gets memory and values, one tensor at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from shardwright.config.schema import Model
+from shardwright.errors import ModelError
+from shardwright.models.build import RECIPES, model_directory, tensors_of
+from shardwright.models.init import Recipe, replay
+from shardwright.models.weights import Box, Weights, listed
+
+
+@dataclass
+class _Slot:
+    """One tensor on meta, and every (module, attribute) that it stands in."""
+
+    tensor: Tensor
+    recipe: Recipe
+    places: list[tuple[nn.Module, str]] = field(default_factory=list)
+
+    @property
+    def is_parameter(self) -> bool:
+        return isinstance(self.tensor, nn.Parameter)
+
+
+def materialise(model: nn.Module, spec: Model, *, seed: int, device: torch.device) -> None:
+    """Gives every parameter and buffer of a model from `build_model` its memory on `device` and its value.
+
+    Parameters may be plain, or DTensors after `fully_shard` or `parallelize_module`: of those only this rank's part
+    is kept. Ties stay ties and `fully_shard` knows the new tensors. Optimizers must be made afterwards.
+
+    init: random draws each value from (seed, name) on the full shape, on the CPU and in float32, and then converts:
+    the same numbers on every layout. init: pretrained reads the rows of this rank from the safetensors files.
+    Buffers that a checkpoint does not hold get the values that the constructor gives them.
+
+    Peak memory above the shard: one full parameter in float32 (random), a few MiB (pretrained).
+    Raises `ModelError` before anything is allocated where a value cannot be known, by name.
+    """
+    slots = _slots(model)
+    weights = Weights(model_directory(spec), slots[0].recipe.whole) if spec.init == "pretrained" else None
+    _check(slots, weights)
+    on_host = _offloaded(model)
+    for slot in slots:
+        target = torch.device("cpu") if id(slot.tensor) in on_host else device
+        new = _filled(slot, weights, seed, target)
+        for module, leaf in slot.places:
+            setattr(module, leaf, new)
+    _tell_fully_shard(model)
+
+
+def _slots(model: nn.Module) -> list[_Slot]:
+    slots: dict[int, _Slot] = {}
+    for path, module in model.named_modules():
+        for leaf, tensor in tensors_of(module).items():
+            recipe = vars(module).get(RECIPES, {}).get(leaf)
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            if not local.is_meta and not isinstance(tensor, nn.Parameter):
+                continue  # a buffer that the constructor computed on the CPU has its value
+            if recipe is None or not local.is_meta:
+                raise ModelError(
+                    f"{path}.{leaf} is not as build_model left it: "
+                    + ("it was added later." if recipe is None else f"it is on {local.device} already."),
+                    "Its first value is not known.",
+                    "Materialise each model once, and add nothing in between.",
+                )
+            slots.setdefault(id(tensor), _Slot(tensor, recipe)).places.append((module, leaf))
+    return list(slots.values())
+
+
+def _check(slots: Sequence[_Slot], weights: Weights | None) -> None:
+    """Refuses parameters without a rule for their value, and weights of another shape or dtype."""
+    if weights is None:
+        unset = [slot.recipe.names[0] for slot in slots if slot.is_parameter and not slot.recipe.is_set]
+        if unset:
+            raise _no_rule(unset)
+        return
+    wrong = [w for slot in slots for w in weights.check(slot.recipe, slot.tensor.shape, slot.tensor.dtype)]
+    if wrong:
+        raise ModelError(
+            f"The weights do not fit the model: {listed('tensors differ', wrong)}".strip(),
+            "Their config.json is another one, for example of another vocab_size."
+            if _rows_differ(wrong)
+            else "",
+            "Use the config.json that the weights were saved with.",
+        )
+
+
+def _filled(slot: _Slot, weights: Weights | None, seed: int, device: torch.device) -> Tensor:
+    """The new parameter or buffer of `slot` with its value."""
+    old, recipe = slot.tensor, slot.recipe
+    box = _local_box(old)
+    local = torch.empty([part.stop - part.start for part in box], dtype=old.dtype, device=device)
+    if isinstance(old, DTensor) and local.shape != old.to_local().shape:
+        raise ModelError(
+            f"{recipe.names[0]}: this rank's part is {list(old.to_local().shape)}, not {list(local.shape)}.",
+            f"The placements {old.placements} cut a tensor of {list(old.shape)} in a way that is not known here.",
+        )
+    with torch.no_grad():
+        if weights is not None and weights.has(recipe):
+            weights.read(recipe, box, local)
+        elif local.numel() or not slot.is_parameter:
+            full = replay(recipe, seed, unset=float("nan") if slot.is_parameter else 0.0)
+            if slot.is_parameter and bool(torch.isnan(full.sum())):
+                raise _no_rule([recipe.names[0]])
+            local.copy_(full[box])
+    if not isinstance(old, nn.Parameter):
+        return local.requires_grad_(old.requires_grad)
+    value: Tensor = local
+    if isinstance(old, DTensor):
+        value = DTensor.from_local(
+            local, old.device_mesh, old.placements, run_check=False, shape=old.shape, stride=old.stride()
+        )
+    new = nn.Parameter(value, requires_grad=old.requires_grad)
+    new.__dict__.update({key: kept for key, kept in old.__dict__.items() if key not in new.__dict__})
+    return new
+
+
+def _local_box(tensor: Tensor) -> Box:
+    """The part of the full tensor that this rank holds: one slice per dim."""
+    if not isinstance(tensor, DTensor):
+        return tuple(slice(0, size) for size in tensor.shape)
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        raise ModelError("This rank is not part of the mesh of the model that it materialises.")
+    return local_box(
+        tuple(tensor.shape), tensor.placements, tuple(tensor.device_mesh.shape), tuple(coordinate)
+    )
+
+
+def local_box(
+    shape: tuple[int, ...],
+    placements: Sequence[Placement],
+    sizes: tuple[int, ...],
+    coordinate: tuple[int, ...],
+) -> Box:
+    """The part of a tensor of `shape` at `coordinate` of a mesh of `sizes`: one slice per dim.
+
+    Mesh dims cut from left to right, in pieces as `torch.chunk` makes them, possibly empty at the end. A
+    `_StridedShard` is what `fully_shard` makes of a tensor that tensor parallelism to its right has cut before:
+    it cuts last.
+    """
+    ranges = [(0, size) for size in shape]
+    plain = [i for i, placement in enumerate(placements) if not isinstance(placement, _StridedShard)]
+    strided = [i for i in reversed(range(len(placements))) if i not in plain]
+    for axis in (*plain, *strided):
+        placement: Any = placements[axis]
+        if placement.is_replicate():
+            continue
+        if placement.is_partial():
+            raise ModelError(f"A parameter with the placement {placement} has no part that is its own.")
+        start, stop = ranges[placement.dim]
+        piece = -(-(stop - start) // sizes[axis])
+        begin = min(start + piece * coordinate[axis], stop)
+        ranges[placement.dim] = (begin, min(begin + piece, stop))
+    return tuple(slice(start, stop) for start, stop in ranges)
+
+
+def _fully_shard_parameters(model: nn.Module) -> list[Any]:
+    """What `fully_shard` keeps of each of its parameters."""
+    kept = []
+    for module in model.modules():
+        get_state = getattr(module, "_get_fsdp_state", None)
+        if get_state is None:
+            continue
+        state = get_state()
+        groups = getattr(state, "_fsdp_param_groups", None)  # one group per module before torch 2.13
+        for group in groups if groups is not None else [state._fsdp_param_group]:
+            kept.extend(group.fsdp_params if group is not None else ())
+    return kept
+
+
+def _offloaded(model: nn.Module) -> set[int]:
+    """Parameters whose shards stay on the host."""
+    return {id(kept.sharded_param) for kept in _fully_shard_parameters(model) if kept.offload_to_cpu}
+
+
+def _tell_fully_shard(model: nn.Module) -> None:
+    """Makes `fully_shard` take the tensors that the modules hold now (and pad uneven shards), as `_apply` does."""
+    with torch.no_grad():
+        for kept in _fully_shard_parameters(model):
+            kept.reset_sharded_param()
+
+
+def _no_rule(names: Sequence[str]) -> ModelError:
+    return ModelError(
+        listed("parameters never get a value", names).strip(),
+        "With init: random, a parameter gets the value that the constructor gives it; here it is only allocated.",
+        "Write into it in the constructor (torch.nn.init), give its module a reset_parameters that the constructor "
+        "calls, or make it with torch.zeros, torch.ones or torch.randn.",
+    )
+
+
+def _rows_differ(wrong: Sequence[str]) -> bool:
+    return any("embed" in text or "wte" in text or "head" in text for text in wrong)

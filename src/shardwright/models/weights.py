@@ -1,0 +1,215 @@
+"""Safetensors read by slice, straight from the file.
+
+The file is not mapped: pages of a mapped file count as resident memory of the process that touched them, so that a
+rank that reads half of a file would seem to hold it (and under a memory limit does). Rows are read into one small
+buffer and copied from there, converted if need be. Format: https://huggingface.co/docs/safetensors (8 bytes length,
+a JSON header, then the data, row-major).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from io import FileIO
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shardwright.errors import ModelError
+from shardwright.models.init import Recipe, Whole
+
+BUFFER_BYTES = 8 * 2**20
+MAX_HEADER_BYTES = 100_000_000
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+Box = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where one tensor lies: `begin` is its first byte in `file`."""
+
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+
+
+class Weights:
+    """The tensors of a model directory, by the names of the whole model.
+
+    Raises `ModelError` on construction when there are no safetensors, or when their names are not those of the model.
+    """
+
+    def __init__(self, directory: Path, whole: Whole) -> None:
+        self._entries = _with_model_names(read_headers(directory), whole)
+        self._directory = directory
+        unexpected = [n for n in self._entries if n not in whole.names and not _ignored(n, whole)]
+        missing = sorted(
+            group[0] for group in whole.groups if not any(name in self._entries for name in group)
+        )
+        if missing or unexpected:
+            raise ModelError(
+                f"{directory}: the weights are not those of this model. "
+                + listed("missing from the files", missing)
+                + listed("not in the model", unexpected),
+                "Every parameter must get a value and no weight may be dropped without a word.",
+                "Use the config.json that the weights were saved with, without config_overrides, or init: random.",
+            )
+
+    def check(self, recipe: Recipe, shape: Sequence[int], dtype: torch.dtype) -> list[str]:
+        """What is wrong with the entries of one tensor: shape or dtype; empty when nothing is."""
+        wrong = []
+        for name in self._names(recipe):
+            entry = self._entries[name]
+            if entry.shape != tuple(shape):
+                wrong.append(f"{name} is {list(entry.shape)} in the files and {list(shape)} in the model")
+            elif entry.dtype.is_floating_point != dtype.is_floating_point or _loses(entry.dtype, dtype):
+                wrong.append(f"{name} is {entry.dtype} in the files and {dtype} in the model")
+        return wrong
+
+    def has(self, recipe: Recipe) -> bool:
+        """True when the files hold the tensor under one of its names."""
+        return bool(self._names(recipe))
+
+    def read(self, recipe: Recipe, box: Box, out: Tensor) -> None:
+        """Fills `out` with the part `box` of a tensor, in `out`'s dtype.
+
+        Where a checkpoint holds both names of tied weights, they must be equal: raises `ModelError` if not.
+        """
+        first, *others = self._names(recipe)
+        _read(self._entries[first], box, out)
+        for other in others:
+            twin = torch.empty_like(out)
+            _read(self._entries[other], box, twin)
+            if not torch.equal(out, twin):
+                raise ModelError(
+                    f"{self._directory}: {first} and {other} differ, but the model ties them.",
+                    "One of the two would be lost.",
+                    "Set tie_word_embeddings to false in config.json, or remove one of the two from the files.",
+                )
+
+    def _names(self, recipe: Recipe) -> list[str]:
+        return [name for name in recipe.names if name in self._entries]
+
+
+def _loses(stored: torch.dtype, wanted: torch.dtype) -> bool:
+    """A bf16 master is asked for by name; float64 weights in a float32 master would be narrowed without a word."""
+    return stored == torch.float64 and wanted == torch.float32
+
+
+def listed(what: str, names: Sequence[str], limit: int = 8) -> str:
+    """`3 WHAT: a, b, c. `, cut after `limit` names; empty without names."""
+    if not names:
+        return ""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return f"{len(names)} {what}: {', '.join(names[:limit])}{more}. "
+
+
+def _ignored(name: str, whole: Whole) -> bool:
+    return any(re.search(pattern, name) for pattern in whole.ignored)
+
+
+def _with_model_names(entries: dict[str, Entry], whole: Whole) -> dict[str, Entry]:
+    """Entries renamed to the model's names: a model saved without its head lacks the prefix `model.` or the like."""
+    prefix = f"{whole.base_prefix}."
+    if not whole.base_prefix or not any(name.startswith(prefix) for name in whole.names):
+        return entries
+    if any(name.startswith(prefix) for name in entries):
+        return entries
+    return {name if name in whole.names else prefix + name: entry for name, entry in entries.items()}
+
+
+def read_headers(directory: Path) -> dict[str, Entry]:
+    """Every tensor in the safetensors of `directory` by the name it has there; raises `ModelError` without any."""
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        placed: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        files = [directory / name for name in sorted(set(placed.values()))]
+    else:
+        placed, files = {}, [directory / "model.safetensors"]
+    if not index.is_file() and not files[0].is_file():
+        other = sorted(p.name for p in directory.glob("*.bin")) + sorted(
+            p.name for p in directory.glob("*.pt")
+        )
+        raise ModelError(
+            f"{directory} has no model.safetensors and no model.safetensors.index.json"
+            + (f" (there is {other[0]})." if other else "."),
+            "init: pretrained reads its weights from there.",
+            "Save the model once with save_pretrained of Transformers, or set model.init to random.",
+        )
+    entries: dict[str, Entry] = {}
+    for file in files:
+        if not file.is_file():
+            raise ModelError(f"{file} is missing.", f"{index.name} names it.", "Copy the directory again.")
+        entries.update(_read_header(file))
+    lost = sorted(set(placed) - set(entries))
+    if lost:
+        raise ModelError(f"{directory}: {listed('named by the index but in no file', lost)}".strip())
+    return entries
+
+
+def _read_header(file: Path) -> dict[str, Entry]:
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+            raise ModelError(f"{file} is not a safetensors file, or it is cut off.", "", "Copy it again.")
+        try:
+            header = json.loads(stream.read(length))
+        except ValueError:
+            raise ModelError(f"{file}: its header is not JSON.", "", "Copy it again.") from None
+    entries = {}
+    for name, value in header.items():
+        if name == "__metadata__":
+            continue
+        if value["dtype"] not in DTYPES:
+            raise ModelError(
+                f"{file}: {name} is stored as {value['dtype']}.",
+                f"Only {', '.join(DTYPES)} can be read.",
+                "Convert the weights to bf16 or fp32 first.",
+            )
+        dtype, (begin, end) = DTYPES[value["dtype"]], value["data_offsets"]
+        if end - begin != prod(value["shape"]) * dtype.itemsize or 8 + length + end > size:
+            raise ModelError(
+                f"{file} is cut off or damaged: {name} does not fit in it.", "", "Copy it again."
+            )
+        entries[name] = Entry(file, dtype, tuple(value["shape"]), 8 + length + begin)
+    return entries
+
+
+def _read(entry: Entry, box: Box, out: Tensor) -> None:
+    """Fills `out` with `box` of the tensor at `entry`, through a buffer of some rows (at least one)."""
+    if out.numel() == 0:
+        return
+    rows, inner = (box[0], box[1:]) if box else (slice(0, 1), ())
+    row_shape = entry.shape[1:]
+    row_bytes = prod(row_shape) * entry.dtype.itemsize
+    step = max(1, BUFFER_BYTES // row_bytes)
+    buffer = bytearray(min(step, rows.stop - rows.start) * row_bytes)
+    target = out if box else out.reshape(1)
+    with entry.file.open("rb", buffering=0) as stream, torch.no_grad():
+        for start in range(rows.start, rows.stop, step):
+            count = min(step, rows.stop - start)
+            stream.seek(entry.begin + start * row_bytes)
+            _fill(stream, memoryview(buffer)[: count * row_bytes])
+            part = torch.frombuffer(buffer, dtype=entry.dtype, count=count * prod(row_shape))
+            part = part.view(count, *row_shape)[(slice(None), *inner)]
+            target[start - rows.start : start - rows.start + count].copy_(part)
+
+
+def _fill(stream: FileIO, buffer: memoryview) -> None:
+    """Reads until `buffer` is full; one read gives at most 2 GiB and may give less."""
+    done = 0
+    while done < len(buffer):
+        count = stream.readinto(buffer[done:])
+        if not count:
+            raise ModelError(f"{stream.name} ended early.", "It was cut off while it was read.")
+        done += count

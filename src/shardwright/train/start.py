@@ -1,0 +1,62 @@
+"""From a checked run file to ranks that train: what is refused or prepared before any process starts."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from rich.console import Console
+
+from shardwright.config.load import Loaded
+from shardwright.data.prepare import Prepared, prepare
+from shardwright.errors import ConfigError
+from shardwright.launch import inside_a_launcher, run_workers
+from shardwright.layout.legality import check_run
+from shardwright.models.build import build_model
+from shardwright.parallel.apply import DTYPES
+from shardwright.parallel.process_group import device_kind
+from shardwright.train.optimizer import LOCAL, imported, learning_rate_factor
+from shardwright.train.run_data import make_order
+from shardwright.train.worker import run_rank
+
+RUN_FILE = "config.yaml"
+
+
+def start_training(loaded: Loaded, nproc_per_node: int) -> int:
+    """Trains as `loaded` says and returns the exit code: starts ranks here, or is one under torchrun or Slurm."""
+    if inside_a_launcher():
+        return run_rank(loaded)
+    console = Console()
+    check_run(loaded, nproc_per_node)
+    prepare_run(loaded, console)
+    output_dir = Path(loaded.run.checkpoint.output_dir)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="shardwright-") as directory:
+        handed = Path(directory) / "run.json"
+        handed.write_text(loaded.to_json(), encoding="utf-8")
+        return run_workers(
+            "shardwright.train.worker",
+            [str(handed)],
+            nproc_per_node=nproc_per_node,
+            log_dir=output_dir / "logs",
+            device=device_kind(loaded.run.hardware.device, nproc_per_node),
+            threads=loaded.run.hardware.threads_per_rank,
+        )
+
+
+def prepare_run(loaded: Loaded, console: Console) -> Prepared:
+    """Refuses what would fail in a rank, and tokenises once for all of them; returns the training rows."""
+    run = loaded.run
+    build_model(run.model, DTYPES[run.precision.master_dtype])
+    if run.training.optimizer not in LOCAL:
+        imported(run.training.optimizer)
+    learning_rate_factor(run.training, run.training.max_steps or 1)
+    train = prepare(run, "train")
+    for prepared in (train, prepare(run, "validation")):
+        if prepared is not None:
+            for line in (prepared.summary(), *prepared.notices):
+                console.print(line, highlight=False, soft_wrap=True)
+    if train is None:
+        raise ConfigError("data.train names no file.")
+    make_order(run, train)
+    return train

@@ -1,0 +1,72 @@
+"""One rank of a training run: `python -m shardwright.train.worker RUN.json`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+from rich.console import Console
+
+from shardwright.config.load import Loaded
+from shardwright.export.huggingface import save_pretrained
+from shardwright.launch import finish, worker_main
+from shardwright.layout.legality import check_run
+from shardwright.parallel.process_group import Connection, connect
+from shardwright.train.loop import Trainer
+from shardwright.train.run_data import RunData, open_data
+from shardwright.train.signals import StopFlag
+from shardwright.train.update import Engine
+
+
+def run_rank(loaded: Loaded) -> int:
+    """Trains as one rank of the group that the environment names; returns the exit code."""
+    run, hardware = loaded.run, loaded.run.hardware
+    stop = StopFlag()
+    with connect(hardware.device, hardware.timeout_seconds, hardware.threads_per_rank) as connection:
+        axes = check_run(loaded, connection.placement.world_size)
+        data = _data_in_turn(loaded, connection)
+        engine = Engine(run, axes, connection.device, data.updates)
+        console = Console(quiet=connection.placement.rank != 0)
+        trainer = Trainer(loaded, engine, data, console)
+        if connection.placement.rank == 0:
+            _describe(loaded, engine, connection, console)
+        code = trainer.train(stop)
+        if code == 0 and run.checkpoint.export_hf == "final":
+            directory = Path(run.checkpoint.output_dir) / "model"
+            save_pretrained(engine.module, run.model, directory)
+            console.print(f"Wrote {directory} (Hugging Face format).", highlight=False, soft_wrap=True)
+    return code
+
+
+def _data_in_turn(loaded: Loaded, connection: Connection) -> RunData:
+    """Opens the data; where no parent has prepared it, the first rank of each machine does so before the others."""
+    axes, place = check_run(loaded, connection.placement.world_size), connection.placement
+    data = open_data(loaded.run, axes, place.rank) if place.local_rank == 0 else None
+    dist.barrier()
+    return data or open_data(loaded.run, axes, place.rank)
+
+
+def _describe(loaded: Loaded, engine: Engine, connection: Connection, console: Console) -> None:
+    """Says what is about to run, and saves the resolved run file with the origin of every value."""
+    output_dir = Path(loaded.run.checkpoint.output_dir)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    (output_dir / "config.yaml").write_text(loaded.to_yaml(origins=True), encoding="utf-8")
+    parameters = sum(p.numel() for p in engine.module.parameters())
+    precision = loaded.run.precision
+    console.print(
+        f"{type(engine.module).__name__}: {parameters:,} parameters, {loaded.run.parallelism.data_parallel} on "
+        f"{engine.axes}, {connection.device} with {connection.threads} threads a rank, compute {precision.param_dtype}, "
+        f"stored {precision.master_dtype}, reduced {precision.reduce_dtype}; {engine.updates} updates of "
+        f"{loaded.run.training.global_batch_size} rows.",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def main() -> int:
+    return run_rank(Loaded.from_json(Path(sys.argv[1]).read_text(encoding="utf-8")))
+
+
+if __name__ == "__main__":
+    finish(worker_main(main))
