@@ -29,7 +29,7 @@ class ParameterAllowance:
             self.gradient[name] = max(self.gradient.get(name, 0.0), clipped)
             held = {kind: file[name] for kind, file in states.items() if name in file.names}
             step = scalars.learning_rate * self._step(self.gradient[name], held, update)
-            self.grown[name] = self.grown.get(name, 0.0) + step  # type: ignore[assignment]
+            self.grown[name] = self.grown.get(name, 0.0) + step
 
     def _step(self, gradient: float, state: dict[str, Tensor], update: int) -> Tensor:
         if "exp_avg" not in state:

@@ -198,7 +198,11 @@ def _start(facts: Facts) -> Iterable[Diagnosis]:
 def _replicas(facts: Facts) -> Iterable[Diagnosis]:
     theirs = facts.update.candidate
     text = f"ranks that should hold equal weights differ by {theirs.replica_gap:.3g} relative in `{theirs.replica_name}`"
-    yield Diagnosis("diverged_replicas", text, "what differs by rank between reduction and step: norms, clipping, random numbers")
+    yield Diagnosis(
+        "diverged_replicas",
+        text,
+        "what differs by rank between reduction and step: norms, clipping, random numbers",
+    )
 
 
 _STAGES: dict[str, Callable[[Facts], Iterable[Diagnosis]]] = {

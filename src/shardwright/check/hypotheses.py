@@ -46,7 +46,7 @@ def _sum(parts: Iterable[tuple[float, Tensors]]) -> dict[str, Tensor]:
     total: dict[str, Tensor] = {}
     for weight, tensors in parts:
         for name, tensor in tensors.items():
-            total[name] = total.get(name, 0.0) + weight * tensor.double()  # type: ignore[assignment]
+            total[name] = total.get(name, 0.0) + weight * tensor.double()
     return total
 
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from shardwright.config.schema import RunFile
-from shardwright.data import Loader, Microbatch, Order, UpdateBatch, prepare
+from shardwright.data import Loader, Microbatch, UpdateBatch, prepare
 from shardwright.errors import DataError
+from shardwright.train.run_data import make_order
 
 IGNORE = -100
 
@@ -34,14 +35,7 @@ class CheckedRows:
             raise DataError("data.train names no files.")
         t = run.training
         self.changes, self.table = changes, prepared.table
-        self.order = Order(
-            len(prepared.table),
-            global_batch_size=t.global_batch_size,
-            seed=t.seed,
-            shuffle=run.data.shuffle,
-            max_steps=t.max_steps,
-            num_train_epochs=t.num_train_epochs,
-        )
+        self.order = make_order(run, prepared)
         self.loader = Loader(
             prepared.table,
             self.order,
