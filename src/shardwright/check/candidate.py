@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from shardwright.check.plant import plant
 from shardwright.check.record import MicrobatchNote, Record, Scalars
-from shardwright.check.rows import IGNORE, CheckedRows, RowChanges
+from shardwright.check.changes import IGNORE, Changes, silence_dropout
+from shardwright.check.rows import CheckedRows
 from shardwright.checkpoint.state import STATE_OPTIMIZER, optimizer_state
 from shardwright.config.schema import RunFile
 from shardwright.data import UpdateBatch
@@ -34,7 +35,7 @@ class CandidateSpec:
     run: dict[str, Any]
     directory: str
     updates: int
-    changes: RowChanges
+    changes: Changes
     fault: str = ""
 
     def write(self, path: Path) -> None:
@@ -43,7 +44,7 @@ class CandidateSpec:
     @staticmethod
     def read(path: Path) -> CandidateSpec:
         data = json.loads(path.read_text())
-        return CandidateSpec(**{**data, "changes": RowChanges(**data["changes"])})
+        return CandidateSpec(**{**data, "changes": Changes(**data["changes"])})
 
 
 class Recorder:
@@ -146,6 +147,8 @@ def record_updates(spec: CandidateSpec, device: torch.device) -> None:
     place = 0 if spec.fault == "same_rows" else axes.data_rank(dist.get_rank())
     rows = CheckedRows(run, spec.changes, data_rank=place, data_ranks=axes.data_ranks)
     engine = Engine(run, axes, device, rows.order.total_updates)
+    if spec.changes.no_dropout:
+        silence_dropout(engine.module)
     recorder = Recorder(engine, Record(Path(spec.directory)) if dist.get_rank() == 0 else None)
     if spec.fault:
         plant(spec.fault, engine)

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from transformers import get_scheduler
 
 from shardwright.check.record import MicrobatchNote, Notes, Record, Scalars
-from shardwright.check.rows import IGNORE, CheckedRows, RowChanges
+from shardwright.check.changes import IGNORE, Changes, silence_dropout
+from shardwright.check.rows import CheckedRows
 from shardwright.config.schema import RunFile, Training
 from shardwright.data import Microbatch, UpdateBatch
 from shardwright.models import build_model, find_parts, materialise
@@ -38,7 +39,7 @@ def excluded_from_decay(name: str, dims: int, patterns: list[str]) -> bool:
 class Reference:
     """A model, its rows and its optimizer in one process; `record` writes the updates down."""
 
-    def __init__(self, run: RunFile, changes: RowChanges) -> None:
+    def __init__(self, run: RunFile, changes: Changes) -> None:
         self.run, self.training = run, run.training
         self.rows = CheckedRows(run, changes, data_rank=0, data_ranks=1)
         self.model = build_model(run.model, _DTYPES[run.precision.master_dtype])
@@ -46,12 +47,15 @@ class Reference:
         for p in self.model.parameters():
             p.data = p.data.double()
         self.model.train()
+        if changes.no_dropout:
+            silence_dropout(self.model)
         self.named = dict(self.model.named_parameters())
         self.trained = {name: p for name, p in self.named.items() if p.requires_grad}
         self.limit = self.training.max_grad_norm
         self.optimizer = self._optimizer()
         self.schedule = self._schedule(self.optimizer)
-        self.notes_first: dict[str, Any] = {}
+        self._limit_is_settled = False
+        self._first: dict[str, Any] = {}
 
     def _optimizer(self) -> torch.optim.Optimizer:
         t = self.training
@@ -169,7 +173,7 @@ class Reference:
         record.write_tensors(number + 1, "grad", total)
         if number == 0:
             record.write_probe(probe)
-            self.notes_first |= {"microbatch_targets": targets, "microbatch_loss_sums": tuple(sums)}
+            self._first |= {"microbatch_targets": targets, "microbatch_loss_sums": tuple(sums)}
         norm, coefficient = self._clip()
         rate = self.optimizer.param_groups[0]["lr"]
         self.optimizer.step()
@@ -188,9 +192,9 @@ class Reference:
         norm = torch.sqrt(sum((p.grad.square().sum() for p in parameters), torch.zeros(()).double())).item()  # type: ignore[union-attr]
         if self.limit is None:
             return norm, 1.0
-        if not self.notes_first.get("limit_set") and norm <= self.limit:
+        if not self._limit_is_settled and norm <= self.limit:
             self.limit = norm / 2
-        self.notes_first["limit_set"] = True
+        self._limit_is_settled = True
         torch.nn.utils.clip_grad_norm_(parameters, self.limit)
         return norm, min(1.0, self.limit / (norm + 1e-6))
 
@@ -223,10 +227,10 @@ class Reference:
             "tokens that are not padding (labels before the shift)": batch.real_tokens,
             "positions (rows x max_length)": batch.slots,
         }
-        self.notes_first |= {"other_losses": losses, "other_counts": counts}
+        self._first |= {"other_losses": losses, "other_counts": counts}
 
     def _notes(self, lines: tuple[str, ...]) -> Notes:
-        t, parts, first = self.training, find_parts(self.model), self.notes_first
+        t, parts, first = self.training, find_parts(self.model), self._first
         steps = 3 * len(first["microbatch_targets"]) + 2
         return Notes(
             optimizer=t.optimizer,
@@ -247,7 +251,7 @@ class Reference:
 
 
 def run_reference(
-    run: RunFile, changes: RowChanges, directory: Path, updates: int, lines: tuple[str, ...] = ()
+    run: RunFile, changes: Changes, directory: Path, updates: int, lines: tuple[str, ...] = ()
 ) -> tuple[Record, float | None, Training]:
     """(record, gradient norm limit that was used, training section with it) of `updates` updates in this process."""
     record = Record(directory)

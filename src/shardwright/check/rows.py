@@ -5,31 +5,21 @@ The changes are pure functions of a row's id and contents, so that reference and
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
-from torch import Tensor
 
+from shardwright.check.changes import IGNORE, Changes, thinned
 from shardwright.config.schema import RunFile
 from shardwright.data import Loader, Microbatch, UpdateBatch, prepare
 from shardwright.errors import DataError
 from shardwright.train.run_data import make_order
 
-IGNORE = -100
-
-
-@dataclass(frozen=True)
-class RowChanges:
-    """vocabulary: ids are taken modulo this (a shrunk model), None for no change. thin: mask some labels of most rows."""
-
-    vocabulary: int | None = None
-    thin: bool = False
-
 
 class CheckedRows:
     """The updates of a run as data rank `data_rank` of `data_ranks` sees them, with `changes`."""
 
-    def __init__(self, run: RunFile, changes: RowChanges, *, data_rank: int, data_ranks: int) -> None:
+    def __init__(self, run: RunFile, changes: Changes, *, data_rank: int, data_ranks: int) -> None:
         prepared = prepare(run)
         if prepared is None:
             raise DataError("data.train names no files.")
@@ -65,9 +55,3 @@ class CheckedRows:
         if self.changes.thin:
             labels = torch.stack([thinned(own, row) for own, row in zip(labels, microbatch.row_ids)])
         return replace(microbatch, input_ids=ids, labels=labels)
-
-
-def thinned(labels: Tensor, row: int) -> Tensor:
-    """`labels` [T] of row `row` with its first row % 4 of every 4 labels masked, so that rows differ in targets."""
-    place = torch.arange(len(labels)) % 4
-    return torch.where(place < row % 4, IGNORE, labels)

@@ -7,8 +7,10 @@ A name is parts joined by `+`. A part is a data-parallel kind (`ddp`, `zero1`, `
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any, get_args
 
+from shardwright.config.load import Loaded
 from shardwright.config.schema import DataParallel, Parallelism, Schedule
 from shardwright.errors import ConfigError, did_you_mean
 
@@ -113,3 +115,18 @@ def expand_layouts(text: str, world_size: int) -> tuple[str, ...]:
             if expanded not in names:
                 names.append(expanded)
     return tuple(names)
+
+
+def with_layout(loaded: Loaded, name: str) -> Loaded:
+    """`loaded` with the layout `name` for its `parallelism`; origins tell what the layout set and what it dropped."""
+    parallelism = apply_layout(name, loaded.run.parallelism)
+    named = {f"parallelism.{key}" for key in parse_layout(name)}
+    unset = Parallelism()
+    origin = dict(loaded.origin)
+    for key in type(parallelism).model_fields:
+        full = f"parallelism.{key}"
+        if full in named:
+            origin[full] = f"layout {name}"
+        elif getattr(parallelism, key) == getattr(unset, key):
+            origin[full] = "default"
+    return replace(loaded, run=loaded.run.model_copy(update={"parallelism": parallelism}), origin=origin)
