@@ -18,6 +18,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# Ranks are forked from one process that has imported these and done nothing with them: a rank then starts in a
+# tenth of a second, where importing torch and Transformers anew takes several.
+PRELOAD = [
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch.distributed.checkpoint",
+    "torch._dynamo",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen3.modeling_qwen3",
+]
 SECONDS_FOR_THE_OTHERS = (
     2.0  # after the first failure, so that the rank that failed first is shown with its peers
 )
@@ -30,7 +42,8 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
     torch has one thread. When a rank raises or dies, or after `timeout` seconds, all ranks are ended and an
     `AssertionError` shows the traceback of the ranks that failed.
     """
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
     with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
         processes, pipes = [], []
         for rank in range(world_size):

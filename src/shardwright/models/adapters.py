@@ -1,4 +1,4 @@
-"""Where the pieces of a causal language model are: its repeated blocks, embedding, final norm, head and ties."""
+"""Where the pieces of a causal language model are: repeated blocks, embedding, final norm, head, ties."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def canonical_name(name: str) -> str:
 def find_parts(model: nn.Module) -> Parts:
     """The parts of `model`: a Transformers causal LM, or any module.
 
-    Blocks are the modules that Transformers says must not be split, else the elements of the `ModuleList` or
-    `Sequential` with the most parameters, else the children that have parameters. Raises `ModelError` where there
-    are none.
+    Blocks are the modules that Transformers says must not be split, else the elements of the `ModuleList`
+    or `Sequential` with the most parameters, else the children that have parameters. Raises `ModelError`
+    where there are none.
     """
     names = {id(module): canonical_name(name) for name, module in model.named_modules()}
     blocks = _blocks(model)
@@ -82,10 +82,10 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
     for candidate in lists:
         if unsplit and all(_class_name(child) in unsplit for child in candidate):
             return list(candidate)
-    sized = [(sum(p.numel() for p in candidate.parameters()), candidate) for candidate in lists]
-    if sized and max(size for size, _ in sized):
+    sizes = [sum(p.numel() for p in candidate.parameters()) for candidate in lists]
+    if any(sizes):
         # the first of the largest: an outer list holds at least as much as a list inside it
-        return list(max(sized, key=lambda pair: pair[0])[1])
+        return list(lists[sizes.index(max(sizes))])
     return [child for child in model.children() if any(True for _ in child.parameters())]
 
 

@@ -1,4 +1,4 @@
-"""A model on the meta device from a Transformers directory or from a function, with the history of its first values."""
+"""A model on the meta device, from a Transformers directory or from a function."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _IGNORED_WEIGHTS = (r"rotary_emb\.inv_freq$", r"\.attn\.(masked_)?bias$", r"(^|\
 def build_model(spec: Model, dtype: torch.dtype) -> nn.Module:
     """The model of `spec` on the meta device: no memory, ties tied, caches off, frozen as asked.
 
-    Floating-point parameters are contiguous and have `dtype`. Buffers keep the dtype of a model built in float32:
-    rotary tables and scales do not follow `dtype`. `materialise` gives everything its value.
+    Floating-point parameters are contiguous and have `dtype`. Buffers keep the dtype of a model built in
+    float32: rotary tables and scales do not follow `dtype`. `materialise` gives everything its value.
 
-    Raises `ModelError` for what cannot be built: no such directory or function, no weights for `init: pretrained`,
-    an override that is no key of the config, a freeze pattern that matches nothing.
+    Raises `ModelError` for what cannot be built: no such directory or function, no weights for `init:
+    pretrained`, an override that is no key of the config, a freeze pattern that matches nothing.
     """
     recorder = Recorder()
     if _FUNCTION.match(spec.model_name_or_path) and not Path(spec.model_name_or_path).exists():
@@ -106,7 +106,8 @@ def model_directory(spec: Model) -> Path:
         raise ModelError(
             f"model.model_name_or_path: there is no directory {spec.model_name_or_path}.",
             "Nothing is downloaded.",
-            "Give a directory with config.json (`hf download NAME --local-dir DIR` makes one), or package.module:function.",
+            "Give a directory with config.json (`hf download NAME --local-dir DIR` makes one), or "
+            "package.module:function.",
         )
     if not (directory / "config.json").is_file():
         raise ModelError(
@@ -156,8 +157,8 @@ def _from_directory(spec: Model, recorder: Recorder) -> nn.Module:
 def _run_transformers_rules(model: Any) -> None:
     """Transformers skips its initialisation on meta; this runs it, in its order: first values, then ties.
 
-    Tied names get a tensor of their own for the time, as in a normal build: otherwise the rule of the head would
-    overwrite what the rule of the embedding gave, a row of zeros for the padding token for example.
+    Tied names get a tensor of their own for the time, as in a normal build: otherwise the rule of the head
+    would overwrite what the rule of the embedding gave, a row of zeros for the padding token for example.
     """
     for name in model.all_tied_weights_keys:
         parent, _, leaf = name.rpartition(".")
@@ -199,9 +200,9 @@ def _from_function(spec: Model, recorder: Recorder) -> nn.Module:
     except Exception as error:
         raise ModelError(
             f"{spec.model_name_or_path} failed on the meta device: {type(error).__name__}: {error}",
-            "The model is built without memory first, so that each rank makes only its part. There, tensors have no values.",
-            "In the constructor, compute with Python numbers where a value is read (.item(), .tolist(), if), and give no "
-            "explicit device.",
+            "A model is built without memory first, so that each rank makes only its part.",
+            "Tensors have no values then: in the constructor, compute with Python numbers where a value is read "
+            "(.item(), .tolist(), if), and give no explicit device.",
         ) from error
     if not isinstance(model, nn.Module):
         raise ModelError(
@@ -249,7 +250,7 @@ def _check_on_meta(model: nn.Module) -> None:
 
 
 def _attach_recipes(model: nn.Module, recorder: Recorder) -> None:
-    """Gives every module the recipes of its tensors; they stay with it when it is sharded, wrapped or cut out."""
+    """Gives every module the recipes of its tensors; they stay with it when it is sharded or wrapped."""
     names: dict[int, list[str]] = {}
     saved = set(model.state_dict(keep_vars=True))
     places: list[tuple[nn.Module, str, Tensor]] = []

@@ -1,10 +1,11 @@
-"""First values of parameters and buffers: recorded while the model is built on meta, replayed one tensor at a time.
+"""First values of parameters and buffers: recorded on meta, replayed one tensor at a time.
 
-`Recorder` notes every operation that creates or writes a meta tensor while a constructor and its initialisation rules
-run. `replay` runs the few operations that lead to one tensor again, on the CPU and on the full shape. So the values
-follow the model's own rules, whatever they are (`reset_parameters`, `_init_weights`, `nn.Parameter(torch.randn(...))`),
-and nothing but the asked tensor is ever held. Each random operation is seeded from (seed, name of the tensor it
-belongs to), so a value depends on nothing else: not on the layout, the rank, or what was drawn before.
+`Recorder` notes every operation that creates or writes a meta tensor while a constructor and its
+initialisation rules run. `replay` runs the few operations that lead to one tensor again, on the CPU and on
+the full shape. So the values follow the model's own rules, whatever they are (`reset_parameters`,
+`_init_weights`, `nn.Parameter(torch.randn(...))`), and nothing but the asked tensor is ever held. Each
+random operation is seeded from (seed, name of the tensor it belongs to), so a value depends on nothing
+else: not on the layout, the rank, or what was drawn before.
 
 The idea of replaying recorded constructors is that of torchdistX's deferred initialisation.
 """
@@ -185,14 +186,14 @@ class Recorder(TorchDispatchMode):
             history = () if overwrites else self.last(tensor)
             self._history[_storage(tensor)] = (*history, operation)
             self._alive.setdefault(_storage(tensor), tensor)
-        for tensor in created:
-            if tensor is not None:
-                self._history[_storage(tensor)] = (operation,)
-                self._alive[_storage(tensor)] = tensor
+        for output in created:
+            if output is not None:
+                self._history[_storage(output)] = (operation,)
+                self._alive[_storage(output)] = output
 
 
 def assign_owners(recipes: Iterable[Recipe]) -> None:
-    """Gives each random operation to the first tensor that needs it, so that a copy made of it draws the same."""
+    """Gives each random operation to the first tensor that needs it: a copy made of it draws the same."""
     for recipe in recipes:
         number = 0
         for operation in _ordered(recipe.last):

@@ -34,12 +34,14 @@ class _Slot:
 def materialise(model: nn.Module, spec: Model, *, seed: int, device: torch.device) -> None:
     """Gives every parameter and buffer of a model from `build_model` its memory on `device` and its value.
 
-    Parameters may be plain, or DTensors after `fully_shard` or `parallelize_module`: of those only this rank's part
-    is kept. Ties stay ties and `fully_shard` knows the new tensors. Optimizers must be made afterwards.
+    Parameters may be plain, or DTensors after `fully_shard` or `parallelize_module`: of those only this
+    rank's part is kept. Ties stay ties and `fully_shard` knows the new tensors. Optimizers must be made
+    afterwards.
 
-    init: random draws each value from (seed, name) on the full shape, on the CPU and in float32, and then converts:
-    the same numbers on every layout. init: pretrained reads the rows of this rank from the safetensors files.
-    Buffers that a checkpoint does not hold get the values that the constructor gives them.
+    init: random draws each value from (seed, name) on the full shape, on the CPU and in float32, and then
+    converts: the same numbers on every layout. init: pretrained reads the rows of this rank from the
+    safetensors files. Buffers that a checkpoint does not hold get the values that the constructor gives
+    them.
 
     Peak memory above the shard: one full parameter in float32 (random), a few MiB (pretrained).
     Raises `ModelError` before anything is allocated where a value cannot be known, by name.
@@ -101,7 +103,7 @@ def _filled(slot: _Slot, weights: Weights | None, seed: int, device: torch.devic
     if isinstance(old, DTensor) and local.shape != old.to_local().shape:
         raise ModelError(
             f"{recipe.names[0]}: this rank's part is {list(old.to_local().shape)}, not {list(local.shape)}.",
-            f"The placements {old.placements} cut a tensor of {list(old.shape)} in a way that is not known here.",
+            f"The placements {old.placements} cut {list(old.shape)} in a way that is not known here.",
         )
     with torch.no_grad():
         if weights is not None and weights.has(recipe):
@@ -144,8 +146,8 @@ def local_box(
     """The part of a tensor of `shape` at `coordinate` of a mesh of `sizes`: one slice per dim.
 
     Mesh dims cut from left to right, in pieces as `torch.chunk` makes them, possibly empty at the end. A
-    `_StridedShard` is what `fully_shard` makes of a tensor that tensor parallelism to its right has cut before:
-    it cuts last.
+    `_StridedShard` is what `fully_shard` makes of a tensor that tensor parallelism to its right has cut
+    before: it cuts last.
     """
     ranges = [(0, size) for size in shape]
     plain = [i for i, placement in enumerate(placements) if not isinstance(placement, _StridedShard)]
@@ -165,7 +167,7 @@ def local_box(
 
 def _fully_shard_parameters(model: nn.Module) -> list[Any]:
     """What `fully_shard` keeps of each of its parameters."""
-    kept = []
+    kept: list[Any] = []
     for module in model.modules():
         get_state = getattr(module, "_get_fsdp_state", None)
         if get_state is None:
@@ -183,7 +185,7 @@ def _offloaded(model: nn.Module) -> set[int]:
 
 
 def _tell_fully_shard(model: nn.Module) -> None:
-    """Makes `fully_shard` take the tensors that the modules hold now (and pad uneven shards), as `_apply` does."""
+    """Makes `fully_shard` take the tensors that the modules hold now, as its `_apply` does."""
     with torch.no_grad():
         for kept in _fully_shard_parameters(model):
             kept.reset_sharded_param()
@@ -192,9 +194,8 @@ def _tell_fully_shard(model: nn.Module) -> None:
 def _no_rule(names: Sequence[str]) -> ModelError:
     return ModelError(
         listed("parameters never get a value", names).strip(),
-        "With init: random, a parameter gets the value that the constructor gives it; here it is only allocated.",
-        "Write into it in the constructor (torch.nn.init), give its module a reset_parameters that the constructor "
-        "calls, or make it with torch.zeros, torch.ones or torch.randn.",
+        "With init: random, a parameter gets the value that its constructor gives it; this one only allocates.",
+        "Write into it in the constructor (torch.nn.init), or make it with torch.zeros, ones or randn.",
     )
 
 

@@ -1,9 +1,9 @@
 """Safetensors read by slice, straight from the file.
 
-The file is not mapped: pages of a mapped file count as resident memory of the process that touched them, so that a
-rank that reads half of a file would seem to hold it (and under a memory limit does). Rows are read into one small
-buffer and copied from there, converted if need be. Format: https://huggingface.co/docs/safetensors (8 bytes length,
-a JSON header, then the data, row-major).
+The file is not mapped: pages of a mapped file count as resident memory of the process that touched them, so
+that a rank that reads half of a file would seem to hold it (and under a memory limit does). Rows are read
+into one small buffer and copied from there, converted if need be. Format:
+https://huggingface.co/docs/safetensors (8 bytes length, a JSON header, then the data, row-major).
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ MAX_HEADER_BYTES = 100_000_000
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+    "BOOL": torch.bool,
 }  # fmt: skip
 Box = tuple[slice, ...]
 
@@ -45,7 +46,8 @@ class Entry:
 class Weights:
     """The tensors of a model directory, by the names of the whole model.
 
-    Raises `ModelError` on construction when there are no safetensors, or when their names are not those of the model.
+    Raises `ModelError` on construction when there are no safetensors, or when their names are not those of
+    the model.
     """
 
     def __init__(self, directory: Path, whole: Whole) -> None:
@@ -61,7 +63,7 @@ class Weights:
                 + listed("missing from the files", missing)
                 + listed("not in the model", unexpected),
                 "Every parameter must get a value and no weight may be dropped without a word.",
-                "Use the config.json that the weights were saved with, without config_overrides, or init: random.",
+                "Use the config.json that the weights were saved with, without config_overrides.",
             )
 
     def check(self, recipe: Recipe, shape: Sequence[int], dtype: torch.dtype) -> list[str]:
@@ -93,7 +95,7 @@ class Weights:
                 raise ModelError(
                     f"{self._directory}: {first} and {other} differ, but the model ties them.",
                     "One of the two would be lost.",
-                    "Set tie_word_embeddings to false in config.json, or remove one of the two from the files.",
+                    "Set tie_word_embeddings to false in config.json, or remove one from the files.",
                 )
 
     def _names(self, recipe: Recipe) -> list[str]:
@@ -101,7 +103,7 @@ class Weights:
 
 
 def _loses(stored: torch.dtype, wanted: torch.dtype) -> bool:
-    """A bf16 master is asked for by name; float64 weights in a float32 master would be narrowed without a word."""
+    """True for float64 into the default float32. A bf16 master is asked for by name, so it may narrow."""
     return stored == torch.float64 and wanted == torch.float32
 
 
@@ -118,7 +120,7 @@ def _ignored(name: str, whole: Whole) -> bool:
 
 
 def _with_model_names(entries: dict[str, Entry], whole: Whole) -> dict[str, Entry]:
-    """Entries renamed to the model's names: a model saved without its head lacks the prefix `model.` or the like."""
+    """Entries by the model's names: a model saved without its head lacks the prefix `model.` or the like."""
     prefix = f"{whole.base_prefix}."
     if not whole.base_prefix or not any(name.startswith(prefix) for name in whole.names):
         return entries
@@ -128,7 +130,7 @@ def _with_model_names(entries: dict[str, Entry], whole: Whole) -> dict[str, Entr
 
 
 def read_headers(directory: Path) -> dict[str, Entry]:
-    """Every tensor in the safetensors of `directory` by the name it has there; raises `ModelError` without any."""
+    """Every tensor in the safetensors of `directory`, by its name there; raises `ModelError` without any."""
     index = directory / "model.safetensors.index.json"
     if index.is_file():
         placed: dict[str, str] = json.loads(index.read_text())["weight_map"]
