@@ -41,7 +41,9 @@ def adjust(run: RunFile, *, dtype: str, data_ranks: int, device: str, updates: i
     """What is checked of `run` on `data_ranks` data ranks. dtype: fp64, or run for the run file's own."""
     lines = []
     if dtype == "fp64":
-        run = run.model_copy(update={"precision": Precision(param_dtype="fp64", reduce_dtype="fp64", master_dtype="fp64")})
+        run = run.model_copy(
+            update={"precision": Precision(param_dtype="fp64", reduce_dtype="fp64", master_dtype="fp64")}
+        )
     run, vocabulary, shrunk = _fitting(run, data_ranks, updates)
     lines += shrunk
     changes = Changes(vocabulary=vocabulary)
@@ -53,7 +55,9 @@ def adjust(run: RunFile, *, dtype: str, data_ranks: int, device: str, updates: i
         lines.append(f"The run has {updates} updates only; all of them are compared.")
     if _equal_targets(rows, updates):
         changes = replace(changes, thin=True)
-        lines.append("All microbatches have the same number of targets: some labels are masked, so that a mean of means would show.")
+        lines.append(
+            "All microbatches have the same number of targets: some labels are masked, so that a mean of means would show."
+        )
     if device != "cpu":
         changes = replace(changes, no_dropout=True)
         lines.append(f"Dropout is off: {device} and the reference on the CPU draw different random numbers.")
@@ -118,7 +122,9 @@ def _accumulating(run: RunFile, data_ranks: int) -> tuple[RunFile, list[str]]:
     if uneven or share != t.per_device_train_batch_size:
         return run, []
     if share == 1:
-        return run, ["Each rank has one microbatch of one row: accumulation is not shown. Raise training.global_batch_size."]
+        return run, [
+            "Each rank has one microbatch of one row: accumulation is not shown. Raise training.global_batch_size."
+        ]
     rows = max(size for size in range(1, share) if share % size == 0)
     training = t.model_copy(update={"per_device_train_batch_size": rows})
     line = f"per_device_train_batch_size {share} -> {rows}, so that {share // rows} microbatches are accumulated."
@@ -128,6 +134,8 @@ def _accumulating(run: RunFile, data_ranks: int) -> tuple[RunFile, list[str]]:
 def _equal_targets(rows: CheckedRows, updates: int) -> bool:
     """Whether all microbatches of all updates have equally many targets."""
     counts = {
-        int((microbatch.labels >= 0).sum()) for number in range(updates) for microbatch in rows.update(number).microbatches
+        int((microbatch.labels >= 0).sum())
+        for number in range(updates)
+        for microbatch in rows.update(number).microbatches
     }
     return len(counts) == 1

@@ -1,12 +1,13 @@
-"""The candidate: the engine of `train` under one layout on N ranks, its numbers gathered and written by rank 0.
+"""The candidate: the engine of `train` on N ranks, one layout after another, its numbers gathered and written by rank 0.
 
-Started as `python -m shardwright.check.candidate spec.json` on every rank. Tensors are made whole one at a time.
+Started as `python -m shardwright.check.candidate specs.json` on every rank. Tensors are made whole one at a time.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,16 +17,22 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
+from shardwright.check.changes import IGNORE, Changes, silence_dropout
 from shardwright.check.plant import plant
 from shardwright.check.record import MicrobatchNote, Record, Scalars
-from shardwright.check.changes import IGNORE, Changes, silence_dropout
 from shardwright.check.rows import CheckedRows
 from shardwright.checkpoint.state import STATE_OPTIMIZER, optimizer_state
 from shardwright.config.schema import RunFile
 from shardwright.data import UpdateBatch
+from shardwright.launch import finish, worker_main
 from shardwright.layout.axes import resolve_axes
+from shardwright.measure import clock
+from shardwright.parallel.process_group import connect
 from shardwright.train.optimizer import canonical
 from shardwright.train.update import Engine, UpdateResult
+
+DONE = "done"
+"""Written into a record's directory at the end: the seconds that the candidate took."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +45,24 @@ class CandidateSpec:
     changes: Changes
     fault: str = ""
 
-    def write(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self)))
+    @property
+    def seconds(self) -> float | None:
+        """How long it took, None where it did not come to its end."""
+        path = Path(self.directory) / DONE
+        return float(path.read_text()) if path.exists() else None
 
-    @staticmethod
-    def read(path: Path) -> CandidateSpec:
-        data = json.loads(path.read_text())
-        return CandidateSpec(**{**data, "changes": Changes(**data["changes"])})
+
+def write_specs(specs: Sequence[CandidateSpec], path: Path) -> None:
+    """Writes what `read_specs` reads."""
+    path.write_text(json.dumps([asdict(spec) for spec in specs]))
+
+
+def read_specs(path: Path) -> list[CandidateSpec]:
+    """The specs in the order in which they are run."""
+    return [
+        CandidateSpec(**{**data, "changes": Changes(**data["changes"])})
+        for data in json.loads(path.read_text())
+    ]
 
 
 class Recorder:
@@ -142,7 +160,7 @@ class Recorder:
 
 def record_updates(spec: CandidateSpec, device: torch.device) -> None:
     """Runs the updates that `spec` asks for and writes them down. Needs a default process group; collective."""
-    run = RunFile.model_validate_json(json.dumps(spec.run))
+    started, run = clock.now(), RunFile.model_validate_json(json.dumps(spec.run))
     axes = resolve_axes(run.parallelism, dist.get_world_size())
     place = 0 if spec.fault == "same_rows" else axes.data_rank(dist.get_rank())
     rows = CheckedRows(run, spec.changes, data_rank=place, data_ranks=axes.data_ranks)
@@ -159,3 +177,20 @@ def record_updates(spec: CandidateSpec, device: torch.device) -> None:
         recorder.before_step(number)
         result = engine.step()
         recorder.after_step(number, batch, result)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (Path(spec.directory) / DONE).write_text(str(clock.now() - started))
+
+
+def main() -> int:
+    """Runs every spec of the file that the command line names."""
+    specs = read_specs(Path(sys.argv[1]))
+    hardware = RunFile.model_validate_json(json.dumps(specs[0].run)).hardware
+    with connect(hardware.device, hardware.timeout_seconds, hardware.threads_per_rank) as connection:
+        for spec in specs:
+            record_updates(spec, connection.device)
+    return 0
+
+
+if __name__ == "__main__":
+    finish(worker_main(main))

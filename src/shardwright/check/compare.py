@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ class TensorNumbers:
     difference: max|candidate - reference|; scale: what `relative` = difference / scale refers to; used: the largest
     share of the allowance (1 or less passes; not a number fails). ratio: the factor s that brings s x reference
     nearest to the candidate (0 where the reference is zero); residual: max|candidate - s x reference| / max|candidate|.
+    rows: the first and the last row (index of dim 0) that differ by more than is allowed.
     """
 
     name: str
@@ -36,6 +37,7 @@ class TensorNumbers:
     residual: float
     reference_max: float
     candidate_max: float
+    rows: tuple[int, int] | None = None
 
     @property
     def relative(self) -> float:
@@ -147,29 +149,28 @@ def compare_tensor(
 ) -> TensorNumbers:
     """The numbers of one tensor; `allowed` is one bound or one for each element. A shape that differs uses infinitely much."""
     shape = tuple(reference.shape)
+    if shape != tuple(candidate.shape):
+        return TensorNumbers(name, shape, float("inf"), scale, float("inf"), 0.0, float("inf"), 0.0, 0.0)
+    if not reference.numel():
+        return TensorNumbers(name, shape, 0.0, scale, 0.0, 0.0, 0.0, 0.0, 0.0)
     r, c = reference.double().flatten(), candidate.double().flatten()
-    if shape != tuple(candidate.shape) or not r.numel():
-        wrong = shape != tuple(candidate.shape)
-        return TensorNumbers(
-            name,
-            shape,
-            float("inf") if wrong else 0.0,
-            scale,
-            float("inf") if wrong else 0.0,
-            0.0,
-            0.0,
-            0.0,
-            0.0,
-        )
     gap = (c - r).abs()
     bound = allowed.double().flatten() if isinstance(allowed, Tensor) else torch.full_like(gap, allowed)
-    used = torch.where(gap == 0, 0.0, gap / bound).max().item()
     square = torch.dot(r, r).item()
     ratio = torch.dot(r, c).item() / square if square else 0.0
-    c_max = c.abs().max().item()
-    residual = (c - ratio * r).abs().max().item() / c_max if c_max else 0.0
+    largest = c.abs().max().item()
+    wrong = (~(gap <= bound)).reshape(shape[0] if shape else 1, -1).any(dim=1).nonzero().flatten()
     return TensorNumbers(
-        name, shape, gap.max().item(), scale, used, ratio, residual, r.abs().max().item(), c_max
+        name=name,
+        shape=shape,
+        difference=gap.max().item(),
+        scale=scale,
+        used=torch.where(gap == 0, 0.0, gap / bound).max().item(),
+        ratio=ratio,
+        residual=(c - ratio * r).abs().max().item() / largest if largest else 0.0,
+        reference_max=r.abs().max().item(),
+        candidate_max=largest,
+        rows=(int(wrong[0]), int(wrong[-1])) if len(wrong) else None,
     )
 
 
@@ -255,15 +256,23 @@ def _compare_update(
 
 
 def compare_records(reference: Record, candidate: Record, tolerance: Tolerance) -> Comparison:
-    """All updates that the reference has, compared with the candidate's; the start is compared exactly."""
+    """All updates that the reference has, compared with the candidate's; the start is compared exactly.
+
+    Tensors come in the order of the model.
+    """
+    notes = reference.notes()
+    place = {name: index for index, name in enumerate(notes.names)}
+
+    def in_order(numbers: Sequence[TensorNumbers]) -> tuple[TensorNumbers, ...]:
+        return tuple(sorted(numbers, key=lambda t: place.get(t.name, len(place))))
+
     ours, theirs = reference.tensors(0, "param"), candidate.tensors(0, "param")
-    start = tuple(
-        compare_tensor(name, ours[name], theirs[name], 0.0, 1.0)
-        for name in ours.names
-        if name in theirs.names
-    )
-    allowance = ParameterAllowance(reference.notes(), tolerance)
-    updates = tuple(
-        _compare_update(reference, candidate, update, tolerance, allowance) for update in reference.updates()
-    )
-    return Comparison(start, updates)
+    both = (name for name in ours.names if name in theirs.names)
+    start = in_order([compare_tensor(name, ours[name], theirs[name], 0.0, 1.0) for name in both])
+    allowance = ParameterAllowance(notes, tolerance)
+    updates = []
+    for number in reference.updates():
+        update = _compare_update(reference, candidate, number, tolerance, allowance)
+        ordered = {kind: in_order(numbers) for kind, numbers in update.tensors.items()}
+        updates.append(replace(update, tensors=ordered))
+    return Comparison(start, tuple(updates))

@@ -25,7 +25,14 @@ class Finding:
     diagnosis: Diagnosis
 
 
-def explain(reference: Record, candidate: Record, comparison: Comparison, tolerance: Tolerance, axes: Axes, layout: str) -> Finding:
+def explain(
+    reference: Record,
+    candidate: Record,
+    comparison: Comparison,
+    tolerance: Tolerance,
+    axes: Axes,
+    layout: str,
+) -> Finding:
     """The first difference of a failed comparison, and its diagnosis.
 
     When the first thing that differs allows no name, what else differs in the same update is tried too.
@@ -86,5 +93,7 @@ def _unchanged(reference: Record, candidate: Record, update: int) -> tuple[str, 
     ours_before, ours = reference.tensors(update - 1, "param"), reference.tensors(update, "param")
     both = [name for name in ours.names if name in after.names and name in before.names]
     return tuple(
-        name for name in both if torch.equal(before[name], after[name]) and not torch.equal(ours_before[name], ours[name])
+        name
+        for name in both
+        if torch.equal(before[name], after[name]) and not torch.equal(ours_before[name], ours[name])
     )

@@ -1,4 +1,4 @@
-"""What a diagnosis rests on: the numbers of the first thing that differs, where it differs, and the factors that faults make."""
+"""What a diagnosis rests on: the numbers of what differs first, where it differs, and the factors that faults make."""
 
 from __future__ import annotations
 
@@ -58,10 +58,15 @@ class Facts:
 
 @dataclass(frozen=True)
 class Extent:
-    """Which tensors differ: `text` says it; `special` is a kind of place that is itself telling, or empty."""
+    """Which tensors differ. special: a kind of place that is itself telling, or empty. shard: whose rows, or empty."""
 
-    text: str
+    where: str
     special: str = ""
+    shard: str = ""
+
+    @property
+    def text(self) -> str:
+        return self.where + self.shard
 
 
 def extent(facts: Facts) -> Extent:
@@ -69,37 +74,46 @@ def extent(facts: Facts) -> Extent:
     names, total = set(facts.differing), len(facts.numbers)
     shapes = {t.name: t.shape for t in facts.numbers}
     shown = f"`{facts.differing[0]}`" if facts.differing else ""
+    rest = " ..." if len(names) > 1 else ""
     if len(names) == total:
-        return Extent(f"all {total} tensors")
-    tied = {name for group in facts.notes.tied for name in group}
-    if names <= tied:
-        return Extent(f"only the tied {shown}", "tied")
+        return Extent(f"all {total} tensors", "", _one_shard(facts))
+    tied, skipped = {name for group in facts.notes.tied for name in group}, set(facts.notes.no_decay)
     small = {name for name, shape in shapes.items() if (shape[0] if shape else 1) < facts.dp_shard}
-    if names <= small:
-        return Extent(
-            f"only {len(names)} parameters with fewer rows than the {facts.dp_shard} shards ({shown} ...)",
+    block = next((b for b in facts.notes.blocks if all(name.startswith(f"{b}.") for name in names)), "")
+    if names <= tied:
+        where, special = f"only the tied {shown}", "tied"
+    elif names <= small:
+        where, special = (
+            f"only {len(names)} tensors with fewer rows than the {facts.dp_shard} shards ({shown}{rest})",
             "small",
         )
-    uneven = {name for name, shape in shapes.items() if shape and shape[0] % facts.dp_shard}
-    if names <= uneven:
-        return Extent(
-            f"only {len(names)} parameters whose rows the {facts.dp_shard} shards do not divide ({shown} ...)",
-            "small",
+    elif block:
+        where, special = f"only {len(names)} tensors of `{block}` ({shown}{rest})", "unit"
+    elif names <= skipped:
+        where, special = (
+            f"only {len(names)} of the {len(skipped)} tensors without weight decay ({shown}{rest})",
+            "no_decay",
         )
-    for block in facts.notes.blocks:
-        if all(name.startswith(f"{block}.") for name in names):
-            return Extent(f"only {len(names)} tensors of `{block}`", "unit")
-    skipped = set(facts.notes.no_decay)
-    if names <= skipped:
-        return Extent(
-            f"only {len(names)} of the {len(skipped)} tensors without weight decay ({shown} ...)", "no_decay"
-        )
-    if names <= set(shapes) - skipped:
-        return Extent(
-            f"only {len(names)} of the {total - len(skipped)} tensors with weight decay ({shown} ...)",
-            "decay",
-        )
-    return Extent(f"{len(names)} of {total} tensors ({shown} first)")
+    elif names == set(shapes) - skipped:
+        where, special = f"only the {len(names)} tensors with weight decay ({shown}{rest})", "decay"
+    else:
+        where, special = f"{len(names)} of {total} tensors ({shown}{' first' if rest else ''})", ""
+    return Extent(where, special, _one_shard(facts))
+
+
+def _one_shard(facts: Facts) -> str:
+    """`rows of shard 1 of 2` where every differing tensor differs only in the rows of one and the same shard, else nothing.
+
+    `fully_shard` gives shard s the rows from s x ceil(rows / shards).
+    """
+    owners: set[int] = set()
+    for t in facts.numbers:
+        if t.differs and t.rows is not None and t.shape:
+            size = -(-t.shape[0] // facts.dp_shard)
+            owners |= {t.rows[0] // size, t.rows[1] // size}
+    if facts.dp_shard < 2 or len(owners) != 1:
+        return ""
+    return f", only in the rows of shard {owners.pop()} of {facts.dp_shard}"
 
 
 def factors(facts: Facts) -> list[tuple[float, str, str, str]]:
@@ -111,7 +125,9 @@ def factors(facts: Facts) -> list[tuple[float, str, str, str]]:
         "who still averages: DDP's or fully_shard's own division by the number of ranks, or a ReduceOp.AVG"
     )
     again = "who divides by the accumulation steps although the loss is divided by the target tokens already"
-    denominator = "the target count that divides the loss: it must be the sum over all data ranks and microbatches of labels != -100"
+    denominator = (
+        "the target count that divides the loss: labels != -100, summed over all data ranks and microbatches"
+    )
     rows = [
         (float(d), "summed_twice", f"{d} = data ranks", summed),
         (1 / d, "averaged", f"1/{d} = 1 / data ranks", averaged),
@@ -124,10 +140,6 @@ def factors(facts: Facts) -> list[tuple[float, str, str, str]]:
         ),
         (1 / (d * k), "averaged", f"1/{d * k} = 1 / (data ranks x microbatches)", averaged),
         (float(d * k), "summed_twice", f"{d * k} = data ranks x microbatches", summed),
-        (float(facts.dp_replicate), "summed_twice", f"{facts.dp_replicate} = dp_replicate", summed),
-        (1 / facts.dp_replicate, "averaged", f"1/{facts.dp_replicate} = 1 / dp_replicate", averaged),
-        (float(facts.dp_shard), "summed_twice", f"{facts.dp_shard} = dp_shard", summed),
-        (1 / facts.dp_shard, "averaged", f"1/{facts.dp_shard} = 1 / dp_shard", averaged),
         (float(n), "never_divided", f"{n} = target tokens", denominator),
         (1 / n, "divided_twice", f"1/{n} = 1 / target tokens", denominator),
         (
@@ -138,6 +150,12 @@ def factors(facts: Facts) -> list[tuple[float, str, str, str]]:
         ),
         (-1.0, "sign", "-1", "the sign of the loss"),
     ]
+    for size, axis in ((facts.dp_replicate, "dp_replicate"), (facts.dp_shard, "dp_shard")):
+        if size != d:
+            rows += [
+                (float(size), "summed_twice", f"{size} = {axis}", summed),
+                (1 / size, "averaged", f"1/{size} = 1 / {axis}", averaged),
+            ]
     rows += [
         (n / count, "wrong_target_count", f"{n}/{count} = target tokens / {words}", denominator)
         for words, count in facts.notes.other_counts.items()

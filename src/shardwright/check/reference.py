@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from transformers import get_scheduler
 
-from shardwright.check.record import MicrobatchNote, Notes, Record, Scalars
 from shardwright.check.changes import IGNORE, Changes, silence_dropout
+from shardwright.check.record import MicrobatchNote, Notes, Record, Scalars
 from shardwright.check.rows import CheckedRows
 from shardwright.config.schema import RunFile, Training
 from shardwright.data import Microbatch, UpdateBatch
@@ -114,7 +114,9 @@ class Reference:
         )
         return torch.stack(list(rows)).sum()
 
-    def _gradients(self, batch: UpdateBatch, count: int) -> Iterator[tuple[Microbatch, float, dict[str, Tensor]]]:
+    def _gradients(
+        self, batch: UpdateBatch, count: int
+    ) -> Iterator[tuple[Microbatch, float, dict[str, Tensor]]]:
         """(microbatch, its loss sum, the gradient of that sum / count) one after another.
 
         The division comes before backward, not after: Transformers' RMSNorm computes in float32 whatever the dtype, so
@@ -233,6 +235,7 @@ class Reference:
         t, parts, first = self.training, find_parts(self.model), self._first
         steps = 3 * len(first["microbatch_targets"]) + 2
         return Notes(
+            names=tuple(self.named),
             optimizer=t.optimizer,
             weight_decay=t.weight_decay,
             adam={"beta1": t.adam_beta1, "beta2": t.adam_beta2, "epsilon": t.adam_epsilon},

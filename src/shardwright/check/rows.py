@@ -20,7 +20,7 @@ class CheckedRows:
     """The updates of a run as data rank `data_rank` of `data_ranks` sees them, with `changes`."""
 
     def __init__(self, run: RunFile, changes: Changes, *, data_rank: int, data_ranks: int) -> None:
-        prepared = prepare(run)
+        prepared = prepare(_with_own_vocabulary(run) if changes.vocabulary is not None else run)
         if prepared is None:
             raise DataError("data.train names no files.")
         t = run.training
@@ -55,3 +55,9 @@ class CheckedRows:
         if self.changes.thin:
             labels = torch.stack([thinned(own, row) for own, row in zip(labels, microbatch.row_ids)])
         return replace(microbatch, input_ids=ids, labels=labels)
+
+
+def _with_own_vocabulary(run: RunFile) -> RunFile:
+    """`run` without the shrunk vocabulary: the data keeps its ids, which are mapped afterwards."""
+    overrides = {key: value for key, value in run.model.config_overrides.items() if key != "vocab_size"}
+    return run.model_copy(update={"model": run.model.model_copy(update={"config_overrides": overrides})})

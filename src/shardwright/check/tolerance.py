@@ -15,8 +15,8 @@ near zero: a gradient of 1e-18 and one of -1e-18 move a parameter in opposite di
 gradient of any update so far is off by more than d, then m is off by at most d (its weights add to 1), sqrt(v) by at
 most d (a weighted quadratic mean is 1-Lipschitz), so u is off by at most d (1 + |u|) / (sqrt(v) + epsilon), and never by more
 than 2 max(1, |u|). The parameter, element by element, may therefore differ by
-    sum over updates of lr x [min(d (1 + |u|) / (sqrt(v) + epsilon), 2 max(1, |u|)) + r |u|]  +  updates x 8 eps x max|parameter|
-with m, v, u of the reference and d the allowed difference of that gradient after clipping. Where gradients are not
+    sum over updates of lr x [min(d (1 + |u|) / (sqrt(v) + epsilon), 2 max(1, |u|)) + r |u|] + 8 updates eps max|parameter|
+with m, v, u of the reference and d twice the allowed difference of that gradient, clipped (the coefficient has its own r). Where gradients are not
 negligible this is far below the learning rate; a wrong step is about the learning rate itself.
 Parameters after SGD: lr x 2 d / (1 - momentum) for each update, and the same rounding term.
 """

@@ -121,7 +121,7 @@ def with_layout(loaded: Loaded, name: str) -> Loaded:
     """`loaded` with the layout `name` for its `parallelism`; origins tell what the layout set and what it dropped."""
     parallelism = apply_layout(name, loaded.run.parallelism)
     named = {f"parallelism.{key}" for key in parse_layout(name)}
-    unset = Parallelism()
+    unset = Parallelism.model_validate({})
     origin = dict(loaded.origin)
     for key in type(parallelism).model_fields:
         full = f"parallelism.{key}"
