@@ -190,7 +190,9 @@ def _learning_rate(facts: Facts) -> Iterable[Diagnosis]:
 
 def _start(facts: Facts) -> Iterable[Diagnosis]:
     where = extent(facts)
-    look_at = "initial values depend on (seed, name) only; loaded ones are cut from the same file; nothing is broadcast by sharding"
+    look_at = (
+        "initial values follow from (seed, name), loaded ones from the same file; sharding broadcasts nothing"
+    )
     name = "tying_lost" if where.special == "tied" else "different_start"
     yield Diagnosis(name, f"{where.text} differ before the first update", look_at)
 

@@ -87,7 +87,7 @@ def _mixed(facts: Facts, label: str, found: Fit, where: str) -> Diagnosis | None
         return None
     counts = facts.notes.microbatch_targets
     shown = f"{list(counts[:8])}{' ...' if len(counts) > 8 else ''}"
-    means = f"the loss is divided by each part's own count (targets by microbatch {shown}) and then averaged; divide the sum once by"
+    means = f"each part is divided by its own count (targets by microbatch {shown}); divide the sum once, by"
     texts = {
         "mean_of_microbatch_means": (
             "the mean of the means of single microbatches",
@@ -191,7 +191,8 @@ def parameter_faults(facts: Facts) -> Iterable[Diagnosis]:
     if clipped:
         yield from clipped
     elif facts.matches("decay_added", 1.0) and names <= set(facts.notes.no_decay):
-        text = f"{where.text} moved by -lr x weight_decay x parameter more than the reference ({rate:g} x {facts.notes.weight_decay:g})"
+        added = f"-lr x weight_decay x parameter ({rate:g} x {facts.notes.weight_decay:g})"
+        text = f"{where.text} moved by {added} more than the reference"
         yield Diagnosis(
             "decay_on_excluded",
             text,

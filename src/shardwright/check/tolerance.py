@@ -16,8 +16,8 @@ gradient of any update so far is off by more than d, then m is off by at most d 
 most d (a weighted quadratic mean is 1-Lipschitz), so u is off by at most d (1 + |u|) / (sqrt(v) + epsilon), and never by more
 than 2 max(1, |u|). The parameter, element by element, may therefore differ by
     sum over updates of lr x [min(d (1 + |u|) / (sqrt(v) + epsilon), 2 max(1, |u|)) + r |u|] + 8 updates eps max|parameter|
-with m, v, u of the reference and d twice the allowed difference of that gradient, clipped (the coefficient has its own r). Where gradients are not
-negligible this is far below the learning rate; a wrong step is about the learning rate itself.
+with m, v, u of the reference and d twice the allowed difference of that gradient, clipped (the coefficient has its own r).
+Where gradients are not negligible this is far below the learning rate; a wrong step is about the learning rate itself.
 Parameters after SGD: lr x 2 d / (1 - momentum) for each update, and the same rounding term.
 """
 

@@ -146,8 +146,9 @@ def _describe(reference: Record, adjusted: Adjusted, seconds: float) -> str:
     first = reference.scalars(1)
     targets = [note.targets for note in first.microbatches]
     return (
-        f"Reference: 1 process, {adjusted.updates} updates of {len(targets)} microbatches with {min(targets)} to {max(targets)} "
-        f"targets, loss {first.loss:.6f}, gradient norm {first.grad_norm:.6g} clipped by {first.clip_coefficient:.3g}, {seconds:.1f} s."
+        f"Reference: 1 process, {adjusted.updates} updates of {len(targets)} microbatches with {min(targets)} to "
+        f"{max(targets)} targets, loss {first.loss:.6f}, gradient norm {first.grad_norm:.6g} clipped by "
+        f"{first.clip_coefficient:.3g}, {seconds:.1f} s."
     )
 
 
