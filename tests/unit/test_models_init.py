@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.tiny_models import FAMILIES, spec_of
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -19,7 +20,6 @@ from shardwright.errors import ModelError
 from shardwright.models import build_model, materialise
 from shardwright.models.init import seed_of
 from shardwright.models.materialise import local_box
-from tests.tiny_models import FAMILIES, spec_of
 
 CPU = torch.device("cpu")
 
@@ -77,7 +77,10 @@ def test_values_depend_on_seed_and_name_only(tmp_path: Path) -> None:
         assert torch.equal(again[name], value), name
     assert not any(torch.equal(other[name], first[name]) for name in drawn)
     q = [first[name].flatten()[:64] for name in drawn]
-    assert all(not torch.equal(a, b) for i, a in enumerate(q) for b in q[:i] if a.shape == b.shape) or len(q) == 1
+    assert (
+        all(not torch.equal(a, b) for i, a in enumerate(q) for b in q[:i] if a.shape == b.shape)
+        or len(q) == 1
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -130,7 +133,9 @@ def test_constructors_that_make_their_own_parameters() -> None:
     for name in ("listed", "scalar", "steps", "rows", "mask", "count", "table"):
         assert torch.equal(getattr(model, name), getattr(normal, name)), name
         assert getattr(model, name).dtype == getattr(normal, name).dtype, name
-    assert model.drawn.mean() == pytest.approx(3, abs=0.02) and model.drawn.std() == pytest.approx(0.1, rel=0.1)
+    assert model.drawn.mean() == pytest.approx(3, abs=0.02) and model.drawn.std() == pytest.approx(
+        0.1, rel=0.1
+    )
     assert model.transposed.is_contiguous() and model.transposed.shape == (300, 5)
     bound = 1 / math.sqrt(50)
     assert 0.9 * bound < model.linear.weight.abs().max() <= bound and model.linear.bias.abs().max() <= bound
@@ -145,7 +150,9 @@ def test_constructors_that_make_their_own_parameters() -> None:
 def test_a_copy_made_in_the_constructor_is_a_copy() -> None:
     model = made(DIRECT)
     assert torch.equal(model.copied, model.drawn)
-    assert torch.equal(model.twin.weight, model.linear.weight) and model.twin.weight is not model.linear.weight
+    assert (
+        torch.equal(model.twin.weight, model.linear.weight) and model.twin.weight is not model.linear.weight
+    )
 
 
 class Unset(nn.Module):
@@ -179,7 +186,10 @@ def test_a_copy_of_a_model_on_meta_can_be_materialised() -> None:
 
 def _pieces(shape: tuple[int, ...], placements: list, sizes: tuple[int, ...]) -> list[Tensor]:
     whole = torch.arange(math.prod(shape)).view(shape)
-    coordinates = [tuple(c) for c in torch.cartesian_prod(*[torch.arange(s) for s in sizes]).view(-1, len(sizes)).tolist()]
+    coordinates = [
+        tuple(c)
+        for c in torch.cartesian_prod(*[torch.arange(s) for s in sizes]).view(-1, len(sizes)).tolist()
+    ]
     return [whole[local_box(shape, placements, sizes, coordinate)] for coordinate in coordinates]
 
 
@@ -193,7 +203,17 @@ def test_boxes_of_uneven_small_and_two_dimensional_shards() -> None:
     assert [p.tolist() for p in _pieces((2,), [Shard(0)], (4,))] == [[0], [1], [], []]
     assert [p.tolist() for p in _pieces((3,), [Replicate(), Shard(0)], (2, 2))] == [[0, 1], [2]] * 2
     both = _pieces((4, 4), [Shard(0), Shard(1)], (2, 2))
-    assert [p.tolist() for p in both] == [[[0, 1], [4, 5]], [[2, 3], [6, 7]], [[8, 9], [12, 13]], [[10, 11], [14, 15]]]
-    assert [p.tolist() for p in _pieces((8,), [Shard(0), Shard(0)], (2, 2))] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert [p.tolist() for p in both] == [
+        [[0, 1], [4, 5]],
+        [[2, 3], [6, 7]],
+        [[8, 9], [12, 13]],
+        [[10, 11], [14, 15]],
+    ]
+    assert [p.tolist() for p in _pieces((8,), [Shard(0), Shard(0)], (2, 2))] == [
+        [0, 1],
+        [2, 3],
+        [4, 5],
+        [6, 7],
+    ]
     strided = _pieces((8,), [_StridedShard(0, split_factor=2), Shard(0)], (2, 2))
     assert [p.tolist() for p in strided] == [[0, 1], [4, 5], [2, 3], [6, 7]]
