@@ -56,7 +56,9 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 
 @pytest.mark.slow
-def test_a_signal_to_one_rank_saves_on_all_and_the_run_goes_on(tmp_path: Path, uninterrupted: list[float]) -> None:
+def test_a_signal_to_one_rank_saves_on_all_and_the_run_goes_on(
+    tmp_path: Path, uninterrupted: list[float]
+) -> None:
     """A102: SIGTERM reaches rank 1 only. Both save the same update and end with 75; the next start continues bit for bit."""
     output = tmp_path / "run"
     process = subprocess.Popen(
@@ -64,10 +66,15 @@ def test_a_signal_to_one_rank_saves_on_all_and_the_run_goes_on(tmp_path: Path, u
         cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     deadline = time.monotonic() + 100
-    while not (output / "metrics.jsonl").exists() or len((output / "metrics.jsonl").read_text().splitlines()) < 2:
+    while (
+        not (output / "metrics.jsonl").exists()
+        or len((output / "metrics.jsonl").read_text().splitlines()) < 2
+    ):
         assert time.monotonic() < deadline and process.poll() is None, process.communicate()
         time.sleep(0.01)
-    ranks = [p for p in psutil.Process(process.pid).children(recursive=True) if p.environ().get("RANK") == "1"]
+    ranks = [
+        p for p in psutil.Process(process.pid).children(recursive=True) if p.environ().get("RANK") == "1"
+    ]
     ranks[0].send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=100)
     assert process.returncode == 75, errors
@@ -100,7 +107,9 @@ def test_torchrun_starts_the_same_run(tmp_path: Path, uninterrupted: list[float]
         (["--data.train", "[nowhere.jsonl]"], r"nowhere.jsonl"),
     ],
 )  # fmt: skip
-def test_bad_input_is_refused_before_any_process_starts(tmp_path: Path, options: list[str], message: str) -> None:
+def test_bad_input_is_refused_before_any_process_starts(
+    tmp_path: Path, options: list[str], message: str
+) -> None:
     """A122, A136: exit code 2, one message, no output directory."""
     done = run(command(tmp_path / "run", *options))
     assert done.returncode == 2, done.stderr
