@@ -67,7 +67,7 @@ def run_workers(
             left = max_restarts - attempt
             if code != ExitCode.CRASH or requests or not left:
                 break
-            print(f"shardwright: starting all ranks again ({left} restarts left).", file=sys.stderr)
+            print(f"shardwright: starting all ranks again ({left - 1} restarts left).", file=sys.stderr)
     return code
 
 

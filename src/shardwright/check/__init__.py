@@ -1,0 +1,1 @@
+"""The verb `check`: does a layout train the same objective as one process does?"""

@@ -1,0 +1,196 @@
+"""The candidate: the engine of `train` on N ranks, one layout after another, its numbers gathered and written by rank 0.
+
+Started as `python -m shardwright.check.candidate specs.json` on every rank. Tensors are made whole one at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from shardwright.check.changes import IGNORE, Changes, silence_dropout
+from shardwright.check.plant import plant
+from shardwright.check.record import MicrobatchNote, Record, Scalars
+from shardwright.check.rows import CheckedRows
+from shardwright.checkpoint.state import STATE_OPTIMIZER, optimizer_state
+from shardwright.config.schema import RunFile
+from shardwright.data.loader import UpdateBatch
+from shardwright.launch import finish, worker_main
+from shardwright.layout.axes import resolve_axes
+from shardwright.measure import clock
+from shardwright.parallel.process_group import connect
+from shardwright.train.optimizer import canonical
+from shardwright.train.update import Engine, UpdateResult
+
+DONE = "done"
+"""Written into a record's directory at the end: the seconds that the candidate took."""
+
+
+@dataclass(frozen=True)
+class CandidateSpec:
+    """What a rank is told: the run file's resolved sections, where to write, and what to change. `fault` is planted."""
+
+    run: dict[str, Any]
+    directory: str
+    updates: int
+    changes: Changes
+    fault: str = ""
+
+    @property
+    def seconds(self) -> float | None:
+        """How long it took, None where it did not come to its end."""
+        path = Path(self.directory) / DONE
+        return float(path.read_text()) if path.exists() else None
+
+
+def write_specs(specs: Sequence[CandidateSpec], path: Path) -> None:
+    """Writes what `read_specs` reads."""
+    path.write_text(json.dumps([asdict(spec) for spec in specs]))
+
+
+def read_specs(path: Path) -> list[CandidateSpec]:
+    """The specs in the order in which they are run."""
+    return [
+        CandidateSpec(**{**data, "changes": Changes(**data["changes"])})
+        for data in json.loads(path.read_text())
+    ]
+
+
+class Recorder:
+    """Writes what an engine does to a record. Collective: every rank makes one; rank 0 holds and writes whole tensors."""
+
+    def __init__(self, engine: Engine, record: Record | None) -> None:
+        self.engine, self.record = engine, record
+
+    def start(self) -> None:
+        self._write(0, "param", self._parameters())
+
+    def before_step(self, number: int) -> None:
+        """Gradients before clipping; one that backward left out reads zero, as the reference writes it."""
+        own = {local.name: gradient for local, gradient in self.engine.gradients()}
+        self.local_norm = sum(
+            own[local.name].double().square().sum().item()
+            for local in self.engine.locals
+            if local.counts and local.name in own
+        )
+        gradients = (
+            (local.name, local.wrap(own.get(local.name, torch.zeros_like(local.tensor))))
+            for local in self.engine.locals
+        )
+        self._write(number, "grad", gradients)
+
+    def after_step(self, number: int, batch: UpdateBatch, result: UpdateResult) -> None:
+        """Parameters, states and scalars."""
+        states: dict[str, dict[str, Tensor]] = {}
+        for key, value in optimizer_state(self.engine.optimizer, list(self.engine.locals)).items():
+            name, _, kind = key.removeprefix(STATE_OPTIMIZER).rpartition(".")
+            states.setdefault(kind, {})[name] = value
+        for kind in sorted(states):
+            self._write(number, kind, iter(states[kind].items()))
+        gap, name = self._replica_gap()
+        self._write(number, "param", self._parameters())
+        place = self.engine.axes.data_rank(self.engine.rank)
+        notes = [(place, m.index, m.row_ids, int((m.labels != IGNORE).sum())) for m in batch.microbatches]
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, (notes, result.loss, result.grad_norm, self.local_norm**0.5))
+        if self.record is None:
+            return
+        unique = {note for rank_notes, *_ in gathered for note in rank_notes}
+        scalars = Scalars(
+            target_tokens=result.target_tokens,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            clip_coefficient=result.clip_coefficient,
+            learning_rate=result.learning_rate,
+            microbatches=tuple(MicrobatchNote(*note) for note in sorted(unique)),
+            local_norms=tuple(norm for *_, norm in gathered),
+            losses=tuple(loss for _, loss, _, _ in gathered),
+            grad_norms=tuple(norm for _, _, norm, _ in gathered),
+            replica_gap=gap,
+            replica_name=name,
+        )
+        self.record.write_scalars(number, scalars)
+
+    def _parameters(self) -> Iterator[tuple[str, Tensor]]:
+        return ((canonical(name), p.detach()) for name, p in self.engine.module.named_parameters())
+
+    def _write(self, update: int, kind: str, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        whole = {}
+        for name, tensor in tensors:
+            full = self.engine.full(tensor)
+            if self.record is not None:
+                whole[name] = full.detach().to("cpu", copy=True)
+        if self.record is not None:
+            self.record.write_tensors(update, kind, whole)
+
+    def _replica_gap(self) -> tuple[float, str]:
+        """(largest difference between ranks that should hold equal weights / largest weight, name of the parameter)."""
+        worst, worst_name = 0.0, ""
+        for name, p in self.engine.module.named_parameters():
+            low = (p.to_local() if isinstance(p, DTensor) else p).detach().clone()
+            if not low.numel():
+                low = torch.zeros(1, dtype=low.dtype, device=low.device)
+            high = low.clone()
+            for group in self._replica_groups(p):
+                dist.all_reduce(low, op=dist.ReduceOp.MIN, group=group)
+                dist.all_reduce(high, op=dist.ReduceOp.MAX, group=group)
+            numbers = torch.stack([(high - low).max().double(), high.abs().max().double()])
+            dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+            gap = numbers[0].item() / max(numbers[1].item(), 1e-300)
+            if not gap <= worst:
+                worst, worst_name = gap, canonical(name)
+        return worst, worst_name
+
+    def _replica_groups(self, p: Tensor) -> list[dist.ProcessGroup | None]:
+        if not isinstance(p, DTensor):
+            return [None]
+        return [
+            p.device_mesh.get_group(dim) for dim, how in enumerate(p.placements) if isinstance(how, Replicate)
+        ]
+
+
+def record_updates(spec: CandidateSpec, device: torch.device) -> None:
+    """Runs the updates that `spec` asks for and writes them down. Needs a default process group; collective."""
+    started, run = clock.now(), RunFile.model_validate_json(json.dumps(spec.run))
+    axes = resolve_axes(run.parallelism, dist.get_world_size())
+    place = 0 if spec.fault == "same_rows" else axes.data_rank(dist.get_rank())
+    rows = CheckedRows(run, spec.changes, data_rank=place, data_ranks=axes.data_ranks)
+    engine = Engine(run, axes, device, rows.order.total_updates)
+    if spec.changes.no_dropout:
+        silence_dropout(engine.module)
+    recorder = Recorder(engine, Record(Path(spec.directory)) if dist.get_rank() == 0 else None)
+    if spec.fault:
+        plant(spec.fault, engine)
+    recorder.start()
+    for number in range(1, spec.updates + 1):
+        batch = rows.update(number - 1)
+        engine.forward_backward(batch)
+        recorder.before_step(number)
+        result = engine.step()
+        recorder.after_step(number, batch, result)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (Path(spec.directory) / DONE).write_text(str(clock.now() - started))
+
+
+def main() -> int:
+    """Runs every spec of the file that the command line names."""
+    specs = read_specs(Path(sys.argv[1]))
+    hardware = RunFile.model_validate_json(json.dumps(specs[0].run)).hardware
+    with connect(hardware.device, hardware.timeout_seconds, hardware.threads_per_rank) as connection:
+        for spec in specs:
+            record_updates(spec, connection.device)
+    return 0
+
+
+if __name__ == "__main__":
+    finish(worker_main(main))

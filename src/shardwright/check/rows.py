@@ -1,0 +1,64 @@
+"""The rows of an update as both sides of a check read them: those of training, with small changes that are said aloud.
+
+The changes are pure functions of a row's id and contents, so that reference and candidate see the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from shardwright.check.changes import IGNORE, Changes, thinned
+from shardwright.config.schema import RunFile
+from shardwright.data.loader import Loader, Microbatch, UpdateBatch
+from shardwright.data.prepare import prepare
+from shardwright.errors import DataError
+from shardwright.train.run_data import make_order
+
+
+class CheckedRows:
+    """The updates of a run as data rank `data_rank` of `data_ranks` sees them, with `changes`."""
+
+    def __init__(self, run: RunFile, changes: Changes, *, data_rank: int, data_ranks: int) -> None:
+        prepared = prepare(_with_own_vocabulary(run) if changes.vocabulary is not None else run)
+        if prepared is None:
+            raise DataError("data.train names no files.")
+        t = run.training
+        self.changes, self.table = changes, prepared.table
+        self.order = make_order(run, prepared)
+        self.loader = Loader(
+            prepared.table,
+            self.order,
+            data_rank=data_rank,
+            data_ranks=data_ranks,
+            microbatch_rows=t.per_device_train_batch_size,
+            pad_id=prepared.pad_id,
+            max_length=run.data.max_length,
+        )
+
+    def update(self, number: int) -> UpdateBatch:
+        """Update `number` (0-based)."""
+        batch = self.loader.update(number)
+        microbatches = tuple(self._changed(microbatch) for microbatch in batch.microbatches)
+        targets = batch.target_tokens
+        if self.changes.thin:
+            labels = (torch.from_numpy(self.table.row(row)[1]) for row in batch.row_ids if row >= 0)
+            rows = (row for row in batch.row_ids if row >= 0)
+            targets = sum(int((thinned(own, row) != IGNORE).sum()) for own, row in zip(labels, rows))
+        return replace(batch, microbatches=microbatches, target_tokens=targets)
+
+    def _changed(self, microbatch: Microbatch) -> Microbatch:
+        ids, labels = microbatch.input_ids, microbatch.labels
+        if self.changes.vocabulary is not None:
+            ids = ids % self.changes.vocabulary
+            labels = torch.where(labels == IGNORE, labels, labels % self.changes.vocabulary)
+        if self.changes.thin:
+            labels = torch.stack([thinned(own, row) for own, row in zip(labels, microbatch.row_ids)])
+        return replace(microbatch, input_ids=ids, labels=labels)
+
+
+def _with_own_vocabulary(run: RunFile) -> RunFile:
+    """`run` without the shrunk vocabulary: the data keeps its ids, which are mapped afterwards."""
+    overrides = {key: value for key, value in run.model.config_overrides.items() if key != "vocab_size"}
+    return run.model_copy(update={"model": run.model.model_copy(update={"config_overrides": overrides})})

@@ -1,0 +1,78 @@
+"""How far a layout may be from the reference, and where each number comes from.
+
+Every comparison reads |candidate - reference| <= allowed, and a result is `used` = the largest |difference| / allowed.
+
+Loss, gradient norm: allowed = r x |reference|.
+A gradient tensor: allowed = r x max(max|reference|, FLOOR x G), with G the largest |gradient| of the whole model in this
+update. The floor is for gradients that are zero in exact arithmetic (the bias of a key projection): they are rounding
+noise of the size of G x eps, so they have no relative error of their own. A tensor whose true gradient is above
+r x FLOOR x G still fails when it is wrong by its own size.
+First moments are linear in the clipped gradient, whose coefficient adds another r: allowed = 2 r x max(max|m|, FLOOR x M).
+Second moments are squares: allowed = 4 r x max(max|v|, FLOOR^2 x V).
+
+Parameters after AdamW need a derivation, because its update u = m / (sqrt(v) + epsilon) (bias-corrected) is like a sign
+near zero: a gradient of 1e-18 and one of -1e-18 move a parameter in opposite directions. If no element of the clipped
+gradient of any update so far is off by more than d, then m is off by at most d (its weights add to 1), sqrt(v) by at
+most d (a weighted quadratic mean is 1-Lipschitz), so u is off by at most d (1 + |u|) / (sqrt(v) + epsilon), and never by more
+than 2 max(1, |u|). The parameter, element by element, may therefore differ by
+    sum over updates of lr x [min(d (1 + |u|) / (sqrt(v) + epsilon), 2 max(1, |u|)) + r |u|] + 8 updates eps max|parameter|
+with m, v, u of the reference and d twice the allowed difference of that gradient, clipped (the coefficient has its own r).
+Where gradients are not negligible this is far below the learning rate; a wrong step is about the learning rate itself.
+Parameters after SGD: lr x 2 d / (1 - momentum) for each update, and the same rounding term.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+FLOOR = 1e-3
+EPS = {"fp64": 2.0**-52, "fp32": 2.0**-23, "bf16": 2.0**-7}
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """The relative tolerance r, the eps of stored weights, how exactly a hypothesis must fit, and the text to print."""
+
+    relative: float
+    master_eps: float
+    formula: str
+
+    @property
+    def fit(self) -> float:
+        """A fault is named when the numbers agree with it to this (relative): looser than r, far tighter than a fault."""
+        return min(max(100 * self.relative, 1e-6), 0.1)
+
+    def share(self, kind: str) -> float:
+        """The allowance of a kind of tensor, relative to its scale."""
+        return {"grad": 1.0, "exp_avg": 2.0, "momentum_buffer": 2.0}.get(kind, 4.0) * self.relative
+
+
+def float64_tolerance(relative: float = 1e-9) -> Tolerance:
+    """float64 throughout: r = 1e-9, about 1e5 times what rounding leaves, about 1e5 times below any fault that matters."""
+    return Tolerance(relative, EPS["fp64"], f"float64, r = {relative:g}")
+
+
+def run_dtype_tolerance(
+    param: str, reduce: str, master: str, *, blocks: int, microbatches: int, ranks: int, tokens: int
+) -> Tolerance:
+    """r for the run's own dtypes against a float64 reference.
+
+    Rounding errors of independent signs grow with the square root of their number. A gradient passes about 12 roundings
+    to the compute dtype per block, forward and backward (two norms, five to seven projections, activation, residuals), and one
+    per microbatch that is accumulated: eps(param) x sqrt(12 blocks + microbatches). It is a sum over all tokens, kept in
+    fp32 or wider inside a matrix product: eps(accumulate) x sqrt(tokens). It is reduced over ranks: eps(reduce) x
+    sqrt(ranks). The factor 8 is for the largest of many elements where these terms are for a typical one.
+    """
+    accumulate = EPS["fp64"] if param == "fp64" else EPS["fp32"]
+    parts = (
+        EPS[param] * math.sqrt(12 * blocks + microbatches),
+        accumulate * math.sqrt(tokens),
+        EPS[reduce] * math.sqrt(ranks),
+    )
+    relative = 8 * sum(parts)
+    formula = (
+        f"r = 8 (eps({param}) sqrt(12 x {blocks} blocks + {microbatches} microbatches) + eps(accumulate) sqrt({tokens} tokens)"
+        f" + eps({reduce}) sqrt({ranks} ranks)) = {relative:.2g}"
+    )
+    return Tolerance(relative, EPS[master], formula)

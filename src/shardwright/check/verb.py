@@ -1,0 +1,231 @@
+"""`shardwright check`: one reference, then each layout on N ranks against it; a table, and a diagnosis where one differs."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from shardwright.check.adjust import Adjusted, adjust
+from shardwright.check.candidate import CandidateSpec, write_specs
+from shardwright.check.compare import compare_records
+from shardwright.check.explain import Finding, explain
+from shardwright.check.plant import FAULTS, known_fault
+from shardwright.check.record import Record
+from shardwright.check.reference import run_reference
+from shardwright.check.table import Row, crashed_row, result_row, show
+from shardwright.check.tolerance import Tolerance, float64_tolerance, run_dtype_tolerance
+from shardwright.config.load import Loaded
+from shardwright.config.schema import Training
+from shardwright.errors import ConfigError, ExitCode
+from shardwright.launch import inside_a_launcher, run_workers
+from shardwright.layout.axes import Axes
+from shardwright.layout.legality import check_run
+from shardwright.layout.names import expand_layouts, with_layout
+from shardwright.measure import clock
+from shardwright.models import build_model, find_parts
+from shardwright.parallel.process_group import device_kind
+
+ONE_THREAD_PARAMETERS = 2_000_000
+"""Up to this size one thread is faster than many: the matrices are too small to share."""
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A layout that is checked: its run, where its ranks stand, and what its ranks are told."""
+
+    layout: str
+    axes: Axes
+    spec: CandidateSpec
+
+
+def run_check(
+    loaded: Loaded,
+    layouts: str,
+    nproc_per_node: int,
+    *,
+    dtype: str = "fp64",
+    updates: int = 3,
+    plant: str = "",
+) -> int:
+    """Checks each of `layouts` (names joined by commas, or all) on `nproc_per_node` ranks; returns the exit code.
+
+    dtype: fp64 (the proof) or run (the run file's own dtypes, with tolerances that follow from them). plant: a fault to
+    put into the candidates, or `list`. Codes: 0 when all train the same objective, 3 when one does not, 1 when one crashed.
+    """
+    console = Console(highlight=False)
+    if plant == "list":
+        console.print("\n".join(FAULTS))
+        return ExitCode.DONE
+    if dtype not in ("fp64", "run"):
+        raise ConfigError(f"--dtype {dtype} is not known.", "", "Valid: fp64, run.")
+    if inside_a_launcher():
+        raise ConfigError(
+            "`check` was started under a launcher.",
+            "It starts its own ranks.",
+            "Call it once, without torchrun or srun.",
+        )
+    fault = known_fault(plant) if plant else ""
+    names = expand_layouts(layouts, nproc_per_node)
+    for name in names:
+        check_run(with_layout(loaded, name), nproc_per_node)
+    device = device_kind(loaded.run.hardware.device, nproc_per_node)
+    adjusted = adjust(loaded.run, dtype=dtype, data_ranks=nproc_per_node, device=device, updates=updates)
+    with tempfile.TemporaryDirectory(prefix="shardwright-check-") as directory:
+        return _check(
+            replace(loaded, run=adjusted.run),
+            adjusted,
+            names,
+            nproc_per_node,
+            device,
+            fault,
+            Path(directory),
+            console,
+        )
+
+
+def _check(
+    loaded: Loaded,
+    adjusted: Adjusted,
+    names: tuple[str, ...],
+    ranks: int,
+    device: str,
+    fault: str,
+    directory: Path,
+    console: Console,
+) -> int:
+    tolerance = _tolerance(adjusted, ranks)
+    started, before = clock.now(), torch.get_num_threads()
+    reference, limit, training = _reference(adjusted, directory / "reference")
+    for line in (*adjusted.lines, *_limit_line(adjusted, limit)):
+        _say(console, line)
+    _say(console, _describe(reference, adjusted, clock.now() - started))
+    _say(
+        console,
+        f"Allowed: {tolerance.formula}; relative to each tensor's largest element. AdamW steps as check/tolerance.py derives.",
+    )
+    loaded = replace(loaded, run=loaded.run.model_copy(update={"training": training}))
+    candidates = [
+        _candidate(loaded, name, ranks, adjusted, fault, directory / f"candidate-{i}")
+        for i, name in enumerate(names)
+    ]
+    codes = _run(candidates, ranks, device, directory)
+    rows: list[Row] = []
+    findings: list[tuple[str, Finding]] = []
+    for candidate, code in zip(candidates, codes):
+        if code:
+            rows.append(crashed_row(candidate.layout, code))
+            continue
+        record = Record(Path(candidate.spec.directory))
+        comparison = compare_records(reference, record, tolerance)
+        rows.append(result_row(candidate.layout, comparison, candidate.spec.seconds))
+        if not comparison.passed:
+            found = explain(reference, record, comparison, tolerance, candidate.axes, candidate.layout)
+            findings.append((candidate.layout, found))
+    torch.set_num_threads(before)
+    show(console, rows)
+    for layout, finding in findings:
+        _report(console, layout, finding)
+    if findings:
+        return ExitCode.CHECK_FAILED
+    return next((code for code in codes if code), ExitCode.DONE)
+
+
+def _reference(adjusted: Adjusted, directory: Path) -> tuple[Record, float | None, Training]:
+    model = build_model(adjusted.run.model, torch.float64)
+    if sum(p.numel() for p in model.parameters()) <= ONE_THREAD_PARAMETERS:
+        torch.set_num_threads(1)
+    return run_reference(adjusted.run, adjusted.changes, directory, adjusted.updates, adjusted.lines)
+
+
+def _describe(reference: Record, adjusted: Adjusted, seconds: float) -> str:
+    """The line about the reference."""
+    first = reference.scalars(1)
+    targets = [note.targets for note in first.microbatches]
+    return (
+        f"Reference: 1 process, {adjusted.updates} updates of {len(targets)} microbatches with {min(targets)} to "
+        f"{max(targets)} targets, loss {first.loss:.6f}, gradient norm {first.grad_norm:.6g} clipped by "
+        f"{first.clip_coefficient:.3g}, {seconds:.1f} s."
+    )
+
+
+def _tolerance(adjusted: Adjusted, ranks: int) -> Tolerance:
+    p, t = adjusted.run.precision, adjusted.run.training
+    if p.param_dtype == "fp64":
+        return float64_tolerance()
+    return run_dtype_tolerance(
+        p.param_dtype,
+        p.reduce_dtype,
+        p.master_dtype,
+        blocks=len(find_parts(build_model(adjusted.run.model, torch.float64)).blocks),
+        microbatches=t.global_batch_size // (t.per_device_train_batch_size * ranks),
+        ranks=ranks,
+        tokens=t.global_batch_size * adjusted.run.data.max_length,
+    )
+
+
+def _limit_line(adjusted: Adjusted, limit: float | None) -> list[str]:
+    """What to say when the gradient norm limit had to be lowered for clipping to be seen."""
+    asked = adjusted.run.training.max_grad_norm
+    if asked is None:
+        return ["training.max_grad_norm is null: clipping is not part of this objective."]
+    return (
+        []
+        if limit == asked
+        else [f"training.max_grad_norm {asked:g} -> {limit:.4g}, so that clipping is active."]
+    )
+
+
+def _candidate(
+    loaded: Loaded, name: str, ranks: int, adjusted: Adjusted, fault: str, directory: Path
+) -> _Candidate:
+    chosen = with_layout(loaded, name)
+    axes = check_run(chosen, ranks)
+    spec = CandidateSpec(
+        chosen.run.model_dump(mode="json"), str(directory), adjusted.updates, adjusted.changes, fault
+    )
+    return _Candidate(name, axes, spec)
+
+
+def _run(candidates: list[_Candidate], ranks: int, device: str, directory: Path) -> list[int]:
+    """The exit code of each candidate. All share one start of ranks; after a crash the rest is started anew."""
+    codes: list[int] = []
+    while len(codes) < len(candidates):
+        waiting = candidates[len(codes) :]
+        specs = directory / f"specs-{len(codes)}.json"
+        write_specs([candidate.spec for candidate in waiting], specs)
+        code = run_workers(
+            "shardwright.check.candidate",
+            [str(specs)],
+            nproc_per_node=ranks,
+            log_dir=directory / "logs",
+            device=device,
+            threads=waiting[0].spec.run["hardware"]["threads_per_rank"],
+        )
+        done = [candidate for candidate in waiting if candidate.spec.seconds is not None]
+        codes += [0] * len(done)
+        if code == ExitCode.INTERRUPTED:
+            raise KeyboardInterrupt
+        if len(done) < len(waiting):
+            codes.append(code or ExitCode.CRASH)
+    return codes
+
+
+def _report(console: Console, layout: str, finding: Finding) -> None:
+    """What differs first in a layout, and the diagnosis."""
+    words = {"grad": "gradient", "param": "parameter"}
+    place = f"update {finding.update}" if finding.update else "start"
+    what = words.get(finding.kind, finding.kind)
+    text = f"{layout}: first difference in {place}: {what}"
+    if tensor := finding.tensor:
+        text += f" `{tensor.name}` {list(tensor.shape)}, off by {tensor.difference:.3e} ({tensor.relative:.1e} relative)"
+    _say(console, f"{text}.")
+    _say(console, f"  Diagnosis: {finding.diagnosis.name}. {finding.diagnosis.evidence}.")
+    _say(console, f"  Look at: {finding.diagnosis.look_at}.")
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, soft_wrap=True, markup=False)
