@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -102,7 +104,7 @@ def adapted_model() -> AdaptedModel:
 class TableBlock(nn.Module):
     """A Linear after a turn by a table that comes in from outside, as rotary tables do."""
 
-    seen: list[tuple[torch.dtype, torch.dtype]] = []  # (dtype of the table, of the weight) in each forward
+    seen: ClassVar[list[tuple[torch.dtype, torch.dtype]]] = []  # (dtype of the table, of the weight) in each forward
 
     def __init__(self, width: int) -> None:
         super().__init__()

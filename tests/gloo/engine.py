@@ -142,6 +142,7 @@ def whole_moments(engine: Engine) -> dict[str, dict[str, Tensor]]:
 
 def trained(loaded: Loaded, updates: int = UPDATES, **rows: Any) -> Outcome:
     """What the engine makes of the first updates."""
+    torch.manual_seed(dist.get_rank())  # A36: first weights must not follow the ranks' own generators
     engine = make_engine(loaded)
     outcome = Outcome(start=whole_weights(engine))
     for update in range(updates):

@@ -1,6 +1,6 @@
 """Every data-parallel kind against one process of plain torch, in float64.
 
-Covers A03, A09, A11, A12, A13, A27, A28, A33, A35, A38, A45, A46, A47, A132 and A125 of the known faults.
+Covers A03, A09, A11, A12, A13, A27, A28, A33, A35, A36, A38, A45, A46, A47, A132 and A125 of the known faults.
 """
 
 from __future__ import annotations
@@ -94,6 +94,16 @@ def test_two_ranks(name: str, on_two: dict[str, Outcome], right: dict[str, Outco
     assert_same_training(on_two[name], right[ON_TWO[name][0]])
 
 
+def test_first_weights_are_those_of_one_process(on_two: dict[str, Outcome], on_four: dict[str, Outcome]) -> None:
+    """A36: with another torch seed on each rank, every layout starts from the same bits."""
+    for found, cases in ((on_two, ON_TWO), (on_four, ON_FOUR)):
+        for name, (model, _) in cases.items():
+            if model in (LLAMA, ODD):
+                like = on_two["ddp" if model == LLAMA else "odd ddp"].start
+                assert found[name].start.keys() == like.keys()
+                assert all(torch.equal(value, like[p]) for p, value in found[name].start.items()), name
+
+
 @pytest.mark.parametrize("name", ON_FOUR)
 def test_four_ranks(name: str, on_four: dict[str, Outcome], right: dict[str, Outcome]) -> None:
     """A03 A12 A13 A38, with hybrids; the odd model A27 A28 A33 A35."""
@@ -114,7 +124,7 @@ def test_the_reference_can_tell(on_two: dict[str, Outcome], right: dict[str, Out
 
 
 def test_one_and_three_ranks(right: dict[str, Outcome]) -> None:
-    """A28 (a parameter of one element at world sizes 1, 2, 3), A125 (1 rank), A09 (6 rows: another window, no other divisor)."""
+    """A28 (a parameter of one element at world sizes 1, 2, 3), A125 (1 rank), A09 (6 rows: another window)."""
     six = {"training__global_batch_size": 6}
     for world_size in (1, 3):
         cases = {f"{kind}": run_file(ODD, parallelism__data_parallel=kind, **six) for kind in KINDS}
