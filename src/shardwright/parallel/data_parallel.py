@@ -86,7 +86,13 @@ class Replicated:
             yield
 
     def finish_gradients(self) -> None:
-        """Nothing is left to wait for: DDP's backward ends with its all-reduces."""
+        """A parameter that no rank used has the gradient zero, as under `Sharded`, not none: decay and momentum go on.
+
+        Nothing is left to wait for: DDP's backward ends with its all-reduces.
+        """
+        for p in self.module.parameters():
+            if p.requires_grad and p.grad is None:
+                p.grad = torch.zeros_like(p)
 
     def release(self) -> None:
         """Nothing is gathered."""
@@ -128,7 +134,7 @@ class Sharded:
         self._group = mesh["dp_shard"].get_group()
         self._mesh = mesh if self._hybrid else mesh["dp_shard"]
         # fully_shard refuses 0-dim parameters: they stay whole on every rank and are summed after backward.
-        self._whole = {p for p in model.parameters() if p.dim() == 0}
+        whole = {p for p in model.parameters() if p.dim() == 0}
         policy = MixedPrecisionPolicy(
             param_dtype=options.param_dtype, reduce_dtype=options.reduce_dtype, cast_forward_inputs=False
         )
@@ -136,7 +142,7 @@ class Sharded:
             "mesh": self._mesh,
             "mp_policy": policy,
             "offload_policy": CPUOffloadPolicy() if options.cpu_offload else OffloadPolicy(),
-            "ignored_params": self._whole,
+            "ignored_params": whole,
         }
         for unit in units:
             modules: Any = list(unit) if len(unit) > 1 else unit[0]
@@ -154,6 +160,8 @@ class Sharded:
                 module.set_reduce_scatter_unused_params(True)
         depth, units = self._options.prefetch, [cast(FSDPModule, module) for module in order]
         if depth < 1:
+            for module in self._modules:  # an empty list would mean torch's own prefetch of one unit in backward
+                module.set_modules_to_backward_prefetch([module])
             return
         for index, unit in enumerate(units):
             if ahead := units[index + 1 : index + 1 + depth]:
@@ -176,12 +184,19 @@ class Sharded:
         yield
 
     def finish_gradients(self) -> None:
-        """Sums the gradients of parameters that `fully_shard` leaves whole."""
-        for p in self._whole:
-            if p.requires_grad:
-                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-                for dim in self._mesh.mesh_dim_names or ():
-                    dist.all_reduce(p.grad, group=self._mesh[dim].get_group())
+        """Sums the gradients of parameters that `fully_shard` leaves whole, in one tensor.
+
+        They are looked up here and in the model's order: weights are filled after sharding, which makes new parameters,
+        and a set would have another order on each rank.
+        """
+        whole = [p for p in self.module.parameters() if p.dim() == 0 and p.requires_grad]
+        if not whole:
+            return
+        gradients = torch.stack([torch.zeros_like(p) if p.grad is None else p.grad for p in whole])
+        for dim in self._mesh.mesh_dim_names or ():
+            dist.all_reduce(gradients, group=self._mesh[dim].get_group())
+        for p, gradient in zip(whole, gradients.unbind()):
+            p.grad = gradient
 
     def release(self) -> None:
         """Drops gathered parameters, which forward without backward (evaluation) leaves behind: they would go stale."""

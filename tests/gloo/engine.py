@@ -1,0 +1,285 @@
+"""What the engine's tests share: run files, batches, one run of the engine on this rank, and a plain torch reference.
+
+G rows of an update, B rows of a microbatch, D data ranks, T positions. The reference is a loop over torch's own parts and
+takes from the engine only the first weights.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tests.gloo.ranks import run_ranks
+from torch import Tensor, nn
+
+from shardwright.config.load import Loaded, load_run_file
+from shardwright.data.loader import Microbatch, UpdateBatch
+from shardwright.layout.legality import check_run
+from shardwright.train.update import Engine, UpdateResult
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+FP64 = {f"precision.{name}_dtype": "fp64" for name in ("param", "reduce", "master")}
+LLAMA, GPT2, QWEN3 = (str(EXAMPLES / name) for name in ("tiny", "gpt2-tiny", "qwen3-tiny"))
+ODD = "tests.odd_models:odd_model"
+SMALL: dict[str, dict[str, int]] = {
+    LLAMA: {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3, "head_dim": 8},
+    QWEN3: {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "head_dim": 8},
+    GPT2: {"n_embd": 32, "n_layer": 2},
+}
+"""Sizes that replace those of the example. The vocabulary of 257 is divided by no number of ranks."""
+T, ROWS, UPDATES = 10, 8, 3
+
+
+def run_file(model: str = LLAMA, **overrides: Any) -> Loaded:
+    """A run file for `model` from nothing but overrides; `__` in a key stands for the dot."""
+    values: dict[str, Any] = {
+        "model.model_name_or_path": model,
+        "model.init": "random",
+        "data.train": ["-"],
+        "training.max_steps": UPDATES,
+        "training.global_batch_size": ROWS,
+        "training.learning_rate": 0.01,
+        "training.weight_decay": 0.1,
+        "training.max_grad_norm": 0.1,
+        "checkpoint.export_hf": "none",
+        **FP64,
+    }
+    if model in SMALL:
+        values["model.config_overrides"] = SMALL[model]
+    values |= {key.replace("__", "."): value for key, value in overrides.items()}
+    return load_run_file(None, {key: value for key, value in values.items() if value is not ...})
+
+
+def rows_of(update: int, vocab: int = 31, rows: int = ROWS, seed: int = 5) -> list[Tensor]:
+    """Token rows of one update, of 2 to T + 1 tokens; the first row alone holds the mark 4, the even ones the mark 3."""
+    g = torch.Generator().manual_seed(1000 * seed + update)
+    result = []
+    for row in range(rows):
+        length = 2 + int(torch.randint(0, T, (), generator=g))
+        ids = torch.randint(5, vocab, (length,), generator=g)
+        ids[0] = 4 if row == 0 else 3 if row % 2 == 0 else 5
+        result.append(ids)
+    return result
+
+
+def batch_of(
+    update: int, data_rank: int, data_ranks: int, microbatch_rows: int = 1, **rows: Any
+) -> UpdateBatch:
+    """This data rank's part of `rows_of(update)`, as the loader cuts it."""
+    tokens = rows_of(update, **rows)
+    ids = torch.zeros(len(tokens), T, dtype=torch.long)
+    labels = torch.full((len(tokens), T), -100)
+    for row, text in enumerate(tokens):
+        ids[row, : len(text) - 1], labels[row, : len(text) - 1] = text[:-1], text[1:]
+    count = len(tokens) // microbatch_rows
+    microbatches = tuple(
+        Microbatch(
+            index,
+            ids[index * microbatch_rows : (index + 1) * microbatch_rows],
+            labels[index * microbatch_rows : (index + 1) * microbatch_rows],
+            tuple(range(index * microbatch_rows, (index + 1) * microbatch_rows)),
+        )
+        for index in range(data_rank, count, data_ranks)
+    )
+    targets = sum(len(text) - 1 for text in tokens)
+    return UpdateBatch(update, microbatches, targets, targets, ids.numel(), tuple(range(len(tokens))))
+
+
+@dataclass
+class Outcome:
+    """Whole tensors by name: first weights, gradients of each update before clipping, weights and moments at the end."""
+
+    start: dict[str, Tensor] = field(default_factory=dict)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    moments: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    results: list[UpdateResult] = field(default_factory=list)
+    disagreement: str = ""
+
+    @property
+    def losses(self) -> list[float]:
+        return [result.loss for result in self.results]
+
+
+def make_engine(loaded: Loaded, updates: int | None = None) -> Engine:
+    """The engine of a run on the ranks that are there."""
+    axes = check_run(loaded, dist.get_world_size())
+    return Engine(loaded.run, axes, torch.device("cpu"), updates or loaded.run.training.max_steps or UPDATES)
+
+
+def batches_for(engine: Engine, update: int, **rows: Any) -> UpdateBatch:
+    """This rank's part of an update."""
+    size = engine.run.training.per_device_train_batch_size
+    return batch_of(update, engine.axes.data_rank(engine.rank), engine.axes.data_ranks, size, **rows)
+
+
+def whole_weights(engine: Engine) -> dict[str, Tensor]:
+    """Every parameter, frozen ones too, unsplit."""
+    return {name: engine.full(p.detach()).clone() for name, p in engine.module.named_parameters()}
+
+
+def whole_gradients(engine: Engine) -> dict[str, Tensor]:
+    """Every gradient that there is, unsplit."""
+    return {local.name: engine.full(local.wrap(g)).clone() for local, g in engine.gradients()}
+
+
+def whole_moments(engine: Engine) -> dict[str, dict[str, Tensor]]:
+    """Every tensor of the optimizer's state, unsplit."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for local in engine.locals:
+        for key, value in engine.optimizer.state.get(local.tensor, {}).items():
+            if isinstance(value, Tensor):
+                part = local.wrap(value) if value.dim() and value.shape == local.tensor.shape else value
+                found.setdefault(local.name, {})[key] = engine.full(part).clone()
+    return found
+
+
+def trained(loaded: Loaded, updates: int = UPDATES, **rows: Any) -> Outcome:
+    """What the engine makes of the first updates."""
+    torch.manual_seed(dist.get_rank())  # A36: first weights must not follow the ranks' own generators
+    engine = make_engine(loaded)
+    outcome = Outcome(start=whole_weights(engine))
+    for update in range(updates):
+        engine.forward_backward(batches_for(engine, update, **rows))
+        outcome.gradients.append(whole_gradients(engine))
+        outcome.results.append(engine.step())
+    outcome.weights, outcome.moments = whole_weights(engine), whole_moments(engine)
+    return outcome
+
+
+def all_trained(cases: dict[str, Loaded], **rows: Any) -> dict[str, Outcome]:
+    """`trained` for every case, in one start of the ranks; ranks other than 0 give weights and results only."""
+    found = {}
+    for name, loaded in cases.items():
+        try:
+            outcome = trained(loaded, **rows)
+        except Exception as error:
+            raise AssertionError(f"case {name}") from error
+        first = dist.get_rank() == 0
+        found[name] = outcome if first else Outcome(weights=outcome.weights, results=outcome.results)
+    return found
+
+
+def on_ranks(world_size: int, cases: dict[str, Loaded], **rows: Any) -> dict[str, Outcome]:
+    """`all_trained` on gloo ranks; `disagreement` says where ranks end with other bits or results."""
+    first, *others = run_ranks(partial(all_trained, **rows), world_size, cases, timeout=170.0)
+    for rank, other in enumerate(others, 1):
+        for name, outcome in other.items():
+            parts = [
+                p for p, value in outcome.weights.items() if not torch.equal(value, first[name].weights[p])
+            ]
+            if parts or outcome.results != first[name].results:
+                first[name].disagreement = f"rank {rank} differs from rank 0: {parts or outcome.results}"
+    return first
+
+
+def plain_model(loaded: Loaded, dtype: torch.dtype = torch.float64) -> nn.Module:
+    """The model as its users build it, on the CPU."""
+    spec = loaded.run.model
+    if ":" in spec.model_name_or_path:
+        module, _, name = spec.model_name_or_path.partition(":")
+        return getattr(importlib.import_module(module), name)(**spec.kwargs).to(dtype)
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(spec.model_name_or_path, **spec.config_overrides)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+
+
+def reference(
+    loaded: Loaded,
+    start: dict[str, Tensor],
+    optimizer: Any = None,
+    updates: int = UPDATES,
+    **rows: Any,
+) -> Outcome:
+    """The same updates in one process with torch's own parts, from the weights `start`.
+
+    optimizer: from [{params, weight_decay}] and lr to a torch optimizer; AdamW unless given. A parameter that an update
+    does not use has a gradient of zero.
+    """
+    torch.set_num_threads(1)
+    model, t = plain_model(loaded), loaded.run.training
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(start[name])
+    named = dict(model.named_parameters())
+    bare = {n for n, p in named.items() if p.dim() < 2 or "norm" in n or "ln_" in n or n.endswith("bias")}
+    groups = [
+        {"params": [p for n, p in named.items() if n not in bare], "weight_decay": t.weight_decay},
+        {"params": [p for n, p in named.items() if n in bare], "weight_decay": 0.0},
+    ]
+    make = optimizer or torch.optim.AdamW
+    stepper = make(groups, lr=t.learning_rate)
+    outcome = Outcome(start=copy.deepcopy(start))
+    size = t.per_device_train_batch_size
+    for update in range(updates):
+        tokens = rows_of(update, **rows)
+        targets = sum(len(text) - 1 for text in tokens)
+        total = 0.0
+        for first in range(0, len(tokens), size):
+            texts = tokens[first : first + size]
+            ids = torch.zeros(size, T, dtype=torch.long)
+            for row, text in enumerate(texts):
+                ids[row, : len(text) - 1] = text[:-1]
+            found = model(ids)
+            logits = found if isinstance(found, Tensor) else found.logits
+            losses = [
+                nn.functional.cross_entropy(logits[row, : len(text) - 1], text[1:], reduction="sum")
+                for row, text in enumerate(texts)
+            ]
+            loss = torch.stack(losses).sum() / targets
+            loss.backward()
+            total += loss.item()
+        for p in named.values():
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        outcome.gradients.append({name: p.grad.clone() for name, p in named.items()})
+        norm = nn.utils.clip_grad_norm_(named.values(), t.max_grad_norm or float("inf")).item()
+        rate = t.learning_rate * (1 - update / (t.max_steps or updates))
+        for group in stepper.param_groups:
+            group["lr"] = rate
+        stepper.step()
+        model.zero_grad()
+        clip = min(1.0, (t.max_grad_norm or float("inf")) / norm)
+        outcome.results.append(UpdateResult(update, total, norm, clip, rate, targets, False, 0))
+    outcome.weights = {name: p.detach() for name, p in named.items()}
+    outcome.moments = {
+        name: {key: value for key, value in stepper.state[p].items() if isinstance(value, Tensor)}
+        for name, p in named.items()
+    }
+    return outcome
+
+
+def worst(found: dict[str, Tensor], right: dict[str, Tensor]) -> tuple[float, str]:
+    """The largest difference relative to the right tensor's largest value, and where; names must be the same."""
+    assert found.keys() == right.keys(), sorted(found.keys() ^ right.keys())
+    differences = []
+    for name, value in right.items():
+        wide = value.double()
+        distance = (found[name].double() - wide).abs().max() / wide.abs().max().clamp(min=1e-9)
+        differences.append((float(distance), name))
+    return max(differences)
+
+
+def assert_same_training(found: Outcome, right: Outcome, tolerance: float = 1e-9) -> None:
+    """Losses, norms, gradients before clipping, weights and moments agree to `tolerance`, relative to each tensor."""
+    assert not found.disagreement, found.disagreement
+    for update, (ours, theirs) in enumerate(zip(found.results, right.results)):
+        assert ours.target_tokens == theirs.target_tokens
+        for name in ("loss", "grad_norm", "learning_rate"):
+            a, b = getattr(ours, name), getattr(theirs, name)
+            assert abs(a - b) <= tolerance * abs(b), (update, name, a, b)
+        assert abs(ours.clip_coefficient - theirs.clip_coefficient) < 2e-5, "torch adds 1e-6 to the norm"
+        difference, name = worst(found.gradients[update], right.gradients[update])
+        assert difference <= tolerance, f"gradient of {name} in update {update}: {difference}"
+    difference, name = worst(found.weights, right.weights)
+    assert difference <= tolerance, f"{name} after {len(right.results)} updates: {difference}"
+    assert found.moments.keys() == right.moments.keys()
+    for name, entries in right.moments.items():
+        difference, entry = worst(found.moments[name], entries)
+        assert difference <= tolerance, f"{entry} of {name}: {difference}"
