@@ -87,7 +87,9 @@ def write_llama(directory: Path, gigabytes: float) -> int:
     )
     config.dtype = torch.float32
     config.save_pretrained(directory)
-    tensors = dict(build_model(Model(model_name_or_path=str(directory), init="random"), torch.float32).named_parameters())
+    tensors = dict(
+        build_model(Model(model_name_or_path=str(directory), init="random"), torch.float32).named_parameters()
+    )
     files = _split(tensors, 200 * MB)
     for file in files:
         (directory / file.name).write_bytes(_header(file, tensors))
@@ -100,7 +102,7 @@ def write_llama(directory: Path, gigabytes: float) -> int:
 def measure(how: str, directory: str, rank: int, ranks: int, store: str) -> None:
     """In a process of its own: prints one line of JSON."""
     torch.set_num_threads(1)
-    import transformers.models.llama.modeling_llama  # noqa: F401  imports are not the model's memory
+    import transformers.models.llama.modeling_llama
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from transformers import AutoModelForCausalLM
@@ -128,7 +130,9 @@ def measure(how: str, directory: str, rank: int, ranks: int, store: str) -> None
             else:
                 materialise(model, spec, seed=0, device=torch.device("cpu"))
         with torch.no_grad():
-            for parameter in model.parameters():  # as the first step does: a mapped file costs nothing until then
+            for (
+                parameter
+            ) in model.parameters():  # as the first step does: a mapped file costs nothing until then
                 parameter.mul_(1.0)
     locals_ = [p.to_local() if how != "from_pretrained" else p for p in model.parameters()]
     held = sum(p.numel() * p.element_size() for p in locals_)
@@ -163,7 +167,11 @@ def read_mapped(model: torch.nn.Module, directory: Path) -> None:
                 part = file.get_slice(name)[rank * rows : (rank + 1) * rows].clone()
             module._parameters[leaf] = torch.nn.Parameter(
                 torch.distributed.tensor.DTensor.from_local(
-                    part, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
+                    part,
+                    parameter.device_mesh,
+                    parameter.placements,
+                    shape=parameter.shape,
+                    stride=parameter.stride(),
                 )
             )
 
@@ -174,7 +182,16 @@ def run(how: str, directory: Path, ranks: int) -> list[dict[str, float]]:
     with tempfile.TemporaryDirectory() as scratch:
         processes = [
             subprocess.Popen(
-                [sys.executable, __file__, "--measure", how, str(directory), str(rank), str(ranks), f"{scratch}/store"],
+                [
+                    sys.executable,
+                    __file__,
+                    "--measure",
+                    how,
+                    str(directory),
+                    str(rank),
+                    str(ranks),
+                    f"{scratch}/store",
+                ],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
@@ -194,7 +211,9 @@ def run(how: str, directory: Path, ranks: int) -> list[dict[str, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--measure", nargs=5, metavar=("HOW", "DIRECTORY", "RANK", "RANKS", "STORE"))
@@ -216,7 +235,9 @@ def main() -> None:
             ("random", arguments.ranks),
         ):
             for row in run(how, directory, ranks):
-                sizes = " | ".join(f"{row[key] / MB:.0f}" for key in ("held", "anonymous", "resident", "kept"))
+                sizes = " | ".join(
+                    f"{row[key] / MB:.0f}" for key in ("held", "anonymous", "resident", "kept")
+                )
                 print(f"| {row['how']} | {row['rank']} | {sizes} | {row['seconds']:.1f} |", flush=True)
 
 
