@@ -55,7 +55,7 @@ def test_values_have_the_distribution_of_a_normal_build(tmp_path: Path, family: 
 
 
 def test_rules_that_look_easy_to_miss(tmp_path: Path) -> None:
-    """GPT-2 scales residual projections by depth; Llama zeroes the row of the padding token; Gemma's norms are 0."""
+    """GPT-2 scales residual projections by depth; Llama zeroes the row of the padding token."""
     FAMILIES["gpt2"]().save_pretrained(tmp_path / "gpt2")
     spec = spec_of(tmp_path / "gpt2", init="random", config_overrides={"n_layer": 8})
     block = made(spec).transformer.h[3]
@@ -68,7 +68,7 @@ def test_rules_that_look_easy_to_miss(tmp_path: Path) -> None:
 
 
 def test_values_depend_on_seed_and_name_only(tmp_path: Path) -> None:
-    """A36: not on torch's generator, the number of layers, or what else is drawn; torch's generator is left alone."""
+    """A36: not on torch's generator (which is left as it was), the number of layers, or what else is drawn."""
     FAMILIES["qwen3"]().save_pretrained(tmp_path)
     spec = spec_of(tmp_path, init="random")
     torch.manual_seed(1)

@@ -107,8 +107,8 @@ class _Values(TorchFunctionMode):
     """Notes what meta tensors hide from the recorder.
 
     `torch.tensor(values)` forgets the values: they are noted as a copy from a real tensor. Functions of
-    `torch.nn.init` whose steps depend on values (`trunc_normal_`, `orthogonal_`) ask `tensor.is_meta` and then
-    do nothing: at that question the whole call is noted.
+    `torch.nn.init` whose steps depend on values (`trunc_normal_`, `orthogonal_`) ask `tensor.is_meta` and
+    then do nothing: at that question the whole call is noted.
     """
 
     def __init__(self, recorder: Recorder) -> None:
