@@ -1,17 +1,17 @@
 """Host memory of loading a model: this project's ranks against one full copy through from_pretrained.
 
-Writes a float32 Llama of about --gigabytes with random weights (one tensor at a time), then measures, each in a
-process of its own:
+Writes a float32 Llama of about --gigabytes with random weights (one tensor at a time), then measures, each in
+a process of its own:
 
 - `from_pretrained`: one process that holds everything;
 - `materialise`: --ranks gloo ranks with fully_shard, each reading its rows;
 - `safe_open`: the same rows read through safetensors' mapped slices, for the choice of the reading method;
 - `random`: materialise with init: random.
 
-Every weight is written to once after loading, as the first step does: a mapped file costs no memory until then.
+Every weight is written to once after loading, as the first step does: a mapped file costs nothing until then.
 
-Anonymous memory (RssAnon) is what the process must hold; the peak of resident memory (VmHWM) also counts pages of
-mapped files that the process has touched. Both are above what the process had before the model was built.
+Anonymous memory (RssAnon) is what the process must hold; the peak of resident memory (VmHWM) also counts pages
+of mapped files that the process has touched. Both are above what the process had before the model was built.
 
     python benchmarks/load_memory.py --gigabytes 1 --ranks 2
 """
@@ -43,7 +43,7 @@ def status_bytes(key: str) -> int:
 
 
 class Peak:
-    """Peak of RssAnon (sampled every 2 ms) and of all resident memory (kept by the kernel) above the start."""
+    """Peak of RssAnon (sampled every 2 ms) and of all resident memory (by the kernel) above the start."""
 
     def __enter__(self) -> Peak:
         gc.collect()
