@@ -214,7 +214,7 @@ class _Comparer:
     def update(self, number: int) -> UpdateComparison:
         """Update `number`, compared."""
         ours, theirs = self.reference.scalars(number), self.candidate.scalars(number)
-        relative = self.tolerance.relative + 2 * self.drift
+        relative = self.tolerance.relative + min(10 * self.drift, 0.1)
         scalars = self._scalars(number, ours, theirs, relative)
         kinds = [kind for kind in self.reference.kinds(number) if kind != "param"]
         held = self.candidate.kinds(number)
