@@ -55,7 +55,9 @@ class World:
             return {n: torch.randn(s, generator=generator, dtype=torch.float64) for n, s in SHAPES.items()}
 
         parts = [[tensors() for _ in COUNTS] for _ in range(UPDATES)]
-        losses = [[float(torch.rand((), generator=generator)) * 3 * c for c in COUNTS] for _ in range(UPDATES)]
+        losses = [
+            [float(torch.rand((), generator=generator)) * 3 * c for c in COUNTS] for _ in range(UPDATES)
+        ]
         return World(tensors(), parts, losses, optimizer)
 
     def gradient(self, update: int) -> Gradients:
@@ -140,14 +142,18 @@ def write(directory: Path, world: World, fault: Fault, written: Notes | None = N
                 v[n] = BETA2 * v[n] + (1 - BETA2) * step * step
                 count = 1 if fault.reset_state else update + 1
                 mean, square = m[n] / (1 - BETA1**count), v[n] / (1 - BETA2**count)
-                moved = p[n] * (1 if fault.decay_in_gradient else 1 - rate * decay) - rate * mean / (square.sqrt() + EPSILON)
+                moved = p[n] * (1 if fault.decay_in_gradient else 1 - rate * decay) - rate * mean / (
+                    square.sqrt() + EPSILON
+                )
             p[n] = moved if fault.moves(n) else p[n]
         put(update + 1, "param", p)
         if world.optimizer == "adamw":
             put(update + 1, "exp_avg", m)
             put(update + 1, "exp_avg_sq", v)
         rank = 0 if written else 1
-        microbatches = tuple(MicrobatchNote(i % DATA_RANKS * rank, i, fault.rows(i), n) for i, n in enumerate(COUNTS))
+        microbatches = tuple(
+            MicrobatchNote(i % DATA_RANKS * rank, i, fault.rows(i), n) for i, n in enumerate(COUNTS)
+        )
         record.write_scalars(
             update + 1,
             Scalars(

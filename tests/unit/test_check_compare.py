@@ -76,7 +76,9 @@ def test_ratio_and_residual() -> None:
     assert numbers.difference == 1.5 and numbers.relative == 0.5
 
 
-def _steps(kind: str, gradients: list[Tensor], start: Tensor, momentum: float) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
+def _steps(
+    kind: str, gradients: list[Tensor], start: Tensor, momentum: float
+) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
     """Parameters and states after each step of torch's optimizer."""
     p = torch.nn.Parameter(start.clone())
     optimizer: torch.optim.Optimizer
@@ -95,10 +97,15 @@ def _steps(kind: str, gradients: list[Tensor], start: Tensor, momentum: float) -
 
 @pytest.mark.parametrize(("kind", "momentum"), [("adamw", 0.0), ("sgd", 0.0), ("sgd", 0.9)])
 @pytest.mark.parametrize("relative", [1e-9, 1e-3])
-def test_allowed_gradient_errors_never_break_the_bound_of_the_step(kind: str, momentum: float, relative: float, tmp_path: Path) -> None:
+def test_allowed_gradient_errors_never_break_the_bound_of_the_step(
+    kind: str, momentum: float, relative: float, tmp_path: Path
+) -> None:
     """torch's optimizers, fed with gradients off by as much as is allowed, stay within the derived bound, which is tight."""
     torch.manual_seed(1)
-    exact = [torch.randn(400, dtype=torch.float64) * torch.logspace(-14, 0, 400, dtype=torch.float64) for _ in range(3)]
+    exact = [
+        torch.randn(400, dtype=torch.float64) * torch.logspace(-14, 0, 400, dtype=torch.float64)
+        for _ in range(3)
+    ]
     start = torch.randn(400, dtype=torch.float64)
     reference = Record(tmp_path)
     written = notes(World.draw(optimizer=kind), momentum=momentum)
@@ -126,7 +133,11 @@ def test_drift_of_weights_widens_later_gradients_only(tmp_path: Path) -> None:
     """r grows by ten times the part of a step by which weights were allowed to drift apart, and by 0.1 at most."""
     world = World.draw()
     reference = write(tmp_path / "r", world, Fault(), notes(world))
-    candidate = write(tmp_path / "c", world, Fault(gradient=lambda u, w: {n: g * (1 + 1e-10) for n, g in w.gradient(u).items()}))
+    candidate = write(
+        tmp_path / "c",
+        world,
+        Fault(gradient=lambda u, w: {n: g * (1 + 1e-10) for n, g in w.gradient(u).items()}),
+    )
     comparison = compare_records(reference, candidate, float64_tolerance())
     assert comparison.passed
     used = [max(t.used for t in u.tensors["grad"]) for u in comparison.updates]
@@ -144,7 +155,9 @@ def test_tolerance_of_the_run_dtype_follows_its_formula() -> None:
 
 
 def test_faults_are_found_at_the_tolerance_of_bf16(tmp_path: Path) -> None:
-    tolerance = run_dtype_tolerance("bf16", "fp32", "fp32", blocks=4, microbatches=3, ranks=DATA_RANKS, tokens=30)
+    tolerance = run_dtype_tolerance(
+        "bf16", "fp32", "fp32", blocks=4, microbatches=3, ranks=DATA_RANKS, tokens=30
+    )
     assert judge(tmp_path / "right", Fault(), tolerance=tolerance) is None
     found = judge(
         tmp_path / "wrong",

@@ -11,7 +11,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.check_world import COUNTS, DATA_RANKS, DECAY, RATES, ROUNDS, SHAPES, TOTAL, Fault, Gradients, World, judge
+from tests.check_world import (
+    COUNTS,
+    DATA_RANKS,
+    DECAY,
+    RATES,
+    ROUNDS,
+    SHAPES,
+    TOTAL,
+    Fault,
+    Gradients,
+    World,
+    judge,
+)
 
 from shardwright.layout.axes import Axes
 
@@ -21,7 +33,9 @@ NEAR = 1.03  # a factor that no fault produces
 
 def scaled(factor: float, only: Callable[[str], bool] = lambda name: True) -> Gradient:
     """The right gradient times `factor` in the parameters that `only` accepts."""
-    return lambda update, world: {n: g * (factor if only(n) else 1.0) for n, g in world.gradient(update).items()}
+    return lambda update, world: {
+        n: g * (factor if only(n) else 1.0) for n, g in world.gradient(update).items()
+    }
 
 
 def weighted(weight: Callable[[int], float]) -> Gradient:
@@ -59,7 +73,11 @@ CASES: dict[str, tuple[Fault, Fault]] = {
     "sign": (Fault(gradient=scaled(-1.0)), Fault(gradient=scaled(-NEAR))),
     "scaled": (Fault(gradient=scaled(NEAR)), Fault(gradient=scaled(1 + 1e-11))),
     "clipped_early": (
-        Fault(gradient=lambda u, w: {n: g * min(1.0, 0.05 / (norm_of(w.gradient(u)) + 1e-6)) for n, g in w.gradient(u).items()}),
+        Fault(
+            gradient=lambda u, w: {
+                n: g * min(1.0, 0.05 / (norm_of(w.gradient(u)) + 1e-6)) for n, g in w.gradient(u).items()
+            }
+        ),
         Fault(gradient=scaled(0.04)),
     ),
     "mean_of_microbatch_means": (
@@ -68,7 +86,11 @@ CASES: dict[str, tuple[Fault, Fault]] = {
     ),
     "mean_of_rank_means": (
         Fault(gradient=weighted(lambda i: 1 / rank_count(i % DATA_RANKS) / DATA_RANKS)),
-        Fault(gradient=weighted(lambda i: (NEAR if i % DATA_RANKS else 1.0) / rank_count(i % DATA_RANKS) / DATA_RANKS)),
+        Fault(
+            gradient=weighted(
+                lambda i: (NEAR if i % DATA_RANKS else 1.0) / rank_count(i % DATA_RANKS) / DATA_RANKS
+            )
+        ),
     ),
     "last_microbatch_only": (
         Fault(gradient=weighted(lambda i: float(i >= len(COUNTS) - DATA_RANKS) / TOTAL)),
@@ -113,7 +135,10 @@ CASES: dict[str, tuple[Fault, Fault]] = {
         Fault(norm=lambda norm, g: 0.6 * norm, local_norms=(0.6 * norm_of(World.draw().gradient(0)), 0.8)),
         Fault(norm=lambda norm, g: 0.61 * norm, local_norms=(0.6 * norm_of(World.draw().gradient(0)), 0.8)),
     ),
-    "norm_counted_twice": (Fault(norm=lambda norm, g: norm * 2**0.5), Fault(norm=lambda norm, g: norm * 1.45)),
+    "norm_counted_twice": (
+        Fault(norm=lambda norm, g: norm * 2**0.5),
+        Fault(norm=lambda norm, g: norm * 1.45),
+    ),
     "norm_after_clipping": (
         Fault(reported_norm=lambda norm, c: norm * c),
         Fault(reported_norm=lambda norm, c: norm * c * NEAR),
@@ -133,18 +158,30 @@ CASES: dict[str, tuple[Fault, Fault]] = {
         Fault(rate=lambda u: RATES[u + 1]),
         Fault(rate=lambda u: RATES[u], moves=lambda n: n != "embed.weight"),
     ),
-    "stale_optimizer": (Fault(moves=lambda n: False), Fault(rate=lambda u: 0.5 * RATES[u], reported_rate=lambda u: RATES[u])),
+    "stale_optimizer": (
+        Fault(moves=lambda n: False),
+        Fault(rate=lambda u: 0.5 * RATES[u], reported_rate=lambda u: RATES[u]),
+    ),
     "decay_on_excluded": (
         Fault(decay=lambda n: DECAY),
         Fault(decay=lambda n: DECAY if len(SHAPES[n]) > 1 else NEAR * DECAY),
     ),
-    "decay_missing": (Fault(decay=lambda n: 0.0), Fault(decay=lambda n: 0.5 * DECAY if len(SHAPES[n]) > 1 else 0.0)),
+    "decay_missing": (
+        Fault(decay=lambda n: 0.0),
+        Fault(decay=lambda n: 0.5 * DECAY if len(SHAPES[n]) > 1 else 0.0),
+    ),
     "step_scaled": (
         Fault(rate=lambda u: 0.77 * RATES[u], reported_rate=lambda u: RATES[u]),
         Fault(rate=lambda u: RATES[1], reported_rate=lambda u: RATES[u]),
     ),
-    "same_rows": (Fault(rows=lambda i: (0, 1) if i == 1 else (2 * i, 2 * i + 1)), Fault(rows=lambda i: (2 * i, 99 + i))),
-    "other_rows": (Fault(rows=lambda i: (2 * i, 99 + i)), Fault(rows=lambda i: (2 * i, 2 * i + 1) if i else (1, 0))),
+    "same_rows": (
+        Fault(rows=lambda i: (0, 1) if i == 1 else (2 * i, 2 * i + 1)),
+        Fault(rows=lambda i: (2 * i, 99 + i)),
+    ),
+    "other_rows": (
+        Fault(rows=lambda i: (2 * i, 99 + i)),
+        Fault(rows=lambda i: (2 * i, 2 * i + 1) if i else (1, 0)),
+    ),
     "different_start": (Fault(start=added_rows), Fault(gradient=scaled(NEAR))),
     "other_parameters": (Fault(rename={"gate": "the_gate"}), Fault(gradient=scaled(NEAR))),
     "diverged_replicas": (Fault(replica_gap=1e-6), Fault(replica_gap=1e-16)),
@@ -170,7 +207,10 @@ def test_fault_gets_its_name_and_a_near_miss_does_not(name: str, tmp_path: Path)
         ("mean_of_microbatch_means", "equal the mean of the means of single microbatches"),
         ("wrong_target_count", "divided by 48 where 30 targets are; that is the number of positions"),
         ("decay_on_excluded", "only 2 of the 2 tensors without weight decay (`blocks.0.norm` ...)"),
-        ("schedule_step", "learning rate 0.0009 where the reference has 0.001; that is the rate of scheduler step 1, this is step 0"),
+        (
+            "schedule_step",
+            "learning rate 0.0009 where the reference has 0.001; that is the rate of scheduler step 1, this is step 0",
+        ),
         ("different_start", "only in the rows of shard 1 of 2"),
         ("norm_not_reduced", "it is what rank 0 has in its own shard"),
         ("one_unit", "only 2 tensors of `blocks.1` (`blocks.1.w` ...)"),
@@ -214,7 +254,9 @@ def test_only_a_tied_weight_differs(tmp_path: Path) -> None:
     assert found is not None and found.diagnosis.name == "tying_lost", found
     found = judge(tmp_path / "untied", Fault(gradient=one_use))
     assert found is not None and found.diagnosis.name != "tying_lost", found
-    found = judge(tmp_path / "renamed", Fault(rename={"embed.weight": "head.weight", "head.weight": "lm"}), tied=tied)
+    found = judge(
+        tmp_path / "renamed", Fault(rename={"embed.weight": "head.weight", "head.weight": "lm"}), tied=tied
+    )
     assert found is not None and found.diagnosis.name == "tying_lost", found
 
 
