@@ -15,7 +15,7 @@ $(READY): pyproject.toml
 demo: $(READY)  ## Train on real text with 2 ranks (zero3), save, and write a few words with the result
 	$(BIN)/python examples/prepare_demo.py
 	$(BIN)/shardwright train examples/demo.yaml --nproc-per-node 2
-	$(BIN)/python examples/generate.py runs/demo/model
+	$(BIN)/python examples/generate.py demo/run/model
 
 test: $(READY)  ## All tests
 	$(BIN)/python -m pytest
@@ -24,7 +24,7 @@ check: $(READY)  ## Lint, types, import contracts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/lint-imports
+	PYTHONPATH=src $(BIN)/lint-imports
 
 bench: $(READY)  ## Side by side with bare torch, in one run
 	$(BIN)/python benchmarks/data_parallel.py

@@ -42,7 +42,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 def write_model(
     directory: Path, family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **save: Any
 ) -> torch.nn.Module:
-    """Writes random weights of `family` with Transformers' own save_pretrained; gives the model that was saved."""
+    """Writes random weights of `family` with Transformers' save_pretrained; gives the saved model."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(FAMILIES[family](), dtype=dtype)
     with torch.no_grad():

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Ranks are forked from one process that has imported these and done nothing with them: a rank then starts in a
-# tenth of a second, where importing torch and Transformers anew takes several.
+# Ranks are forked from one process that has imported these and done nothing with them: a rank then starts in
+# a tenth of a second, where importing torch and Transformers anew takes several.
 PRELOAD = [
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",

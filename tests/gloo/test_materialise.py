@@ -1,7 +1,7 @@
 """Sharded models get the values of the whole: covers A27, A28, A29, A35, A36, A92, A133.
 
-The oracle for weights is Transformers' from_pretrained, for random values the model on one rank (whose distribution
-tests/unit/test_models_init.py checks), for training a plain loop on a full copy.
+The oracle for weights is Transformers' from_pretrained, for random values the model on one rank (whose
+distribution tests/unit/test_models_init.py checks), for training a plain loop on a full copy.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.gloo.ranks import run_ranks
+from tests.tiny_models import FAMILIES, spec_of, write_model
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -21,8 +23,6 @@ from transformers import AutoModelForCausalLM
 
 from shardwright.config.schema import Model
 from shardwright.models import build_model, find_parts, materialise
-from tests.gloo.ranks import run_ranks
-from tests.tiny_models import FAMILIES, spec_of, write_model
 
 pytestmark = pytest.mark.gloo
 CPU = torch.device("cpu")
@@ -70,7 +70,7 @@ def tie_groups(model: nn.Module) -> set[Names]:
     return {tuple(names) for names in groups.values() if len(names) > 1}
 
 
-# --- weights, every family, 2 ranks ------------------------------------------------------------------------------
+# weights, every family, 2 ranks
 
 
 def _pretrained(root: str, families: Names) -> None:
@@ -90,7 +90,9 @@ def _pretrained(root: str, families: Names) -> None:
         assert rows == (2049 if dist.get_rank() == 0 else 2048)
         buffers = dict(model.named_buffers())
         for name, value in want.named_buffers():
-            assert torch.equal(buffers[name], value) and buffers[name].dtype == value.dtype, f"{family}: {name}"
+            assert torch.equal(buffers[name], value) and buffers[name].dtype == value.dtype, (
+                f"{family}: {name}"
+            )
 
 
 def test_weights_of_every_family_are_those_of_from_pretrained_on_two_ranks(tmp_path: Path) -> None:
@@ -100,7 +102,7 @@ def test_weights_of_every_family_are_those_of_from_pretrained_on_two_ranks(tmp_p
     run_ranks(_pretrained, 2, str(tmp_path), tuple(FAMILIES))
 
 
-# --- training after it -------------------------------------------------------------------------------------------
+# training after it
 
 
 def _trains(root: str) -> None:
@@ -119,13 +121,13 @@ def _trains(root: str) -> None:
 
 
 def test_two_steps_of_a_tied_sharded_model_equal_those_of_a_full_copy(tmp_path: Path) -> None:
-    """A29, A36: ranks with other seeds start from the same model; fully_shard trains the tensors it was given."""
+    """A29, A36: ranks with other seeds start from the same model; fully_shard trains the new tensors."""
     for family in ("llama_tied", "gpt2"):
         write_model(tmp_path / family, family)
     run_ranks(_trains, 2, str(tmp_path))
 
 
-# --- a plain module with awkward parameters ----------------------------------------------------------------------
+# a plain module with awkward parameters
 
 
 class Block(nn.Module):
@@ -163,7 +165,11 @@ AWKWARD = Model(model_name_or_path=f"{__name__}:Awkward", init="random")
 
 def _awkward(replicas: int) -> dict[str, Tensor]:
     shape, dims = ((replicas, dist.get_world_size() // replicas), ("dp_replicate", "dp_shard"))
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=dims) if replicas > 1 else init_device_mesh("cpu", shape[1:])
+    mesh = (
+        init_device_mesh("cpu", shape, mesh_dim_names=dims)
+        if replicas > 1
+        else init_device_mesh("cpu", shape[1:])
+    )
     reference = build_model(AWKWARD, torch.float64)
     materialise(reference, AWKWARD, seed=1, device=CPU)
     torch.manual_seed(dist.get_rank())
@@ -189,7 +195,7 @@ def test_awkward_parameters_start_and_train_alike_on_every_layout(world_size: in
             assert torch.equal(start[name], value), name
 
 
-# --- tensor parallel below fully_shard ---------------------------------------------------------------------------
+# tensor parallel below fully_shard
 
 
 def _two_dims(root: str, init: str) -> None:

@@ -23,7 +23,7 @@ from shardwright.check.record import MicrobatchNote, Record, Scalars
 from shardwright.check.rows import CheckedRows
 from shardwright.checkpoint.state import STATE_OPTIMIZER, optimizer_state
 from shardwright.config.schema import RunFile
-from shardwright.data import UpdateBatch
+from shardwright.data.loader import UpdateBatch
 from shardwright.launch import finish, worker_main
 from shardwright.layout.axes import resolve_axes
 from shardwright.measure import clock

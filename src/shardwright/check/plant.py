@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.data import Microbatch, UpdateBatch
+from shardwright.data.loader import Microbatch, UpdateBatch
 from shardwright.errors import ConfigError, did_you_mean
 from shardwright.models import find_parts
 from shardwright.train.update import Engine

@@ -21,7 +21,7 @@ from shardwright.check.changes import IGNORE, Changes, silence_dropout
 from shardwright.check.record import MicrobatchNote, Notes, Record, Scalars
 from shardwright.check.rows import CheckedRows
 from shardwright.config.schema import RunFile, Training
-from shardwright.data import Microbatch, UpdateBatch
+from shardwright.data.loader import Microbatch, UpdateBatch
 from shardwright.models import build_model, find_parts, materialise
 from shardwright.train.rng import seed_microbatch
 

@@ -11,7 +11,8 @@ import torch
 
 from shardwright.check.changes import IGNORE, Changes, thinned
 from shardwright.config.schema import RunFile
-from shardwright.data import Loader, Microbatch, UpdateBatch, prepare
+from shardwright.data.loader import Loader, Microbatch, UpdateBatch
+from shardwright.data.prepare import prepare
 from shardwright.errors import DataError
 from shardwright.train.run_data import make_order
 

@@ -17,9 +17,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as load_state
+from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
 from shardwright.errors import CheckpointError, did_you_mean
 
@@ -67,7 +70,7 @@ def _attempt(work: Callable[[], object]) -> str:
     """Runs `work`; the text of what went wrong, or nothing. DCP's own exception is no `Exception`."""
     try:
         work()
-    except (OSError, RuntimeError, dcp.api.CheckpointException) as error:
+    except (OSError, RuntimeError, CheckpointException) as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
@@ -88,7 +91,7 @@ def save(
         aside.mkdir(parents=True)
 
     _agree(_attempt(prepare) if first else "")
-    _agree(_attempt(lambda: dcp.save(state, checkpoint_id=aside / TENSORS)))
+    _agree(_attempt(lambda: save_state(state, checkpoint_id=aside / TENSORS)))
 
     def complete() -> None:
         (aside / "config.yaml").write_text(run_yaml, encoding="utf-8")
@@ -151,7 +154,8 @@ def read_manifest(path: Path) -> Manifest:
 
 def stored_keys(path: Path) -> dict[str, TensorStorageMetadata]:
     """Name -> dtype, shape and chunks of every tensor in the checkpoint."""
-    return dict(dcp.FileSystemReader(path / TENSORS).read_metadata().state_dict_metadata)
+    stored = FileSystemReader(path / TENSORS).read_metadata().state_dict_metadata
+    return {name: entry for name, entry in stored.items() if isinstance(entry, TensorStorageMetadata)}
 
 
 def load(path: Path, state: dict[str, Tensor]) -> None:
@@ -184,7 +188,7 @@ def load(path: Path, state: dict[str, Tensor]) -> None:
             "",
             "Use the run file it was saved with.",
         )
-    if problem := _attempt(lambda: dcp.load(state, checkpoint_id=path / TENSORS)):
+    if problem := _attempt(lambda: load_state(state, checkpoint_id=path / TENSORS)):
         raise CheckpointError(f"{path} cannot be read: {problem}.")
 
 

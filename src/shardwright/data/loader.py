@@ -7,7 +7,9 @@ update.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -155,3 +157,18 @@ def evaluation_loader(
         pad_id=pad_id,
         max_length=max_length,
     )
+
+
+def prefetch(loader: Loader, first: int = 0, depth: int = 1) -> Iterator[UpdateBatch]:
+    """Updates `first`, `first` + 1, ... of `loader`, made in a thread while earlier ones are trained on.
+
+    `depth` are held ahead. An error is raised where its update would have come. `close()` stops the thread.
+    """
+    ahead: deque[Future[UpdateBatch]] = deque()
+    with ThreadPoolExecutor(1, thread_name_prefix="batches") as pool:
+        for number in range(first, len(loader)):
+            ahead.append(pool.submit(loader.update, number))
+            if len(ahead) > depth:
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()

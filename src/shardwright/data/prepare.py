@@ -16,7 +16,6 @@ from shardwright.data.sources import find_files
 from shardwright.data.table import FORMAT, Documents, Table
 from shardwright.data.tokenise import tokenizer_directory, tokenizer_files, write_documents
 from shardwright.errors import ConfigError, DataError
-from shardwright.units import format_count
 
 Split = Literal["train", "validation"]
 
@@ -42,12 +41,12 @@ class Prepared:
     notices: tuple[str, ...]
 
     def summary(self) -> str:
-        """`train: 1,184 documents, 1.1 M tokens -> 4,730 rows of 256, 1.1 M targets, padding 9% (cached)`."""
+        """`train: 40 documents, 3,155 tokens -> 58 rows of 96, 3,096 targets, padding 43% (cached)`."""
         counts, length = self.counts, self.table.max_length
         padding = 1 - counts["row_tokens"] / (counts["rows"] * length)
         return (
-            f"{self.split}: {counts['documents']:,} documents, {format_count(counts['tokens'])} tokens -> "
-            f"{counts['rows']:,} rows of {length}, {format_count(counts['targets'])} targets, "
+            f"{self.split}: {counts['documents']:,} documents, {counts['tokens']:,} tokens -> "
+            f"{counts['rows']:,} rows of {length}, {counts['targets']:,} targets, "
             f"padding {padding:.0%}{' (cached)' if self.cached else ''}"
         )
 

@@ -93,6 +93,8 @@ def _tokenise(table: Any, *, tokenizer: Any, eos: int | None) -> Any:
 def _read(datasets: Any, files: Sequence[Path], text_column: str, num_proc: int, cache: Path) -> Any:
     """A `datasets.Dataset` {text, file, line} of the documents; several files are read side by side."""
     numbered = [(number, str(file)) for number, file in enumerate(files)]
+    if next(sources.documents(numbered, text_column), None) is None:
+        raise DataError(f"There is no document in {', '.join(map(str, files))}.", "The files are empty.")
     features = {
         "text": datasets.Value("large_string"),
         "file": datasets.Value("int32"),
@@ -107,13 +109,12 @@ def _read(datasets: Any, files: Sequence[Path], text_column: str, num_proc: int,
             num_proc=min(num_proc, len(files)) if min(num_proc, len(files)) > 1 else None,
             fingerprint="documents",
         )
-    except datasets.exceptions.DatasetGenerationError as error:
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, DataError):
-            cause = cause.__cause__ or cause.__context__
-        if cause is None:
-            raise
-        raise cause from None
+    except datasets.exceptions.DatasetGenerationError:
+        for _ in sources.documents(
+            numbered, text_column
+        ):  # raises again, here and at the first bad line of all
+            pass
+        raise
 
 
 def write_documents(

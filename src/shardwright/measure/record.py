@@ -71,7 +71,7 @@ def _missing(package: str) -> ConfigError:
     )
 
 
-SINKS = {"tensorboard": TensorBoard, "trackio": Trackio}
+SINKS: dict[str, type[TensorBoard] | type[Trackio]] = {"tensorboard": TensorBoard, "trackio": Trackio}
 
 
 class Record:

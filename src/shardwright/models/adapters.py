@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from shardwright.errors import ModelError
 
 NORM_NAMES = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "final_norm", "norm_f")
-WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "module.")
+WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
 
 @dataclass(frozen=True)
@@ -28,13 +29,27 @@ class Parts:
 
 
 def canonical_name(name: str) -> str:
-    """`name` without the parts that wrappers add (torch.compile, activation checkpointing, DDP).
-
-    `module.` is dropped only at the front, where DDP puts it.
-    """
-    for wrapper in WRAPPERS[:-1]:
+    """`name` without the parts that torch.compile and activation checkpointing put into it."""
+    for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
-    return name.removeprefix(WRAPPERS[-1])
+    return name
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside DDP and `torch.compile`; `model` itself where there is no wrapper around it."""
+    if isinstance(model, DistributedDataParallel):
+        return unwrapped(model.module)
+    inner = model._modules.get("_orig_mod")
+    return model if inner is None else unwrapped(inner)
+
+
+def canonical_parameters(model: nn.Module, remove_duplicate: bool = True) -> dict[str, nn.Parameter]:
+    """Every parameter by the name that it has in the unwrapped model, as in a checkpoint of Transformers.
+
+    Tied weights appear under their first name; under all of them without `remove_duplicate`.
+    """
+    named = unwrapped(model).named_parameters(remove_duplicate=remove_duplicate)
+    return {canonical_name(name): parameter for name, parameter in named}
 
 
 def find_parts(model: nn.Module) -> Parts:
@@ -44,6 +59,7 @@ def find_parts(model: nn.Module) -> Parts:
     or `Sequential` with the most parameters, else the children that have parameters. Raises `ModelError`
     where there are none.
     """
+    model = unwrapped(model)
     names = {id(module): canonical_name(name) for name, module in model.named_modules()}
     blocks = _blocks(model)
     if not blocks:
@@ -66,8 +82,8 @@ def find_parts(model: nn.Module) -> Parts:
 def tied_names(model: nn.Module) -> tuple[tuple[str, ...], ...]:
     """Groups of canonical parameter names that are the same `nn.Parameter`, in the model's order."""
     groups: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        groups.setdefault(id(parameter), []).append(canonical_name(name))
+    for name, parameter in canonical_parameters(model, remove_duplicate=False).items():
+        groups.setdefault(id(parameter), []).append(name)
     return tuple(tuple(names) for names in groups.values() if len(names) > 1)
 
 

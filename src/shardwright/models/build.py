@@ -201,8 +201,8 @@ def _from_function(spec: Model, recorder: Recorder) -> nn.Module:
         raise ModelError(
             f"{spec.model_name_or_path} failed on the meta device: {type(error).__name__}: {error}",
             "A model is built without memory first, so that each rank makes only its part.",
-            "Tensors have no values then: in the constructor, compute with Python numbers where a value is read "
-            "(.item(), .tolist(), if), and give no explicit device.",
+            "Tensors have no values then: where the constructor reads one (.item(), .tolist(), if), compute "
+            "with Python numbers, and give no explicit device.",
         ) from error
     if not isinstance(model, nn.Module):
         raise ModelError(

@@ -194,7 +194,7 @@ def _tell_fully_shard(model: nn.Module) -> None:
 def _no_rule(names: Sequence[str]) -> ModelError:
     return ModelError(
         listed("parameters never get a value", names).strip(),
-        "With init: random, a parameter gets the value that its constructor gives it; this one only allocates.",
+        "With init: random, a parameter gets what its constructor gives it; this one only allocates.",
         "Write into it in the constructor (torch.nn.init), or make it with torch.zeros, ones or randn.",
     )
 

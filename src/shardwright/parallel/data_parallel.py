@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import GradBucket
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -70,8 +71,9 @@ class Replicated:
         }
         self._ddp: nn.Module = model
         if any(p.requires_grad for p in model.parameters()):
-            self._ddp = DistributedDataParallel(model, process_group=group, **options)
-            cast(DistributedDataParallel, self._ddp).register_comm_hook((group, reduce_dtype), _sum_bucket)
+            wrapped = DistributedDataParallel(model, process_group=group, **options)
+            wrapped.register_comm_hook((group, reduce_dtype), _sum_bucket)
+            self._ddp = wrapped
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._ddp(*args, **kwargs)
@@ -79,8 +81,8 @@ class Replicated:
     @contextmanager
     def microbatch(self, last: bool) -> Iterator[None]:
         """Around forward and backward of one microbatch; gradients are reduced in the last one."""
-        quiet = isinstance(self._ddp, DistributedDataParallel) and not last
-        with cast(DistributedDataParallel, self._ddp).no_sync() if quiet else nullcontext():
+        ddp = self._ddp
+        with ddp.no_sync() if isinstance(ddp, DistributedDataParallel) and not last else nullcontext():
             yield
 
     def finish_gradients(self) -> None:
@@ -91,7 +93,7 @@ class Replicated:
 
 
 def _sum_bucket(
-    state: tuple[dist.ProcessGroup, torch.dtype], bucket: dist.GradBucket
+    state: tuple[dist.ProcessGroup, torch.dtype], bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
     """All-reduce SUM of one bucket in the reduce dtype. DDP's own hook would divide by the number of ranks."""
     group, dtype = state
@@ -108,7 +110,7 @@ def _sum_bucket(
 
 
 # DDP looks at the annotations themselves, which `from __future__ import annotations` turned into text.
-_sum_bucket.__annotations__.update({"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]})
+_sum_bucket.__annotations__.update({"bucket": GradBucket, "return": torch.futures.Future[torch.Tensor]})
 
 
 class Sharded:

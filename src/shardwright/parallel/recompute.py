@@ -44,9 +44,9 @@ def recompute_block(block: nn.Module, mode: str) -> None:
     if mode == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
     forward: Callable[..., Any] = block.forward
-    block.forward = partial(checkpoint, forward, **options)  # type: ignore[method-assign]
+    block.forward = partial(checkpoint, forward, **options)
 
 
 def compile_block(block: nn.Module) -> None:
     """Compiles `block.forward`, recomputation included; hooks around the block stay outside the compiled region."""
-    block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
+    block.forward = torch.compile(block.forward)

@@ -9,7 +9,7 @@ one learning rate serves both parts.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -79,8 +79,9 @@ class Muon(torch.optim.Optimizer):
         if not state:
             state["momentum_buffer"] = torch.zeros_like(p)
         buffer = state["momentum_buffer"]
-        buffer.lerp_(p.grad, 1 - group["momentum"])
-        wanted = self._wrap(p, p.grad.lerp(buffer, group["momentum"]))
+        gradient = cast(Tensor, p.grad)
+        buffer.lerp_(gradient, 1 - group["momentum"])
+        wanted = self._wrap(p, gradient.lerp(buffer, group["momentum"]))
         whole = wanted.full_tensor() if isinstance(wanted, DTensor) else wanted
         step = own_part(orthogonalise(whole), wanted).to(p.dtype)
         p.add_(step, alpha=-group["lr"] * 0.2 * max(whole.shape) ** 0.5)

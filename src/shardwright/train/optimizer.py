@@ -8,7 +8,7 @@ parameters themselves, since they may need whole matrices.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Any
@@ -79,7 +79,7 @@ def local_parameters(module: nn.Module, plain_views: bool, first_replica: bool) 
         counts = first_replica
         tensor = p
         if isinstance(p, DTensor):
-            place = p.device_mesh.get_coordinate() or []
+            place: Sequence[int] = p.device_mesh.get_coordinate() or ()
             counts = all(at == 0 for at, how in zip(place, p.placements) if isinstance(how, Replicate))
             if plain_views:
                 tensor = nn.Parameter(p.to_local().detach())

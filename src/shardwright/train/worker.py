@@ -54,9 +54,10 @@ def _describe(loaded: Loaded, engine: Engine, connection: Connection, console: C
     (output_dir / "config.yaml").write_text(loaded.to_yaml(origins=True), encoding="utf-8")
     parameters = sum(p.numel() for p in engine.module.parameters())
     precision = loaded.run.precision
+    name = type(engine.module).__name__.removeprefix("FSDP")
     console.print(
-        f"{type(engine.module).__name__}: {parameters:,} parameters, {loaded.run.parallelism.data_parallel} on "
-        f"{engine.axes}, {connection.device} with {connection.threads} threads a rank, compute {precision.param_dtype}, "
+        f"{name}: {parameters:,} parameters, {loaded.run.parallelism.data_parallel} on {engine.axes}, "
+        f"{connection.device} with {connection.threads} threads a rank, compute {precision.param_dtype}, "
         f"stored {precision.master_dtype}, reduced {precision.reduce_dtype}; {engine.updates} updates of "
         f"{loaded.run.training.global_batch_size} rows.",
         highlight=False,

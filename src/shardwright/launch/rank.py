@@ -1,0 +1,88 @@
+"""The ranks' side: how a rank ends, and what it leaves for the launcher to print."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+from shardwright.errors import ExitCode, ShardwrightError
+from shardwright.layout.placement import STARTED_HERE, started_by
+from shardwright.measure import clock
+
+OUTCOME = "outcome.json"
+
+_LOST_PEER = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
+
+
+def inside_a_launcher() -> bool:
+    """Whether this process is already a rank (of torchrun, Slurm or `run_workers`) and must not spawn any."""
+    return started_by(os.environ) != "single"
+
+
+def worker_main(function: Callable[[], int]) -> int:
+    """The exit code of `function()`; what it raises is reported for the launcher to print, and becomes a code too.
+
+    A `ShardwrightError` is one message and its own code; anything else is a traceback and 1.
+    """
+    message, trace, lost_peer = "", "", False
+    try:
+        return int(function())
+    except ShardwrightError as error:
+        code, message = int(error.exit_code), str(error)
+    except KeyboardInterrupt:
+        code = int(ExitCode.INTERRUPTED)
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(bool(error.code))
+        message = error.code if isinstance(error.code, str) else ""
+    except BaseException as error:  # torch's CheckpointException is no Exception
+        code, message, trace = int(ExitCode.CRASH), f"{type(error).__name__}: {error}", traceback.format_exc()
+        lost_peer = _is_lost_peer(error)
+    _report_outcome({"code": code, "message": message, "traceback": trace, "lost_peer": lost_peer})
+    return code
+
+
+def finish(code: int) -> NoReturn:
+    """Ends this rank at once with `code`, after everything is written.
+
+    Interpreter teardown is skipped: with torch's threads alive it raises SIGABRT now and then, after all is done.
+    """
+    if STARTED_HERE in os.environ and not (Path(os.environ[STARTED_HERE]) / OUTCOME).exists():
+        _report_outcome({"code": code})
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _is_lost_peer(error: BaseException | None) -> bool:
+    """Whether an error only says that another rank is gone."""
+    while error is not None:
+        named = any(kind.__name__ == "DistError" for kind in type(error).__mro__)
+        if named or any(mark in str(error) for mark in _LOST_PEER):
+            return True
+        error = error.__cause__
+    return False
+
+
+def _report_outcome(outcome: dict[str, Any]) -> None:
+    """Leaves the outcome where the launcher looks; without our launcher, on stderr and where torchrun looks."""
+    if directory := os.environ.get(STARTED_HERE):
+        path = Path(directory) / OUTCOME
+        path.with_suffix(".part").write_text(json.dumps({**outcome, "at": clock.now()}), encoding="utf-8")
+        path.with_suffix(".part").replace(path)
+        return
+    text = outcome.get("traceback") or outcome.get("message")
+    if not text:
+        return
+    rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
+    print(f"shardwright: rank {rank}: {text}", file=sys.stderr)
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        seconds = int(datetime.fromisoformat(clock.date()).timestamp())
+        extra = {"py_callstack": text, "timestamp": str(seconds)}
+        error = {"message": {"message": outcome["message"], "extraInfo": extra}}
+        Path(file).write_text(json.dumps(error), encoding="utf-8")

@@ -1,0 +1,201 @@
+"""Starting ranks on this machine, and the guarantee that none is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType
+
+from shardwright.errors import ConfigError, ExitCode
+from shardwright.launch.watch import Rank, Watch
+from shardwright.layout.placement import MALLOC_MMAP, MALLOC_TRIM, STARTED_HERE, STORE_FD, share_of_cores
+
+# Ends the ranks when this process is killed. It reads the ranks' process groups from a pipe that closes with us.
+_GUARD = """
+import os, sys
+groups = []
+for line in sys.stdin:
+    if line == "done\\n":
+        sys.exit()
+    groups.append(int(line))
+for group in groups:
+    try:
+        os.killpg(group, 9)
+    except OSError:
+        pass
+"""
+
+
+def run_workers(
+    module: str,
+    arguments: list[str],
+    *,
+    nproc_per_node: int,
+    log_dir: Path,
+    device: str = "cpu",
+    threads: int | None = None,
+    max_restarts: int = 0,
+    grace_seconds: float = 30.0,
+) -> int:
+    """Runs `python -m module arguments` on `nproc_per_node` local ranks; returns the exit code of the run.
+
+    log_dir: output of the ranks goes to a new directory in it; rank 0 also writes to this process's stdout and stderr.
+    threads: CPU threads a rank; None leaves `OMP_NUM_THREADS` as the user set it, or shares the cores.
+    max_restarts: how often all ranks are started anew after a crash.
+    grace_seconds: how long ranks may take to save after SIGTERM, SIGUSR1 or Ctrl-C; they are then killed.
+
+    Codes: 0 when every rank returned 0; 75 when ranks stopped and saved; the code of the rank that failed first, which is
+    reported on stderr, when it is one of `ExitCode`, else 1; 130 after a second Ctrl-C. No process of the run is left.
+    Call it in the main thread.
+    """
+    if nproc_per_node < 1:
+        raise ConfigError(f"nproc_per_node = {nproc_per_node} is not positive.")
+    environment = rank_environment(os.environ, nproc_per_node, device, threads)
+    with _requests() as requests, _guard() as guard:
+        for attempt in range(max_restarts + 1):
+            with _started(
+                module, arguments, nproc_per_node, _new_directory(log_dir), environment, guard
+            ) as ranks:
+                watch = Watch(ranks, requests, grace_seconds)
+                code = watch.until_all_ended()
+            left = max_restarts - attempt
+            if code != ExitCode.CRASH or requests or not left:
+                break
+            print(f"shardwright: starting all ranks again ({left - 1} restarts left).", file=sys.stderr)
+    return code
+
+
+def rank_environment(
+    inherited: Mapping[str, str], local_ranks: int, device: str, threads: int | None
+) -> dict[str, str]:
+    """The variables that all ranks get, from those of this process."""
+    kept = {name: value for name, value in inherited.items() if not name.startswith("TORCHELASTIC_")}
+    defaults = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+    share = str(threads or kept.get("OMP_NUM_THREADS") or share_of_cores(local_ranks))
+    defaults |= {"OMP_NUM_THREADS": share, "MKL_NUM_THREADS": share}
+    if device == "cpu" and sys.platform == "linux" and MALLOC_MMAP not in kept:
+        # Large freed blocks stay with the process; see process_group._keep_freed_blocks.
+        defaults |= {MALLOC_MMAP: str(2**32), MALLOC_TRIM: str(2**34)}
+    forced = {"OMP_NUM_THREADS": share, "MKL_NUM_THREADS": share} if threads else {}
+    return defaults | kept | forced
+
+
+def _new_directory(log_dir: Path) -> Path:
+    """A new numbered directory, so that a start never overwrites another's logs, of now or of before."""
+    log_dir.mkdir(parents=True, exist_ok=True)
+    number = 0
+    while True:
+        try:
+            (log_dir / str(number)).mkdir()
+            return log_dir / str(number)
+        except FileExistsError:
+            number += 1
+
+
+@contextmanager
+def _requests() -> Iterator[list[int]]:
+    """Signals that ask to stop, in the order they come, while the context lasts."""
+    received: list[int] = []
+
+    def receive(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+
+    numbers = [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # else under nohup
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, receive) for number in numbers}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _guard() -> Iterator[subprocess.Popen]:
+    """The process that ends the ranks if this one is killed; it waits for lines with their process groups."""
+    command = [sys.executable, "-I", "-S", "-c", _GUARD]
+    nothing = subprocess.DEVNULL
+    guard = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=nothing, stderr=nothing, text=True, start_new_session=True
+    )
+    try:
+        yield guard
+    finally:
+        guard.communicate("done\n")
+
+
+@contextmanager
+def _started(
+    module: str,
+    arguments: list[str],
+    count: int,
+    directory: Path,
+    environment: dict[str, str],
+    guard: subprocess.Popen,
+) -> Iterator[list[Rank]]:
+    """`count` ranks, of which nothing is left after the context."""
+    ranks: list[Rank] = []
+    assert guard.stdin is not None
+    try:
+        with socket.socket() as listening:
+            listening.bind(("127.0.0.1", 0))
+            listening.listen(512)
+            port = listening.getsockname()[1]
+            for number in range(count):
+                variables = _rank_variables(number, count, port, directory)
+                held: tuple[int, ...] = ()
+                if number == 0:
+                    held = (listening.fileno(),)
+                    variables[STORE_FD] = str(listening.fileno())
+                process = _popen(
+                    [module, *arguments], environment | variables, Path(variables[STARTED_HERE]), held
+                )
+                ranks.append(Rank(number, count, process, Path(variables[STARTED_HERE])))
+                guard.stdin.write(f"{process.pid}\n")
+                guard.stdin.flush()
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.kill_group()
+            rank.process.wait()
+
+
+def _rank_variables(rank: int, count: int, port: int, directory: Path) -> dict[str, str]:
+    """torchrun's variables, so that any program that torchrun can start runs here too, and the rank's directory."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        STARTED_HERE: str((directory / f"rank_{rank}").absolute()),
+    }
+
+
+def _popen(
+    command: list[str], environment: dict[str, str], directory: Path, held: tuple[int, ...]
+) -> subprocess.Popen:
+    """One rank; rank 0, which holds the store's socket, writes to our stdout."""
+    directory.mkdir()
+    with ExitStack() as files:
+        stderr = files.enter_context((directory / "stderr.log").open("wb"))
+        stdout = None if held else files.enter_context((directory / "stdout.log").open("wb"))
+        return subprocess.Popen(
+            [sys.executable, "-m", *command],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            start_new_session=True,
+            pass_fds=held,
+        )

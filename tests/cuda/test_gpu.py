@@ -1,0 +1,90 @@
+"""On one GPU: the same engine over NCCL. Skipped, with the reason, where there is none. Rows A41, A74, A105, A109, A128."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device on this machine"),
+]
+ROOT = Path(__file__).parents[2]
+
+
+def shardwright(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "shardwright", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+def metrics(output_dir: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("layout", ["ddp", "zero1", "zero2", "zero3"])
+def test_losses_equal_those_of_the_cpu(layout: str, tmp_path: Path) -> None:
+    """One GPU and one CPU process see the same rows and weights: float32 losses agree to rounding."""
+    losses = {}
+    for device in ("cuda", "cpu"):
+        output = tmp_path / device
+        done = shardwright(
+            "train", "examples/tiny.yaml", "--training.max_steps", "5", "--hardware.device", device,
+            "--parallelism.data_parallel", layout, "--checkpoint.output_dir", str(output),
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        losses[device] = [entry["train/loss"] for entry in metrics(output)]
+    assert losses["cuda"] == pytest.approx(losses["cpu"], rel=2e-5)
+
+
+@pytest.mark.timeout(400)
+def test_memory_is_reported_by_name(tmp_path: Path) -> None:
+    """A109: reserved is at least allocated, and both are there on a GPU."""
+    done = shardwright(
+        "train", "examples/tiny.yaml", "--training.max_steps", "3", "--checkpoint.output_dir", str(tmp_path),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    last = metrics(tmp_path)[-1]
+    assert last["mem/peak_reserved_bytes"] >= last["mem/peak_allocated_bytes"] > 0
+
+
+@pytest.mark.timeout(400)
+def test_bf16_compiled_and_offloaded_runs_are_near_float32(tmp_path: Path) -> None:
+    """bf16 compute over fp32 masters, compiled blocks, and shards on the host, against the plain float32 run."""
+    variants = {
+        "fp32": [],
+        "bf16": ["--precision.param_dtype", "bf16"],
+        "compiled": ["--memory.compile", "true"],
+        "offload": ["--memory.cpu_offload", "params"],
+    }
+    losses = {}
+    for name, options in variants.items():
+        output = tmp_path / name
+        done = shardwright(
+            "train", "examples/tiny.yaml", "--training.max_steps", "5", "--checkpoint.output_dir", str(output), *options,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        losses[name] = [entry["train/loss"] for entry in metrics(output)]
+        assert all(math.isfinite(loss) for loss in losses[name])
+    assert losses["compiled"] == pytest.approx(losses["fp32"], rel=1e-4)
+    assert losses["offload"] == pytest.approx(losses["fp32"], rel=1e-5)
+    assert losses["bf16"] == pytest.approx(losses["fp32"], rel=1e-2)
+
+
+@pytest.mark.timeout(400)
+def test_resume_on_the_gpu_is_bit_identical(tmp_path: Path) -> None:
+    """A74: a checkpoint taken at update 3 continues as if nothing had happened."""
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    common = ["train", "examples/tiny.yaml", "--training.max_steps", "6", "--checkpoint.save_steps", "3"]
+    assert shardwright(*common, "--checkpoint.output_dir", str(whole)).returncode == 0
+    halves.mkdir()
+    (whole / "checkpoint-3").rename(halves / "checkpoint-3")
+    assert shardwright(*common, "--checkpoint.output_dir", str(halves)).returncode == 0
+    tail = [entry["train/loss"] for entry in metrics(whole)][3:]
+    assert [entry["train/loss"] for entry in metrics(halves)] == tail

@@ -1,0 +1,156 @@
+"""What the ranks of test_launch.py do: `python -m tests.gloo.launched MODE ...`. Torch is imported only where said."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from shardwright.errors import ConfigError
+from shardwright.launch import finish, worker_main
+from shardwright.train.signals import StopFlag
+
+RANK = int(os.environ.get("RANK", "0"))
+
+
+def _child() -> int:
+    """Starts a child that outlives its parent and is deaf to SIGTERM; returns its process id."""
+    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+    return subprocess.Popen([sys.executable, "-S", "-c", code]).pid
+
+
+def exit_with(code: str, only_rank: str = "all") -> int:
+    return int(code) if only_rank in ("all", str(RANK)) else 0
+
+
+def raise_on_one() -> int:
+    if RANK == 0:  # reports first, but only that its peer is gone
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1")
+    if RANK == 1:
+        time.sleep(0.5)
+        raise ValueError("the third sample is empty")
+    time.sleep(600)
+    return 0
+
+
+def refuse() -> int:
+    if RANK == 1:
+        raise ConfigError("tp_size = 3 is wrong.", "", "Set tp_size to 2.")
+    time.sleep(600)
+    return 0
+
+
+def hang_with_children(directory: str) -> int:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    part = Path(directory) / f"{RANK}.part"
+    part.write_text(json.dumps([os.getpid(), _child()]))
+    part.rename(Path(directory) / f"{RANK}.json")
+    print("waiting on", RANK, file=sys.stderr)
+    time.sleep(600)
+    return 0
+
+
+def stop_when_asked(directory: str, seconds: str) -> int:
+    """Saves in `seconds`: the file is complete or not there."""
+    with StopFlag() as stop:
+        (Path(directory) / f"{RANK}.ready").touch()
+        while not stop.requested:
+            time.sleep(0.01)
+        time.sleep(float(seconds))
+        (Path(directory) / f"{RANK}.saved").write_text(str(stop.signal_name))
+    return 75
+
+
+def meet(token: str) -> int:
+    """Rank 0 answers on the socket it was handed, rank 1 asks on the port it was told; both know the run's token."""
+    if RANK == 0:
+        with socket.socket(fileno=int(os.environ["SHARDWRIGHT_STORE_FD"])) as listening:
+            listening.settimeout(30)
+            with listening.accept()[0] as peer:
+                peer.sendall(token.encode())
+        return 0
+    address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    with socket.create_connection(address, timeout=30) as peer:
+        return 0 if peer.recv(100).decode() == token else 1
+
+
+def abort_after_report() -> int:
+    from shardwright.launch.rank import _report_outcome
+
+    _report_outcome({"code": 0})
+    if RANK == 0:
+        os.abort()
+    return 0
+
+
+def crash_once(directory: str) -> int:
+    marker = Path(directory) / f"{RANK}.crashed"
+    if not marker.exists():
+        marker.touch()
+        raise ValueError("first time")
+    return 0
+
+
+def record(directory: str) -> int:
+    """Writes the configuration of the connection, one file a rank."""
+    import torch
+
+    from shardwright.parallel.process_group import connect
+
+    with connect("cpu", 60) as connection:
+        value = torch.tensor([connection.placement.rank + 1.0])
+        torch.distributed.all_reduce(value)
+        entry = connection.configuration() | {"sum": value.item(), "torch_threads": torch.get_num_threads()}
+        path = Path(directory) / f"{connection.placement.started_by}-{connection.placement.rank}.json"
+        path.write_text(json.dumps(entry))
+    return 0
+
+
+def train(directory: str, until: str) -> int:
+    """Updates of one reduction each, in which the ranks agree to stop."""
+    import torch
+
+    from shardwright.parallel.process_group import connect
+
+    with StopFlag() as stop, connect("cpu", 60, 1):
+        # like a loader, a fork that holds copies of the sockets; a child of multiprocessing would end with its parent
+        if os.fork() == 0:
+            time.sleep(600)
+        for update in range(10**6):
+            if until == "raise" and RANK == 1 and update == 20:
+                raise ValueError("the third sample is empty")
+            asked = torch.tensor([float(stop.requested)])
+            torch.distributed.all_reduce(asked)
+            (Path(directory) / f"{RANK}.json").write_text(
+                json.dumps([os.getpid(), update, stop.requested, asked.item() > 0])
+            )
+            if asked.item():
+                break
+            time.sleep(0.01)
+    return 75
+
+
+MODES = {
+    function.__name__: function
+    for function in (
+        exit_with,
+        raise_on_one,
+        refuse,
+        hang_with_children,
+        stop_when_asked,
+        meet,
+        abort_after_report,
+        crash_once,
+        record,
+        train,
+    )
+}
+
+if __name__ == "__main__":
+    mode, *arguments = sys.argv[1:]
+    finish(worker_main(lambda: MODES[mode](*arguments)))

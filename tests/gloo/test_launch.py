@@ -1,0 +1,300 @@
+"""The launcher with real processes. Covers A101, A102, A104, A134, A135 and A137."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from shardwright.launch.start import rank_environment
+
+pytestmark = pytest.mark.gloo
+ROOT = Path(__file__).parents[2]
+
+LAUNCHER = """
+import json, signal, sys
+from pathlib import Path
+from shardwright.launch import run_workers
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored when the tests run in a shell's background
+arguments, options = json.loads(sys.argv[1])
+options["log_dir"] = Path(options["log_dir"])
+sys.exit(run_workers("tests.gloo.launched", arguments, **options))
+"""
+
+
+def _environment() -> dict[str, str]:
+    dropped = ("LOCAL_RANK", "SLURM_", "SHARDWRIGHT_", "TORCHELASTIC_", "OMP_", "MKL_", "MALLOC_", "RANK")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
+    return kept | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")])}
+
+
+@dataclass
+class Launchers:
+    """Starts launchers, and ends what a failed test leaves."""
+
+    directory: Path
+    started: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    def start(self, *arguments: str, ranks: int = 2, **options: Any) -> subprocess.Popen[str]:
+        options |= {"nproc_per_node": ranks, "log_dir": str(self.directory / "logs")}
+        command = [sys.executable, "-c", LAUNCHER, json.dumps([arguments, options])]
+        self.started.append(
+            subprocess.Popen(
+                command,
+                cwd=self.directory,
+                env=_environment(),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+        )
+        return self.started[-1]
+
+    def run(self, *arguments: str, ranks: int = 2, **options: Any) -> tuple[int, str]:
+        launcher = self.start(*arguments, ranks=ranks, **options)
+        errors = launcher.communicate(timeout=60)[1]
+        return launcher.returncode, errors
+
+
+@pytest.fixture
+def launchers(tmp_path: Path) -> Iterator[Launchers]:
+    launchers = Launchers(tmp_path)
+    yield launchers
+    for launcher in launchers.started:
+        launcher.kill()  # its guard ends the ranks
+        launcher.communicate()
+
+
+def _wait(condition: Callable[[], Any], seconds: float = 30.0) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.02)
+    return value
+
+
+def _read(directory: Path, ranks: int = 2) -> dict[int, Any]:
+    """What each rank has written, once all have."""
+
+    def read() -> dict[int, Any] | None:
+        try:
+            return {rank: json.loads((directory / f"{rank}.json").read_text()) for rank in range(ranks)}
+        except (FileNotFoundError, json.JSONDecodeError):
+            return None
+
+    return _wait(read)
+
+
+def _alive(process_id: int) -> bool:
+    try:
+        return psutil.Process(process_id).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("code", "comes_back"), [(0, 0), (2, 2), (3, 3), (75, 75), (1, 1), (7, 1)], ids=lambda code: str(code)
+)
+def test_exit_codes_are_kept(launchers: Launchers, code: int, comes_back: int) -> None:
+    assert launchers.run("exit_with", str(code)) == (comes_back, "")
+
+
+def test_the_code_of_one_rank_is_kept(launchers: Launchers) -> None:
+    assert launchers.run("exit_with", "3", "1")[0] == 3
+
+
+def test_the_rank_that_failed_first_is_shown_first(launchers: Launchers) -> None:
+    """Rank 0 reports a lost peer before rank 1 has reported the cause; rank 2 hangs."""
+    start = time.monotonic()
+    code, errors = launchers.run("raise_on_one", ranks=3)
+    assert code == 1 and time.monotonic() - start < 10
+    lines = errors.splitlines()
+    assert lines[0] == "shardwright: rank 1 of 3: ValueError: the third sample is empty"
+    assert lines[1].startswith("Traceback") and "in raise_on_one" in errors
+    assert "then rank 0: lost its peer" in lines and "then rank 2: was killed" in lines
+    assert "pair.cc" not in errors
+
+
+def test_an_error_for_a_person_has_no_traceback(launchers: Launchers) -> None:
+    code, errors = launchers.run("refuse")
+    assert code == 2
+    assert errors.splitlines()[0] == "shardwright: rank 1 of 2: tp_size = 3 is wrong. Set tp_size to 2."
+    assert "Traceback" not in errors
+
+
+def test_an_abort_after_the_end_is_tolerated(launchers: Launchers) -> None:
+    assert launchers.run("abort_after_report")[0] == 0
+
+
+def test_restarts(launchers: Launchers, tmp_path: Path) -> None:
+    code, errors = launchers.run("crash_once", str(tmp_path), max_restarts=1)
+    assert code == 0 and "starting all ranks again (0 restarts left)" in errors
+    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["0", "1"]
+
+
+def test_a_killed_rank_ends_all(launchers: Launchers, tmp_path: Path) -> None:
+    """A104: ranks and their children that are deaf to SIGTERM are gone 10 s after rank 0 is killed."""
+    launcher = launchers.start("hang_with_children", str(tmp_path))
+    family = _read(tmp_path)
+    os.kill(family[0][0], signal.SIGKILL)
+    start = time.monotonic()
+    errors = launcher.communicate(timeout=30)[1]
+    assert launcher.returncode == 1 and time.monotonic() - start < 10
+    assert not [pid for pids in family.values() for pid in pids if _alive(pid)]
+    said = "shardwright: rank 0 of 2 was ended by SIGKILL. The kernel sends it when memory runs out"
+    assert said in errors.splitlines() and "  | waiting on 0" in errors.splitlines()
+    assert "then rank 1: was killed" in errors
+
+
+def test_a_killed_launcher_takes_all_with_it(launchers: Launchers, tmp_path: Path) -> None:
+    """A104: nothing is left when the launcher itself is killed."""
+    launcher = launchers.start("hang_with_children", str(tmp_path))
+    pids = [pid for pids in _read(tmp_path).values() for pid in pids]
+    launcher.kill()
+    _wait(lambda: not any(_alive(pid) for pid in pids), seconds=10)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
+def test_a_request_to_stop_reaches_all_ranks(launchers: Launchers, tmp_path: Path, name: str) -> None:
+    """A101: ranks that need a second to save get it, and the code says that they did."""
+    launcher = launchers.start("stop_when_asked", str(tmp_path), "1", grace_seconds=30)
+    _wait(lambda: len(list(tmp_path.glob("*.ready"))) == 2)
+    launcher.send_signal(signal.Signals[name])
+    launcher.communicate(timeout=30)
+    assert launcher.returncode == 75
+    assert [(tmp_path / f"{rank}.saved").read_text() for rank in range(2)] == [name, name]
+
+
+def test_grace_ends(launchers: Launchers, tmp_path: Path) -> None:
+    """A101: after the grace period slow ranks are killed, and the code does not say that they saved."""
+    launcher = launchers.start("stop_when_asked", str(tmp_path), "60", grace_seconds=1)
+    _wait(lambda: len(list(tmp_path.glob("*.ready"))) == 2)
+    launcher.send_signal(signal.SIGTERM)
+    start = time.monotonic()
+    errors = launcher.communicate(timeout=30)[1]
+    assert launcher.returncode == 1 and 1 <= time.monotonic() - start < 10
+    assert "rank(s) 0, 1 had not saved 1 s after SIGTERM" in errors
+    assert not list(tmp_path.glob("*.saved"))
+
+
+def test_a_second_interrupt_ends_at_once(launchers: Launchers, tmp_path: Path) -> None:
+    launcher = launchers.start("stop_when_asked", str(tmp_path), "60")
+    _wait(lambda: len(list(tmp_path.glob("*.ready"))) == 2)
+    os.killpg(launcher.pid, signal.SIGINT)  # as a terminal does: to the whole foreground group
+    time.sleep(0.3)
+    assert launcher.poll() is None
+    os.killpg(launcher.pid, signal.SIGINT)
+    errors = launcher.communicate(timeout=5)[1]
+    assert launcher.returncode == 130 and "Press Ctrl-C again to end at once" in errors
+
+
+def test_ten_starts_at_once(launchers: Launchers, tmp_path: Path) -> None:
+    """A134: ten runs started together, with one log directory; each rank 1 finds the rank 0 of its own run."""
+    started = [launchers.start("meet", f"token {number}") for number in range(10)]
+    for launcher in started:
+        assert launcher.communicate(timeout=60)[1] == ""
+    assert [launcher.returncode for launcher in started] == [0] * 10
+    assert len(list((tmp_path / "logs").iterdir())) == 10
+
+
+def test_environment_of_ranks() -> None:
+    """A135: threads are shared out unless the user set them; the user's malloc thresholds stay."""
+    cores = len(os.sched_getaffinity(0))
+    plain = rank_environment({"TORCHELASTIC_RUN_ID": "x", "HOME": "/h"}, 2, "cpu", None)
+    assert plain["OMP_NUM_THREADS"] == plain["MKL_NUM_THREADS"] == str(max(1, cores // 2))
+    assert plain["HOME"] == "/h" and "TORCHELASTIC_RUN_ID" not in plain
+    assert plain["MALLOC_MMAP_THRESHOLD_"] == "4294967296"
+    assert plain["MALLOC_TRIM_THRESHOLD_"] == "17179869184"
+    assert rank_environment({"OMP_NUM_THREADS": "7"}, 2, "cpu", None)["OMP_NUM_THREADS"] == "7"
+    assert rank_environment({"OMP_NUM_THREADS": "7"}, 2, "cpu", 3)["MKL_NUM_THREADS"] == "3"
+    asked = rank_environment({"MALLOC_MMAP_THRESHOLD_": "65536"}, 2, "cpu", None)
+    assert asked["MALLOC_MMAP_THRESHOLD_"] == "65536" and "MALLOC_TRIM_THRESHOLD_" not in asked
+    assert "MALLOC_MMAP_THRESHOLD_" not in rank_environment({}, 2, "cuda", None)
+
+
+# With torch
+
+
+def _record_with_slurm(directory: Path) -> None:
+    shared = {
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_NTASKS_PER_NODE": "2",
+        "SLURM_NNODES": "1",
+    }
+    command = [sys.executable, "-m", "tests.gloo.launched", "record", str(directory)]
+    ranks = [
+        subprocess.Popen(
+            command,
+            cwd=directory,
+            env=_environment() | shared | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
+        )
+        for rank in range(2)
+    ]
+    assert [rank.wait(timeout=60) for rank in ranks] == [0, 0]
+
+
+def _record_with_torchrun(directory: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    command += ["-m", "tests.gloo.launched", "record", str(directory)]
+    subprocess.run(command, cwd=directory, env=_environment(), check=True, timeout=90, capture_output=True)
+
+
+def test_every_way_to_start_gives_the_same_configuration(launchers: Launchers, tmp_path: Path) -> None:
+    """A137: by shardwright, torchrun and Slurm's variables. A135: threads as torch reports them."""
+    assert launchers.run("record", str(tmp_path)) == (0, "")
+    _record_with_torchrun(tmp_path)
+    _record_with_slurm(tmp_path)
+    ways = ("shardwright", "torchrun", "slurm")
+    entries = [json.loads((tmp_path / f"{way}-{rank}.json").read_text()) for way in ways for rank in range(2)]
+    assert all(entry == entries[0] for entry in entries)
+    cores = len(os.sched_getaffinity(0))
+    assert entries[0]["threads"] == entries[0]["torch_threads"] == max(1, cores // 2)
+    assert entries[0]["world_size"] == 2 and entries[0]["sum"] == 3.0 and entries[0]["keeps_freed_blocks"]
+
+
+def test_a_signal_to_one_rank_stops_all_after_the_same_update(launchers: Launchers, tmp_path: Path) -> None:
+    """A102: SIGTERM to rank 1 of 2; both leave after the same update, and the run's code is 75."""
+    launcher = launchers.start("train", str(tmp_path), "asked")
+    os.kill(_read(tmp_path)[1][0], signal.SIGTERM)
+    errors = launcher.communicate(timeout=30)[1]
+    (_, last0, asked0, agreed0), (_, last1, asked1, agreed1) = _read(tmp_path).values()
+    assert launcher.returncode == 75 and errors == ""
+    assert last0 == last1 and agreed0 and agreed1
+    assert asked1 and not asked0
+
+
+def test_a_rank_that_raises_is_shown_before_its_peers_lose_it(launchers: Launchers, tmp_path: Path) -> None:
+    """A104 with gloo: loaders hold copies of the rank's sockets, and its peer still notices within seconds."""
+    launcher = launchers.start("train", str(tmp_path), "raise")
+    _wait(lambda: _read(tmp_path)[0][1] > 2)
+    start = time.monotonic()
+    errors = launcher.communicate(timeout=30)[1]
+    assert launcher.returncode == 1 and time.monotonic() - start < 10
+    lines = errors.splitlines()
+    assert lines[0] == "shardwright: rank 1 of 2: ValueError: the third sample is empty"
+    assert "then rank 0: lost its peer" in lines
+
+
+def test_two_real_runs_at_once(launchers: Launchers, tmp_path: Path) -> None:
+    """A134 with process groups."""
+    directories = [tmp_path / "a", tmp_path / "b"]
+    for directory in directories:
+        directory.mkdir()
+    started = [launchers.start("record", str(directory)) for directory in directories]
+    for launcher in started:
+        assert (launcher.communicate(timeout=60)[1], launcher.returncode) == ("", 0)
+    for directory in directories:
+        sums = [json.loads((directory / f"shardwright-{rank}.json").read_text())["sum"] for rank in range(2)]
+        assert sums == [3.0, 3.0]
