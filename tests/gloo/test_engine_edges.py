@@ -55,7 +55,9 @@ def _frozen(kind: str) -> dict[str, Any]:
     grads = []
     for update in range(UPDATES):
         engine.forward_backward(batches_for(engine, update))
-        grads += [n for n, p in engine.module.named_parameters() if not p.requires_grad and p.grad is not None]
+        grads += [
+            n for n, p in engine.module.named_parameters() if not p.requires_grad and p.grad is not None
+        ]
         engine.step()
     held = sum(v.numel() for s in engine.optimizer.state.values() for v in s.values() if v.dim())
     return {"before": before, "after": whole_weights(engine), "dtypes": dtypes, "grads": grads, "held": held}
