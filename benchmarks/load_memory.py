@@ -1,17 +1,17 @@
 """Host memory of loading a model: this project's ranks against one full copy through from_pretrained.
 
-Writes a float32 Llama of about --gigabytes with random weights (one tensor at a time), then measures, each in a
-process of its own:
+Writes a float32 Llama of about --gigabytes with random weights (one tensor at a time), then measures, each in
+a process of its own:
 
 - `from_pretrained`: one process that holds everything;
 - `materialise`: --ranks gloo ranks with fully_shard, each reading its rows;
 - `safe_open`: the same rows read through safetensors' mapped slices, for the choice of the reading method;
 - `random`: materialise with init: random.
 
-Every weight is written to once after loading, as the first step does: a mapped file costs no memory until then.
+Every weight is written to once after loading, as the first step does: a mapped file costs nothing until then.
 
-Anonymous memory (RssAnon) is what the process must hold; the peak of resident memory (VmHWM) also counts pages of
-mapped files that the process has touched. Both are above what the process had before the model was built.
+Anonymous memory (RssAnon) is what the process must hold; the peak of resident memory (VmHWM) also counts pages
+of mapped files that the process has touched. Both are above what the process had before the model was built.
 
     python benchmarks/load_memory.py --gigabytes 1 --ranks 2
 """
@@ -43,7 +43,7 @@ def status_bytes(key: str) -> int:
 
 
 class Peak:
-    """Peak of RssAnon (sampled every 2 ms) and of all resident memory (kept by the kernel) above the start."""
+    """Peak of RssAnon (sampled every 2 ms) and of all resident memory (by the kernel) above the start."""
 
     def __enter__(self) -> Peak:
         gc.collect()
@@ -87,7 +87,9 @@ def write_llama(directory: Path, gigabytes: float) -> int:
     )
     config.dtype = torch.float32
     config.save_pretrained(directory)
-    tensors = dict(build_model(Model(model_name_or_path=str(directory), init="random"), torch.float32).named_parameters())
+    tensors = dict(
+        build_model(Model(model_name_or_path=str(directory), init="random"), torch.float32).named_parameters()
+    )
     files = _split(tensors, 200 * MB)
     for file in files:
         (directory / file.name).write_bytes(_header(file, tensors))
@@ -100,7 +102,7 @@ def write_llama(directory: Path, gigabytes: float) -> int:
 def measure(how: str, directory: str, rank: int, ranks: int, store: str) -> None:
     """In a process of its own: prints one line of JSON."""
     torch.set_num_threads(1)
-    import transformers.models.llama.modeling_llama  # noqa: F401  imports are not the model's memory
+    import transformers.models.llama.modeling_llama
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from transformers import AutoModelForCausalLM
@@ -128,7 +130,9 @@ def measure(how: str, directory: str, rank: int, ranks: int, store: str) -> None
             else:
                 materialise(model, spec, seed=0, device=torch.device("cpu"))
         with torch.no_grad():
-            for parameter in model.parameters():  # as the first step does: a mapped file costs nothing until then
+            for (
+                parameter
+            ) in model.parameters():  # as the first step does: a mapped file costs nothing until then
                 parameter.mul_(1.0)
     locals_ = [p.to_local() if how != "from_pretrained" else p for p in model.parameters()]
     held = sum(p.numel() * p.element_size() for p in locals_)
@@ -163,7 +167,11 @@ def read_mapped(model: torch.nn.Module, directory: Path) -> None:
                 part = file.get_slice(name)[rank * rows : (rank + 1) * rows].clone()
             module._parameters[leaf] = torch.nn.Parameter(
                 torch.distributed.tensor.DTensor.from_local(
-                    part, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
+                    part,
+                    parameter.device_mesh,
+                    parameter.placements,
+                    shape=parameter.shape,
+                    stride=parameter.stride(),
                 )
             )
 
@@ -174,7 +182,16 @@ def run(how: str, directory: Path, ranks: int) -> list[dict[str, float]]:
     with tempfile.TemporaryDirectory() as scratch:
         processes = [
             subprocess.Popen(
-                [sys.executable, __file__, "--measure", how, str(directory), str(rank), str(ranks), f"{scratch}/store"],
+                [
+                    sys.executable,
+                    __file__,
+                    "--measure",
+                    how,
+                    str(directory),
+                    str(rank),
+                    str(ranks),
+                    f"{scratch}/store",
+                ],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
@@ -194,7 +211,9 @@ def run(how: str, directory: Path, ranks: int) -> list[dict[str, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--measure", nargs=5, metavar=("HOW", "DIRECTORY", "RANK", "RANKS", "STORE"))
@@ -216,7 +235,9 @@ def main() -> None:
             ("random", arguments.ranks),
         ):
             for row in run(how, directory, ranks):
-                sizes = " | ".join(f"{row[key] / MB:.0f}" for key in ("held", "anonymous", "resident", "kept"))
+                sizes = " | ".join(
+                    f"{row[key] / MB:.0f}" for key in ("held", "anonymous", "resident", "kept")
+                )
                 print(f"| {row['how']} | {row['rank']} | {sizes} | {row['seconds']:.1f} |", flush=True)
 
 

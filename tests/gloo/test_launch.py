@@ -252,12 +252,16 @@ def _record_with_torchrun(directory: Path) -> None:
 
 
 def test_every_way_to_start_gives_the_same_configuration(launchers: Launchers, tmp_path: Path) -> None:
-    """A137: by shardwright, torchrun and Slurm's variables. A135: threads as torch reports them."""
-    assert launchers.run("record", str(tmp_path)) == (0, "")
+    """A137: by shardwright, torchrun and Slurm's variables. A135: threads as torch reports them. A134: two at once."""
+    other = tmp_path / "other"
+    other.mkdir()
+    for launcher in [launchers.start("record", str(directory)) for directory in (tmp_path, other)]:
+        assert (launcher.communicate(timeout=60)[1], launcher.returncode) == ("", 0)
     _record_with_torchrun(tmp_path)
     _record_with_slurm(tmp_path)
     ways = ("shardwright", "torchrun", "slurm")
     entries = [json.loads((tmp_path / f"{way}-{rank}.json").read_text()) for way in ways for rank in range(2)]
+    entries += [json.loads((other / f"shardwright-{rank}.json").read_text()) for rank in range(2)]
     assert all(entry == entries[0] for entry in entries)
     cores = len(os.sched_getaffinity(0))
     assert entries[0]["threads"] == entries[0]["torch_threads"] == max(1, cores // 2)
@@ -285,16 +289,3 @@ def test_a_rank_that_raises_is_shown_before_its_peers_lose_it(launchers: Launche
     lines = errors.splitlines()
     assert lines[0] == "shardwright: rank 1 of 2: ValueError: the third sample is empty"
     assert "then rank 0: lost its peer" in lines
-
-
-def test_two_real_runs_at_once(launchers: Launchers, tmp_path: Path) -> None:
-    """A134 with process groups."""
-    directories = [tmp_path / "a", tmp_path / "b"]
-    for directory in directories:
-        directory.mkdir()
-    started = [launchers.start("record", str(directory)) for directory in directories]
-    for launcher in started:
-        assert (launcher.communicate(timeout=60)[1], launcher.returncode) == ("", 0)
-    for directory in directories:
-        sums = [json.loads((directory / f"shardwright-{rank}.json").read_text())["sum"] for rank in range(2)]
-        assert sums == [3.0, 3.0]

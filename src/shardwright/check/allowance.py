@@ -17,21 +17,28 @@ class ParameterAllowance:
         self.grown: dict[str, Tensor] = {}
         self.gradient: dict[str, float] = {}
 
-    def grow(self, record: Record, update: int, scalars: Scalars, gradient_scales: dict[str, float]) -> None:
-        """Adds what update `update` may contribute; `gradient_scales` are those the gradients were compared with."""
+    def grow(
+        self,
+        record: Record,
+        update: int,
+        scalars: Scalars,
+        gradient_scales: dict[str, float],
+        relative: float,
+    ) -> None:
+        """Adds what update `update` may contribute; its gradients were compared with `relative` of `gradient_scales`."""
         states = {
             kind: record.tensors(update, kind)
             for kind in record.kinds(update)
             if kind not in ("grad", "param")
         }
         for name, scale in gradient_scales.items():
-            clipped = 2 * self.tolerance.relative * scale * scalars.clip_coefficient
+            clipped = 2 * relative * scale * scalars.clip_coefficient
             self.gradient[name] = max(self.gradient.get(name, 0.0), clipped)
             held = {kind: file[name] for kind, file in states.items() if name in file.names}
-            step = scalars.learning_rate * self._step(self.gradient[name], held, update)
+            step = scalars.learning_rate * self._step(self.gradient[name], held, update, relative)
             self.grown[name] = self.grown.get(name, 0.0) + step
 
-    def _step(self, gradient: float, state: dict[str, Tensor], update: int) -> Tensor:
+    def _step(self, gradient: float, state: dict[str, Tensor], update: int, relative: float) -> Tensor:
         if "exp_avg" not in state:
             # 10 for optimizers that are neither: an orthogonalised or normalised step magnifies by its own scale.
             return torch.tensor(
@@ -43,7 +50,7 @@ class ParameterAllowance:
         root = (state["exp_avg_sq"].double() / (1 - beta2**update)).sqrt() + epsilon
         u = (m / root).abs()
         sensitive = torch.minimum(gradient * (1 + u) / root, 2 * u.clamp(min=1.0))
-        return sensitive + self.tolerance.relative * u
+        return sensitive + relative * u
 
     def allowed(self, name: str, reference: Tensor, update: int) -> Tensor:
         rounding = 8 * update * self.tolerance.master_eps * reference.abs().max().double()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -182,27 +182,6 @@ def _compare_scalar(name: str, reference: float, candidate: float, relative: flo
     return ScalarNumbers(name, reference, candidate, used)
 
 
-def _largest(record: Record, update: int, kind: str) -> dict[str, float]:
-    file = record.tensors(update, kind)
-    return {name: file[name].abs().max().item() if file[name].numel() else 0.0 for name in file.names}
-
-
-def _compare_kind(
-    reference: Record, candidate: Record, update: int, kind: str, tolerance: Tolerance
-) -> tuple[tuple[TensorNumbers, ...], dict[str, float]]:
-    """Tensors of a kind whose allowance is one number each, and the scale of each."""
-    largest = _largest(reference, update, kind)
-    overall = max(largest.values(), default=0.0)
-    floor = FLOOR**2 if kind == "exp_avg_sq" else FLOOR
-    scales = {name: max(value, floor * overall) for name, value in largest.items()}
-    ours, theirs = reference.tensors(update, kind), candidate.tensors(update, kind)
-    share = 0.0 if kind == "step" else tolerance.share(kind)
-    both = (name for name in ours.names if name in theirs.names)
-    return tuple(
-        compare_tensor(name, ours[name], theirs[name], share * scales[name], scales[name]) for name in both
-    ), scales
-
-
 def _furthest(reference: float, values: Sequence[float]) -> float:
     """The value of the rank that is furthest from the reference; not a number counts as furthest."""
     return max(values, key=lambda value: gap if (gap := abs(value - reference)) == gap else float("inf"))
@@ -212,67 +191,107 @@ def _rows(scalars: Scalars) -> list[tuple[int, tuple[int, ...], int]]:
     return sorted((note.index, note.rows, note.targets) for note in scalars.microbatches)
 
 
-def _compare_update(
-    reference: Record, candidate: Record, update: int, tolerance: Tolerance, allowance: ParameterAllowance
-) -> UpdateComparison:
-    ours, theirs = reference.scalars(update), candidate.scalars(update)
-    r = tolerance.relative
-    loss = _furthest(ours.loss, theirs.losses or (theirs.loss,))
-    norm = _furthest(ours.grad_norm, theirs.grad_norms or (theirs.grad_norm,))
-    scalars = {
-        "target_tokens": _compare_scalar("target_tokens", ours.target_tokens, theirs.target_tokens, 0.0),
-        "loss": _compare_scalar("loss", ours.loss, loss, r),
-        "grad_norm": _compare_scalar("grad_norm", ours.grad_norm, norm, r),
-        "learning_rate": _compare_scalar("learning_rate", ours.learning_rate, theirs.learning_rate, 1e-12),
-        "replicas": ScalarNumbers("replicas", 0.0, theirs.replica_gap, theirs.replica_gap / r),
-    }
-    tensors: dict[str, tuple[TensorNumbers, ...]] = {}
-    names = set(reference.tensors(update, "param").names), set(candidate.tensors(update, "param").names)
-    kinds = [kind for kind in reference.kinds(update) if kind != "param"]
-    tensors["grad"], gradient_scales = _compare_kind(reference, candidate, update, "grad", tolerance)
-    lacking = {kind for kind in kinds if kind not in candidate.kinds(update)}
-    for kind in kinds:
-        if kind != "grad" and kind not in lacking:
-            tensors[kind], _ = _compare_kind(reference, candidate, update, kind, tolerance)
-    allowance.grow(reference, update, ours, gradient_scales)
-    after, own = reference.tensors(update, "param"), candidate.tensors(update, "param")
-    compared = []
-    for name in (name for name in after.names if name in own.names):
-        value = after[name]
-        scale = value.abs().max().item() if value.numel() else 0.0
-        compared.append(compare_tensor(name, value, own[name], allowance.allowed(name, value, update), scale))
-    tensors["param"] = tuple(compared)
-    return UpdateComparison(
-        update,
-        ours,
-        theirs,
-        _rows(ours) != _rows(theirs),
-        scalars,
-        tensors,
-        missing=tuple(sorted(names[0] - names[1])),
-        extra=tuple(sorted(names[1] - names[0])),
-        missing_states=tuple(kind for kind in kinds if kind in lacking),
-    )
+class _Comparer:
+    """Compares update after update; what may differ grows by what was allowed to differ before."""
+
+    def __init__(self, reference: Record, candidate: Record, tolerance: Tolerance) -> None:
+        self.reference, self.candidate, self.tolerance = reference, candidate, tolerance
+        notes = reference.notes()
+        self.place = {name: index for index, name in enumerate(notes.names)}
+        self.allowance = ParameterAllowance(notes, tolerance)
+        self.drift = 0.0
+
+    def in_order(self, numbers: Iterable[TensorNumbers]) -> tuple[TensorNumbers, ...]:
+        """`numbers` in the order of the model."""
+        return tuple(sorted(numbers, key=lambda t: self.place.get(t.name, len(self.place))))
+
+    def start(self) -> tuple[TensorNumbers, ...]:
+        """The parameters before the first update, compared exactly."""
+        ours, theirs = self.reference.tensors(0, "param"), self.candidate.tensors(0, "param")
+        both = (name for name in ours.names if name in theirs.names)
+        return self.in_order(compare_tensor(name, ours[name], theirs[name], 0.0, 1.0) for name in both)
+
+    def update(self, number: int) -> UpdateComparison:
+        """Update `number`, compared."""
+        ours, theirs = self.reference.scalars(number), self.candidate.scalars(number)
+        relative = self.tolerance.relative + min(10 * self.drift, 0.1)
+        scalars = self._scalars(number, ours, theirs, relative)
+        kinds = [kind for kind in self.reference.kinds(number) if kind != "param"]
+        held = self.candidate.kinds(number)
+        tensors: dict[str, tuple[TensorNumbers, ...]] = {}
+        scales: dict[str, dict[str, float]] = {}
+        for kind in kinds:
+            if kind in held:
+                tensors[kind], scales[kind] = self._tensors(number, kind, relative)
+        self.allowance.grow(self.reference, number, ours, scales["grad"], relative)
+        tensors["param"] = self._parameters(number)
+        names, own = (
+            set(record.tensors(number, "param").names) for record in (self.reference, self.candidate)
+        )
+        return UpdateComparison(
+            number,
+            ours,
+            theirs,
+            _rows(ours) != _rows(theirs),
+            scalars,
+            tensors,
+            missing=tuple(sorted(names - own)),
+            extra=tuple(sorted(own - names)),
+            missing_states=tuple(kind for kind in kinds if kind not in held),
+        )
+
+    def _scalars(
+        self, number: int, ours: Scalars, theirs: Scalars, relative: float
+    ) -> dict[str, ScalarNumbers]:
+        loss = _furthest(ours.loss, theirs.losses or (theirs.loss,))
+        norm = _furthest(ours.grad_norm, theirs.grad_norms or (theirs.grad_norm,))
+        gap, equal = theirs.replica_gap, 8 * number * self.tolerance.master_eps
+        return {
+            "target_tokens": _compare_scalar("target_tokens", ours.target_tokens, theirs.target_tokens, 0.0),
+            "loss": _compare_scalar("loss", ours.loss, loss, self.tolerance.loss),
+            "grad_norm": _compare_scalar("grad_norm", ours.grad_norm, norm, relative),
+            "learning_rate": _compare_scalar(
+                "learning_rate", ours.learning_rate, theirs.learning_rate, 1e-12
+            ),
+            "replicas": ScalarNumbers("replicas", 0.0, gap, gap / equal),
+        }
+
+    def _tensors(
+        self, number: int, kind: str, relative: float
+    ) -> tuple[tuple[TensorNumbers, ...], dict[str, float]]:
+        """Tensors of a kind whose allowance is one number each, and the scale of each."""
+        ours, theirs = self.reference.tensors(number, kind), self.candidate.tensors(number, kind)
+        largest = {name: _largest(ours[name]) for name in ours.names}
+        overall = max(largest.values(), default=0.0)
+        floor = FLOOR**2 if kind == "exp_avg_sq" else FLOOR
+        scales = {name: max(value, floor * overall) for name, value in largest.items()}
+        share = 0.0 if kind == "step" else self.tolerance.factor(kind) * relative
+        both = (name for name in ours.names if name in theirs.names)
+        return self.in_order(
+            compare_tensor(name, ours[name], theirs[name], share * scales[name], scales[name])
+            for name in both
+        ), scales
+
+    def _parameters(self, number: int) -> tuple[TensorNumbers, ...]:
+        """The parameters after the step; notes by what part of the step the two sides have drifted apart."""
+        before, after = self.reference.tensors(number - 1, "param"), self.reference.tensors(number, "param")
+        own, compared, apart, moved = self.candidate.tensors(number, "param"), [], 0.0, 0.0
+        for name in (name for name in after.names if name in own.names):
+            value, theirs = after[name], own[name]
+            allowed = self.allowance.allowed(name, value, number)
+            compared.append(compare_tensor(name, value, theirs, allowed, _largest(value)))
+            if value.shape == theirs.shape:
+                apart += (theirs.double() - value.double()).square().sum().item()
+                moved += (value.double() - before[name].double()).square().sum().item()
+        self.drift = (apart / moved) ** 0.5 if moved else 0.0
+        return self.in_order(compared)
+
+
+def _largest(tensor: Tensor) -> float:
+    return tensor.abs().max().item() if tensor.numel() else 0.0
 
 
 def compare_records(reference: Record, candidate: Record, tolerance: Tolerance) -> Comparison:
-    """All updates that the reference has, compared with the candidate's; the start is compared exactly.
-
-    Tensors come in the order of the model.
-    """
-    notes = reference.notes()
-    place = {name: index for index, name in enumerate(notes.names)}
-
-    def in_order(numbers: Sequence[TensorNumbers]) -> tuple[TensorNumbers, ...]:
-        return tuple(sorted(numbers, key=lambda t: place.get(t.name, len(place))))
-
-    ours, theirs = reference.tensors(0, "param"), candidate.tensors(0, "param")
-    both = (name for name in ours.names if name in theirs.names)
-    start = in_order([compare_tensor(name, ours[name], theirs[name], 0.0, 1.0) for name in both])
-    allowance = ParameterAllowance(notes, tolerance)
-    updates = []
-    for number in reference.updates():
-        update = _compare_update(reference, candidate, number, tolerance, allowance)
-        ordered = {kind: in_order(numbers) for kind, numbers in update.tensors.items()}
-        updates.append(replace(update, tensors=ordered))
-    return Comparison(start, tuple(updates))
+    """All updates that the reference has, compared with the candidate's; tensors in the order of the model."""
+    comparer = _Comparer(reference, candidate, tolerance)
+    return Comparison(comparer.start(), tuple(comparer.update(number) for number in reference.updates()))

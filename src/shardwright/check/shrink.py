@@ -97,7 +97,7 @@ def shrunk_config(config: dict[str, Any]) -> dict[str, Any]:
     }
     if feed_forward := _value(config, "feed_forward"):
         new["feed_forward"] = max(1, round(feed_forward * new_hidden / hidden))
-    if window_layers := _value(config, "window_layers"):
+    if new["layers"] < layers and (window_layers := _value(config, "window_layers")):
         new["window_layers"] = min(window_layers, new["layers"])
     overrides: dict[str, Any] = {}
     for meaning, value in new.items():

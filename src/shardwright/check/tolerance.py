@@ -2,7 +2,7 @@
 
 Every comparison reads |candidate - reference| <= allowed, and a result is `used` = the largest |difference| / allowed.
 
-Loss, gradient norm: allowed = r x |reference|.
+Gradient norm: allowed = r x |reference|. Loss: r / sqrt(targets), since it is a mean over them; r itself in float64.
 A gradient tensor: allowed = r x max(max|reference|, FLOOR x G), with G the largest |gradient| of the whole model in this
 update. The floor is for gradients that are zero in exact arithmetic (the bias of a key projection): they are rounding
 noise of the size of G x eps, so they have no relative error of their own. A tensor whose true gradient is above
@@ -19,6 +19,11 @@ than 2 max(1, |u|). The parameter, element by element, may therefore differ by
 with m, v, u of the reference and d twice the allowed difference of that gradient, clipped (the coefficient has its own r).
 Where gradients are not negligible this is far below the learning rate; a wrong step is about the learning rate itself.
 Parameters after SGD: lr x 2 d / (1 - momentum) for each update, and the same rounding term.
+
+From the second update on, the two sides start from weights that were allowed to differ, by a part p of the last step
+(norm of the difference / norm of the step). Gradients then differ by about that part of what a step changes, where a few
+weights that differ weigh much (one element of a norm's bias reaches a whole row) by more: r becomes r + min(10 p, 0.1). In
+float64 p is about 1e-13; in float32 it is what the sign-like steps near zero leave (2e-6 to 2e-5 in the tiny examples).
 """
 
 from __future__ import annotations
@@ -32,9 +37,10 @@ EPS = {"fp64": 2.0**-52, "fp32": 2.0**-23, "bf16": 2.0**-7}
 
 @dataclass(frozen=True)
 class Tolerance:
-    """The relative tolerance r, the eps of stored weights, how exactly a hypothesis must fit, and the text to print."""
+    """The relative tolerance r of gradients, that of the loss, the eps of stored weights, and the text to print."""
 
     relative: float
+    loss: float
     master_eps: float
     formula: str
 
@@ -43,36 +49,32 @@ class Tolerance:
         """A fault is named when the numbers agree with it to this (relative): looser than r, far tighter than a fault."""
         return min(max(100 * self.relative, 1e-6), 0.1)
 
-    def share(self, kind: str) -> float:
-        """The allowance of a kind of tensor, relative to its scale."""
-        return {"grad": 1.0, "exp_avg": 2.0, "momentum_buffer": 2.0}.get(kind, 4.0) * self.relative
+    def factor(self, kind: str) -> float:
+        """How many r a kind of tensor may differ by, relative to its scale."""
+        return {"grad": 1.0, "exp_avg": 2.0, "momentum_buffer": 2.0}.get(kind, 4.0)
 
 
 def float64_tolerance(relative: float = 1e-9) -> Tolerance:
     """float64 throughout: r = 1e-9, about 1e5 times what rounding leaves, about 1e5 times below any fault that matters."""
-    return Tolerance(relative, EPS["fp64"], f"float64, r = {relative:g}")
+    return Tolerance(relative, relative, EPS["fp64"], f"r = {relative:g} (float64)")
 
 
 def run_dtype_tolerance(
     param: str, reduce: str, master: str, *, blocks: int, microbatches: int, ranks: int, tokens: int
 ) -> Tolerance:
-    """r for the run's own dtypes against a float64 reference.
+    """r for the run's own dtypes against a float64 reference; `tokens` of an update, `microbatches` of a rank.
 
-    Rounding errors of independent signs grow with the square root of their number. A gradient passes about 12 roundings
-    to the compute dtype per block, forward and backward (two norms, five to seven projections, activation, residuals), and one
-    per microbatch that is accumulated: eps(param) x sqrt(12 blocks + microbatches). It is a sum over all tokens, kept in
-    fp32 or wider inside a matrix product: eps(accumulate) x sqrt(tokens). It is reduced over ranks: eps(reduce) x
-    sqrt(ranks). The factor 8 is for the largest of many elements where these terms are for a typical one.
+    One rounding has an error of at most u = eps / 2, of u / sqrt(3) typically; errors of independent signs grow with the
+    square root of their number. A gradient passes about 12 roundings to the compute dtype per block, forward and backward
+    (two norms, up to seven projections, activation, residuals), and one per microbatch that is accumulated. It is a sum
+    over all tokens, kept in float32 or wider inside a matrix product, and is reduced over ranks. The factor 4 is for the
+    largest of many elements where these terms are for a typical one.
     """
-    accumulate = EPS["fp64"] if param == "fp64" else EPS["fp32"]
-    parts = (
-        EPS[param] * math.sqrt(12 * blocks + microbatches),
-        accumulate * math.sqrt(tokens),
-        EPS[reduce] * math.sqrt(ranks),
-    )
-    relative = 8 * sum(parts)
+    accumulate = "fp64" if param == "fp64" else "fp32"
+    parts = ((param, 12 * blocks + microbatches), (accumulate, tokens), (reduce, ranks))
+    relative = 4 / math.sqrt(3) * sum(EPS[dtype] / 2 * math.sqrt(count) for dtype, count in parts)
     formula = (
-        f"r = 8 (eps({param}) sqrt(12 x {blocks} blocks + {microbatches} microbatches) + eps(accumulate) sqrt({tokens} tokens)"
-        f" + eps({reduce}) sqrt({ranks} ranks)) = {relative:.2g}"
+        f"r = 4 / sqrt(3) x [u({param}) sqrt(12 x {blocks} blocks + {microbatches} microbatches) + u({accumulate}) "
+        f"sqrt({tokens} tokens) + u({reduce}) sqrt({ranks} ranks)] = {relative:.2g} with u = eps / 2; loss r / sqrt(tokens)"
     )
-    return Tolerance(relative, EPS[master], formula)
+    return Tolerance(relative, relative / math.sqrt(tokens), EPS[master], formula)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import platform
 from collections.abc import Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -103,6 +105,17 @@ class Record:
         self._file.close()
         for sink in self._sinks:
             sink.close()
+
+
+def versions() -> dict[str, str]:
+    """Versions of what numbers depend on, and the processor."""
+    packages = ("shardwright", "torch", "transformers", "tokenizers", "safetensors", "numpy")
+    found = {name: metadata.version(name) for name in packages if _installed(name)}
+    return {"python": platform.python_version(), "machine": platform.machine(), **found}
+
+
+def _installed(name: str) -> bool:
+    return next(iter(metadata.Distribution.discover(name=name)), None) is not None
 
 
 def _update_of(line: str) -> float:

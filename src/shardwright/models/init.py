@@ -13,6 +13,7 @@ The idea of replaying recorded constructors is that of torchdistX's deferred ini
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -34,6 +35,8 @@ _ALLOCATE = {
     "aten::new_empty_strided",
 }
 _OVERWRITE = {"aten::normal_", "aten::uniform_", "aten::fill_", "aten::zero_", "aten::copy_", "aten::random_"}
+_IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
+_INIT_FUNCTIONS = dict(vars(torch.nn.init))  # as they are now: Transformers replaces them while it builds
 _FROM_VALUES = {torch.tensor, torch.as_tensor, torch.asarray}
 
 
@@ -58,20 +61,12 @@ class Operation:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     after: tuple[Operation, ...]
-    outputs: tuple[
-        View | None, ...
-    ] = ()  # one per tensor that the call returns; None where it is no new storage
-    owner: tuple[str, int] | None = (
-        None  # for a random operation: the tensor's name, and a running number in it
-    )
-
-    @property
-    def name(self) -> str:
-        return self.function._schema.name
-
-    @property
-    def is_random(self) -> bool:
-        return torch.Tag.nondeterministic_seeded in self.function.tags
+    allocates: bool = False  # makes memory and leaves it as it is
+    is_random: bool = False
+    # one per tensor that the call returns; None where it is no new storage
+    outputs: tuple[View | None, ...] = ()
+    # of a random operation: the tensor that it belongs to, and a running number in it
+    owner: tuple[str, int] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +87,7 @@ class Recipe:
     @property
     def is_set(self) -> bool:
         """False where nothing ever wrote a value: the constructor allocates the tensor and leaves it."""
-        return any(operation.name not in _ALLOCATE for operation in self.last)
+        return any(not operation.allocates for operation in self.last)
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,10 +104,27 @@ class Whole:
 
 
 class _Values(TorchFunctionMode):
-    """On meta, `torch.tensor(values)` forgets the values; this notes them as a copy from a real tensor."""
+    """Notes what meta tensors hide from the recorder.
+
+    `torch.tensor(values)` forgets the values: they are noted as a copy from a real tensor. Functions of
+    `torch.nn.init` whose steps depend on values (`trunc_normal_`, `orthogonal_`) ask `tensor.is_meta` and
+    then do nothing: at that question the whole call is noted.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func == _IS_META:
+            asking = sys._getframe(1)
+            if asking.f_globals is vars(torch.nn.init) and func(*args):
+                code = asking.f_code
+                names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+                given = {name: asking.f_locals[name] for name in names}
+                self._recorder.note_call(_INIT_FUNCTIONS[code.co_name], given)
+            return func(*args, **kwargs)
         if func not in _FROM_VALUES or torch.device(kwargs.get("device") or META).type != "meta":
             return func(*args, **kwargs)
         if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves(args)):
@@ -137,7 +149,7 @@ class Recorder(TorchDispatchMode):
         self._contexts: list[Any] = []
 
     def __enter__(self) -> Recorder:
-        self._contexts = [torch.device("meta"), _Values()]
+        self._contexts = [torch.device("meta"), _Values(self)]
         for context in self._contexts:
             context.__enter__()
         super().__enter__()
@@ -151,6 +163,16 @@ class Recorder(TorchDispatchMode):
     def last(self, tensor: Tensor) -> tuple[Operation, ...]:
         """The operations that wrote `tensor`'s storage, oldest first, without those that were overwritten."""
         return self._history.get(_storage(tensor), ())
+
+    def note_call(self, function: Any, given: dict[str, Any]) -> None:
+        """Notes a call of a function of `torch.nn.init` that gives all of `given["tensor"]` new values."""
+        tensor = given["tensor"]
+        after = () if _fills_storage(tensor) else self.last(tensor)
+        views = tree_map_only(Tensor, _captured, given)
+        operation = Operation(self._count, function, (), views, after, is_random=True)
+        self._count += 1
+        self._history[_storage(tensor)] = (*after, operation)
+        self._alive.setdefault(_storage(tensor), tensor)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -173,14 +195,23 @@ class Recorder(TorchDispatchMode):
         written: list[Tensor],
         created: list[Tensor | None],
     ) -> None:
-        overwrites = len(written) == 1 and func._schema.name in _OVERWRITE and _fills_storage(written[0])
+        name = func._schema.name
+        overwrites = len(written) == 1 and name in _OVERWRITE and _fills_storage(written[0])
         read = inputs[1:] if overwrites else inputs  # what it overwrites need not be made first
         after = tuple(dict.fromkeys(operation for tensor in read for operation in self.last(tensor)))
         args, kwargs = tree_map_only(Tensor, _captured, (args, kwargs))
         if torch.device(kwargs.get("device") or "cpu").type == "meta":
             kwargs["device"] = torch.device("cpu")
-        operation = Operation(self._count, func, args, kwargs, after)
-        operation.outputs = tuple(None if tensor is None else view_of(tensor) for tensor in created)
+        operation = Operation(
+            self._count,
+            func,
+            args,
+            kwargs,
+            after,
+            allocates=name in _ALLOCATE,
+            is_random=torch.Tag.nondeterministic_seeded in func.tags,
+            outputs=tuple(None if tensor is None else view_of(tensor) for tensor in created),
+        )
         self._count += 1
         for tensor in written:
             history = () if overwrites else self.last(tensor)
@@ -239,7 +270,7 @@ def _run(
             continue
         if tensor.stride() != view.stride or tensor.storage_offset() != view.offset:
             tensor = torch.empty_strided(view.shape, view.stride, dtype=view.dtype).copy_(tensor)
-        if operation.name in _ALLOCATE:
+        if operation.allocates:
             tensor.fill_(unset if tensor.is_floating_point() else 0)
         storages[view.storage] = tensor.untyped_storage()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
@@ -47,7 +48,6 @@ class Trainer:
         self._console = console
         self._seconds: list[float] = []
         self._waited = 0.0
-        self._pending_targets = 0
 
     # Checkpoints
 
@@ -108,10 +108,11 @@ class Trainer:
             self._say(f"Resumed from {resumed} at update {self.at.update} of {total}.")
         record = Record(self.output_dir, list(run.logging.report_to), self.at.update) if self.first else None
         progress = Progress(self._console, total) if self.first else None
+        batches = self.data.updates_from(self.at.update)
         code, saved_at = ExitCode.DONE, self.at.update if resumed else -1
         try:
             while self.at.update < total:
-                result = self._update(stop)
+                result = self._update(batches, stop)
                 done = self.at.update
                 if done % run.logging.log_steps == 0 or done == total or result.skipped:
                     self._log(record, progress, result)
@@ -133,9 +134,9 @@ class Trainer:
                 record.close()
         return code
 
-    def _update(self, stop: StopFlag) -> UpdateResult:
+    def _update(self, batches: Iterator[UpdateBatch], stop: StopFlag) -> UpdateResult:
         start = clock.now()
-        batch = self.data.update(self.at.update)
+        batch = next(batches)
         self._waited = clock.now() - start
         self.engine.forward_backward(batch)
         result = self.engine.step(stop=stop.requested)

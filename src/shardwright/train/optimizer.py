@@ -8,7 +8,7 @@ parameters themselves, since they may need whole matrices.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Any
@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from shardwright.config.schema import Training
 from shardwright.errors import ConfigError, did_you_mean
+from shardwright.parallel.mesh import FLATTENED
 from shardwright.train.muon import Muon
 
 LOCAL = ("adamw", "sgd", "muon")
@@ -66,23 +67,28 @@ def canonical(name: str) -> str:
     return name
 
 
-def local_parameters(module: nn.Module, plain_views: bool, first_replica: bool) -> list[Local]:
+def split_axes(parameter: nn.Parameter) -> set[str]:
+    """The mesh axes over which a parameter is divided; it is whole on every other one but pp."""
+    if not isinstance(parameter, DTensor):
+        return set()
+    dims = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements)
+    names = [name for name, placement in dims if not isinstance(placement, Replicate)]
+    return {axis for name in names for axis in FLATTENED.get(name, (name,))}
+
+
+def local_parameters(module: nn.Module, plain_views: bool, place: Mapping[str, int]) -> list[Local]:
     """Every trainable parameter of `module` once, in the order of the model (tied ones under their first name).
 
-    plain_views: give the optimizer views of shards. first_replica: this rank is the one that counts whole (replicated)
-    parameters in the norm; a DTensor's replicas are told apart by their place on the mesh.
+    plain_views: give the optimizer views of shards. place: this rank's coordinates on the axes; of ranks that hold the
+    same part of a parameter, the first one counts it in the norm.
     """
     found = []
     for name, p in module.named_parameters():
         if not p.requires_grad:
             continue
-        counts = first_replica
-        tensor = p
-        if isinstance(p, DTensor):
-            place: Sequence[int] = p.device_mesh.get_coordinate() or ()
-            counts = all(at == 0 for at, how in zip(place, p.placements) if isinstance(how, Replicate))
-            if plain_views:
-                tensor = nn.Parameter(p.to_local().detach())
+        divided = split_axes(p)
+        counts = all(at == 0 for axis, at in place.items() if axis != "pp" and axis not in divided)
+        tensor = nn.Parameter(p.to_local().detach()) if plain_views and isinstance(p, DTensor) else p
         found.append(Local(canonical(name), p, tensor, counts))
     return found
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shardwright.config.schema import RunFile
-from shardwright.data.loader import Loader, UpdateBatch, evaluation_loader
+from shardwright.data.loader import Loader, UpdateBatch, evaluation_loader, prefetch
 from shardwright.data.order import Order
 from shardwright.data.prepare import Prepared, prepare
 from shardwright.layout.axes import Axes
@@ -24,9 +25,9 @@ class RunData:
     def updates(self) -> int:
         return self.order.total_updates
 
-    def update(self, number: int) -> UpdateBatch:
-        """This rank's part of update `number` (0-based)."""
-        return self.loader.update(number)
+    def updates_from(self, first: int) -> Iterator[UpdateBatch]:
+        """This rank's part of update `first` (0-based) and of those after it, each made while the one before runs."""
+        return prefetch(self.loader, first)
 
 
 def make_order(run: RunFile, train: Prepared) -> Order:

@@ -10,7 +10,7 @@ from rich.console import Console
 from shardwright.config.load import Loaded
 from shardwright.data.prepare import Prepared, prepare
 from shardwright.errors import ConfigError
-from shardwright.launch import inside_a_launcher, run_workers
+from shardwright.launch import finish, inside_a_launcher, run_workers, worker_main
 from shardwright.layout.legality import check_run
 from shardwright.models.build import build_model
 from shardwright.parallel.apply import DTYPES
@@ -25,7 +25,7 @@ RUN_FILE = "config.yaml"
 def start_training(loaded: Loaded, nproc_per_node: int) -> int:
     """Trains as `loaded` says and returns the exit code: starts ranks here, or is one under torchrun or Slurm."""
     if inside_a_launcher():
-        return run_rank(loaded)
+        finish(worker_main(lambda: run_rank(loaded)))
     console = Console()
     check_run(loaded, nproc_per_node)
     prepare_run(loaded, console)

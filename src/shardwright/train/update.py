@@ -62,7 +62,9 @@ class Engine:
         self.module: nn.Module = self.parallel.module
         t = run.training
         plain = t.optimizer in LOCAL
-        self.locals: list[Local] = local_parameters(self.module, plain, first_replica=self.rank == 0)
+        place = axes.coordinates(self.rank)
+        self._counts_loss = place["tp"] == 0  # tensor-parallel peers hold the same loss
+        self.locals: list[Local] = local_parameters(self.module, plain, place)
         if not self.locals:
             raise ShardwrightError(
                 "Every parameter is frozen.", "There is nothing to train.", "Loosen model.freeze."
@@ -135,7 +137,7 @@ class Engine:
             )
             square = norms.double().square().sum()
         asked = torch.full_like(square, float(stop))
-        agreed = torch.stack([square, self._loss, asked])
+        agreed = torch.stack([square, self._loss * self._counts_loss, asked])
         dist.all_reduce(agreed)
         squares, loss, stops = agreed.tolist()
         return math.sqrt(squares) if squares >= 0 else math.nan, loss, int(stops)

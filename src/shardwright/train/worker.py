@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from shardwright.config.load import Loaded
 from shardwright.export.huggingface import save_pretrained
 from shardwright.launch import finish, worker_main
 from shardwright.layout.legality import check_run
+from shardwright.measure import clock
+from shardwright.measure.record import versions
 from shardwright.parallel.process_group import Connection, connect
 from shardwright.train.loop import Trainer
 from shardwright.train.run_data import RunData, open_data
@@ -48,10 +51,14 @@ def _data_in_turn(loaded: Loaded, connection: Connection) -> RunData:
 
 
 def _describe(loaded: Loaded, engine: Engine, connection: Connection, console: Console) -> None:
-    """Says what is about to run, and saves the resolved run file with the origin of every value."""
+    """Says what is about to run; saves the resolved run file with the origin of every value, and the environment."""
     output_dir = Path(loaded.run.checkpoint.output_dir)
     output_dir.mkdir(parents=True, exist_ok=True)
     (output_dir / "config.yaml").write_text(loaded.to_yaml(origins=True), encoding="utf-8")
+    environment = {"date": clock.date(), **versions(), **connection.configuration()}
+    (output_dir / "environment.json").write_text(json.dumps(environment, indent=1) + "\n", encoding="utf-8")
+    for notice in connection.notices:
+        console.print(notice, highlight=False, soft_wrap=True)
     parameters = sum(p.numel() for p in engine.module.parameters())
     precision = loaded.run.precision
     name = type(engine.module).__name__.removeprefix("FSDP")
