@@ -91,7 +91,9 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[st
             parallelism = apply_layout(layout, adjusted.run.parallelism)
             run = adjusted.run.model_copy(update={"parallelism": parallelism, "training": training})
             path = str(directory / f"candidate-{index}")
-            specs.append(CandidateSpec(run.model_dump(mode="json"), path, _updates(fault), adjusted.changes, fault))
+            specs.append(
+                CandidateSpec(run.model_dump(mode="json"), path, _updates(fault), adjusted.changes, fault)
+            )
             places[example, layout, fault] = path, resolve_axes(parallelism, 2)
         run_ranks(_record_all, 2, specs, timeout=170.0)
     found = {}
@@ -116,10 +118,20 @@ def test_plant_is_named(plant: tuple[str, str, str], outcomes: dict[tuple[str, s
 def test_verb_prints_the_diagnosis_and_exits_with_3(tmp_path: Path) -> None:
     """The command line: a table row for each layout, the first difference, the diagnosis, exit code 3."""
     command = [sys.executable, "-m", "shardwright", "check", "examples/tiny.yaml", "--layouts", "zero3"]
-    command += ["--nproc-per-node", "2", "--updates", "1", "--plant", "averaged", f"--data.cache_dir={tmp_path}"]
+    command += [
+        "--nproc-per-node",
+        "2",
+        "--updates",
+        "1",
+        "--plant",
+        "averaged",
+        f"--data.cache_dir={tmp_path}",
+    ]
     result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=150)
     assert result.returncode == 3, result.stderr
     rows = [line.split() for line in result.stdout.splitlines() if "DIFFERS" in line]
     assert [(row[0], row[1]) for row in rows] == [("zero3", "380")]
-    assert "zero3: first difference in update 1: gradient `model.embed_tokens.weight` [257, 64]" in result.stdout
+    assert (
+        "zero3: first difference in update 1: gradient `model.embed_tokens.weight` [257, 64]" in result.stdout
+    )
     assert "Diagnosis: averaged. gradients are 0.5 times the reference in all 39 tensors" in result.stdout
