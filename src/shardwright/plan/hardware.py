@@ -22,7 +22,8 @@ class Efficiency:
     """What a device reaches of its data sheet. One set per device; see `plan/kernels.py` for the laws.
 
     matmul: fraction of the peak of a large matrix product in a training step (power limit and memory stalls included).
-    saturation_flops: FLOPs of a product at which half of that is reached; it stands for launch, fill and drain.
+    wave: elements of the result at which half of that is reached (half a wave of output tiles); depth: the same for the
+    inner dim. attention_ramp: keys at which a flash kernel reaches half its rate.
     attention_forward, attention_backward: fraction of the peak of the flash kernels at head width 128.
     bandwidth: fraction of the memory bandwidth that element-wise kernels and the optimizer reach.
     link: fraction of the link bandwidth that a large collective inside a node reaches; network: between nodes.
@@ -30,7 +31,9 @@ class Efficiency:
     """
 
     matmul: float = 0.70
-    saturation_flops: float = 4e9
+    wave: float = 2e6
+    depth: float = 256.0
+    attention_ramp: float = 256.0
     attention_forward: float = 0.45
     attention_backward: float = 0.35
     bandwidth: float = 0.75
@@ -51,7 +54,7 @@ class Node:
     source: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Device:
     """One accelerator and the node it usually stands in.
 
@@ -153,7 +156,7 @@ def _catalogue() -> tuple[Device, ...]:
         Device("l40s-48gb", 48 * GB, 864 * GB, _rates(362, 91.6, 183, 733), _PCI4, 25 * GB, None, _A100, _sheet(_L40S_SHEET)),
         Device("rtx4090-24gb", 24 * GIB, 1008 * GB, _rates(165.2, 82.6, 82.6, 330.3), _PCI4, 25 * GB, None, _A100, _sheet(_4090_SHEET)),
         Device("cpu", 16 * GIB, 20 * GB, {"fp32": 95e9, "bf16": 210e9, "fp64": 45e9}, Node(1, 1 * GB, 0.125 * GB, 50e-6, 100e-6, "default"),
-               10 * GB, None, Efficiency(matmul=0.9, saturation_flops=1e6, attention_forward=0.5, attention_backward=0.5, fitted="default"),
+               10 * GB, None, Efficiency(matmul=0.9, wave=1e3, depth=16, attention_forward=0.5, attention_backward=0.5, fitted="default"),
                _sheet("default for one core, not this machine: run `shardwright doctor` and give its hardware file")),
     )
 
