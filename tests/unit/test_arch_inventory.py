@@ -42,7 +42,13 @@ CASES = {
     "mpt": ("Mpt", {"d_model": 64, "n_layers": 2, "n_heads": 4, "vocab_size": 100}),
     "opt": (
         "OPT",
-        {"hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
+        {
+            "hidden_size": 64,
+            "ffn_dim": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "vocab_size": 100,
+        }
         | {"word_embed_proj_dim": 64, "max_position_embeddings": 50},
     ),
 }
@@ -62,13 +68,19 @@ def test_every_parameter_has_transformers_name_and_size(case: str, tmp_path: Pat
     assert counts(shape).total == sum(parameter.numel() for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("kind", ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3Text", "Phi", "Phi3"])
+@pytest.mark.parametrize(
+    "kind", ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3Text", "Phi", "Phi3"]
+)
 def test_keys_that_a_config_leaves_out_take_transformers_defaults(kind: str) -> None:
     """A config.json with nothing but its model_type describes the class's default model."""
     config = getattr(transformers, f"{kind}Config")()
     full, bare = shape_from_config(config.to_dict()), shape_from_config({"model_type": config.model_type})
     assert bare == full
-    assert (full.layers, full.hidden, full.vocab) == (config.num_hidden_layers, config.hidden_size, config.vocab_size)
+    assert (full.layers, full.hidden, full.vocab) == (
+        config.num_hidden_layers,
+        config.hidden_size,
+        config.vocab_size,
+    )
     windows = [kind for kind in (getattr(config, "layer_types", None) or []) if kind == "sliding_attention"]
     assert full.window_layers == (config.num_hidden_layers if kind == "Mistral" else len(windows))
 
@@ -81,7 +93,9 @@ def test_the_other_defaults(kind: str) -> None:
 
 def test_a_nested_text_config_is_the_language_model() -> None:
     """gemma3's published config.json holds the language model under `text_config` and leaves most keys out."""
-    shape = shape_from_config({"model_type": "gemma3", "text_config": {"hidden_size": 2560, "num_hidden_layers": 34}})
+    shape = shape_from_config(
+        {"model_type": "gemma3", "text_config": {"hidden_size": 2560, "num_hidden_layers": 34}}
+    )
     assert (shape.family, shape.hidden, shape.layers, shape.vocab) == ("gemma3_text", 2560, 34, 262208)
     assert shape.window_layers == 34 - 5
 
@@ -90,7 +104,9 @@ def test_gpt3_has_175_billion_parameters() -> None:
     shape = generic_shape(layers=96, hidden=12288, heads=96, vocab=50257, learned_positions=2048)
     blocks = 96 * (12 * 12288**2 + 13 * 12288)
     assert counts(shape).total == blocks + (50257 + 2048) * 12288 + 2 * 12288
-    assert {group.name for group in parameters(shape)} == set(name.replace(".0.", ".{}.") for name in named_sizes(shape) if ".0." in name or "blocks" not in name)
+    assert {group.name for group in parameters(shape)} == set(
+        name.replace(".0.", ".{}.") for name in named_sizes(shape) if ".0." in name or "blocks" not in name
+    )
 
 
 def test_a_family_that_is_not_known_is_refused(tmp_path: Path) -> None:

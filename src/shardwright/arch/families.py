@@ -48,7 +48,14 @@ class Family:
 
 
 def _defaults(
-    vocab: int, hidden: int, ffn: int, layers: int, heads: int, kv_heads: int | None, positions: int, **more: Any
+    vocab: int,
+    hidden: int,
+    ffn: int,
+    layers: int,
+    heads: int,
+    kv_heads: int | None,
+    positions: int,
+    **more: Any,
 ) -> dict[str, Any]:
     return {
         "vocab_size": vocab,
@@ -70,32 +77,58 @@ _LLAMA = Family(
     mlp_bias="mlp_bias",
     defaults=_defaults(32000, 4096, 11008, 32, 32, None, 2048),
 )
-_QWEN2 = Family("qwen2", qkv_bias=True, defaults=_defaults(151936, 4096, 22016, 32, 32, 32, 32768, max_window_layers=28))
+_QWEN2 = Family(
+    "qwen2", qkv_bias=True, defaults=_defaults(151936, 4096, 22016, 32, 32, 32, 32768, max_window_layers=28)
+)
 _GEMMA = Family(
     "gemma",
     qkv_bias="attention_bias",
     out_bias="attention_bias",
     defaults=_defaults(256000, 3072, 24576, 28, 16, 16, 8192, head_dim=256, tie_word_embeddings=True),
 )
-_GEMMA_NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+_GEMMA_NORMS = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
 _GEMMA2 = replace(
     _GEMMA,
     name="gemma2",
     norms=_GEMMA_NORMS,
     defaults=_defaults(
-        256000, 2304, 9216, 26, 8, 4, 8192, head_dim=256, tie_word_embeddings=True, sliding_window=4096, sliding_window_pattern=2
+        256000,
+        2304,
+        9216,
+        26,
+        8,
+        4,
+        8192,
+        head_dim=256,
+        tie_word_embeddings=True,
+        sliding_window=4096,
+        sliding_window_pattern=2,
     ),
 )
 _GEMMA3 = replace(
     _GEMMA2,
     name="gemma3_text",
     qk_norm=True,
-    defaults={**_GEMMA2.defaults, "vocab_size": 262208, "max_position_embeddings": 131072, "sliding_window_pattern": 6},
+    defaults={
+        **_GEMMA2.defaults,
+        "vocab_size": 262208,
+        "max_position_embeddings": 131072,
+        "sliding_window_pattern": 6,
+    },
 )
 _FAMILIES = (
     _LLAMA,
     replace(_LLAMA, name="granite"),
-    replace(_LLAMA, name="smollm3", defaults=_defaults(128256, 2048, 11008, 36, 16, 4, 32768, tie_word_embeddings=True)),
+    replace(
+        _LLAMA,
+        name="smollm3",
+        defaults=_defaults(128256, 2048, 11008, 36, 16, 4, 32768, tie_word_embeddings=True),
+    ),
     Family("mistral", defaults=_defaults(32000, 4096, 14336, 32, 32, 8, 131072, sliding_window=4096)),
     _QWEN2,
     replace(

@@ -45,7 +45,9 @@ def visible_keys(length: int, window: int | None, causal: bool) -> float:
 def attention_keys(shape: Shape, length: int, causal: bool) -> float:
     """Visible keys summed over all layers."""
     whole = shape.layers - shape.window_layers
-    return whole * visible_keys(length, None, causal) + shape.window_layers * visible_keys(length, shape.window, causal)
+    return whole * visible_keys(length, None, causal) + shape.window_layers * visible_keys(
+        length, shape.window, causal
+    )
 
 
 def attention_forward_flops(shape: Shape, length: int, causal: bool) -> float:
@@ -90,7 +92,9 @@ def recompute_flops(shape: Shape, length: int, mode: str, causal: bool = False) 
     raise ValueError(f"no recomputation mode {mode!r}")
 
 
-def utilisation(flops_per_token: float, tokens_per_second: float, devices: int, peak_flops_per_second: float) -> float:
+def utilisation(
+    flops_per_token: float, tokens_per_second: float, devices: int, peak_flops_per_second: float
+) -> float:
     """Share of the peak of ALL devices: flops per token x tokens per second of all devices / (devices x peak)."""
     return flops_per_token * tokens_per_second / (devices * peak_flops_per_second)
 
@@ -143,12 +147,39 @@ class Convention:
 CONVENTIONS = {
     convention.name: convention
     for convention in (
-        Convention("shardwright", lambda s, t: model_flops(s, t).total, False, "blocks, full attention and head, this file"),
-        Convention("shardwright-causal", lambda s, t: model_flops(s, t, causal=True).total, False, "the same, visible keys only"),
-        Convention("narayanan", _narayanan, True, "Narayanan et al. 2021 (arXiv:2104.04473), section 5.1: full recomputation counted"),
-        Convention("korthikanti", _megatron, False, "Korthikanti et al. 2022 (arXiv:2205.05198), appendix A, model FLOPs"),
-        Convention("korthikanti-selective", _korthikanti_selective, True, "the same appendix, hardware FLOPs, selective recomputation"),
-        Convention("megatron", _megatron, False, "Megatron-LM README: 12BsLh^2(6 + s/h + V/(2Lh)), full attention"),
+        Convention(
+            "shardwright",
+            lambda s, t: model_flops(s, t).total,
+            False,
+            "blocks, full attention and head, this file",
+        ),
+        Convention(
+            "shardwright-causal",
+            lambda s, t: model_flops(s, t, causal=True).total,
+            False,
+            "the same, visible keys only",
+        ),
+        Convention(
+            "narayanan",
+            _narayanan,
+            True,
+            "Narayanan et al. 2021 (arXiv:2104.04473), section 5.1: full recomputation counted",
+        ),
+        Convention(
+            "korthikanti",
+            _megatron,
+            False,
+            "Korthikanti et al. 2022 (arXiv:2205.05198), appendix A, model FLOPs",
+        ),
+        Convention(
+            "korthikanti-selective",
+            _korthikanti_selective,
+            True,
+            "the same appendix, hardware FLOPs, selective recomputation",
+        ),
+        Convention(
+            "megatron", _megatron, False, "Megatron-LM README: 12BsLh^2(6 + s/h + V/(2Lh)), full attention"
+        ),
         Convention("palm", _palm, False, "Chowdhery et al. 2022 (arXiv:2204.02311), appendix B: 6N + 12LHQT"),
         Convention("torchtitan", _torchtitan, False, "torchtitan since 2025: 6(N - N_embedding) + 12LHQT"),
         Convention("mosaicml", _mosaicml, False, "llm-foundry: 3(2N + 4Ldt) with N all parameters"),

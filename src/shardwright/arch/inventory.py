@@ -133,7 +133,9 @@ def read_config(source: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}.", "", "Name a Hugging Face directory or config.json.") from None
+        raise ConfigError(
+            f"{path} cannot be read: {error.strerror}.", "", "Name a Hugging Face directory or config.json."
+        ) from None
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path} is not JSON: {error}.") from None
     if not isinstance(config, dict):
@@ -149,25 +151,39 @@ def shape_from_config(source: str | Path | Mapping[str, Any]) -> Shape:
     """
     config = read_config(source)
     if "model_type" not in config:
-        raise ConfigError("The config has no `model_type`.", "It names the family.", "Add it, for example `llama`.")
+        raise ConfigError(
+            "The config has no `model_type`.", "It names the family.", "Add it, for example `llama`."
+        )
     family = family_of(str(config["model_type"]))
     name = str(config.get("_name_or_path") or "")
     if isinstance(config.get("text_config"), Mapping):
         config = config["text_config"]
     for key in ("num_experts", "num_local_experts", "n_routed_experts"):
         if config.get(key):
-            raise ConfigError(f"{key} = {config[key]}: mixture-of-experts models are not planned.", "Their experts are split by another axis.")
-    numbers = {key: _value(config, family, key) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")}
+            raise ConfigError(
+                f"{key} = {config[key]}: mixture-of-experts models are not planned.",
+                "Their experts are split by another axis.",
+            )
+    numbers = {
+        key: _value(config, family, key)
+        for key in ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+    }
     for key, value in numbers.items():
         if value is None:
-            raise ConfigError(f"The config has no `{family.keys.get(key, key)}`.", f"{family.name} has no default for it.")
+            raise ConfigError(
+                f"The config has no `{family.keys.get(key, key)}`.", f"{family.name} has no default for it."
+            )
     layers, hidden, heads, vocab = (int(value) for value in numbers.values())
     kv_heads = int(_value(config, family, "num_key_value_heads") or heads)
     head_dim = int(_value(config, family, "head_dim") or hidden // heads)
     if heads % kv_heads:
-        raise ConfigError(f"num_attention_heads = {heads} is not a multiple of num_key_value_heads = {kv_heads}.")
+        raise ConfigError(
+            f"num_attention_heads = {heads} is not a multiple of num_key_value_heads = {kv_heads}."
+        )
     if config.get("word_embed_proj_dim", hidden) != hidden:
-        raise ConfigError(f"word_embed_proj_dim = {config['word_embed_proj_dim']} differs from hidden_size = {hidden}: not planned.")
+        raise ConfigError(
+            f"word_embed_proj_dim = {config['word_embed_proj_dim']} differs from hidden_size = {hidden}: not planned."
+        )
     ffn = _value(config, family, "intermediate_size") or int(config.get("expansion_ratio", 4)) * hidden
     positions = int(_value(config, family, "max_position_embeddings") or 0)
     window, window_layers = _windows(config, family, layers)
@@ -215,7 +231,11 @@ def generic_shape(
 ) -> Shape:
     """A GPT of these sizes: pre-norm blocks of attention and MLP; ffn defaults to 4 x hidden, head_dim to hidden / heads."""
     if head_dim is None and hidden % heads:
-        raise ConfigError(f"hidden = {hidden} is not divisible by heads = {heads}.", "Heads are equally wide.", "Give head_dim.")
+        raise ConfigError(
+            f"hidden = {hidden} is not divisible by heads = {heads}.",
+            "Heads are equally wide.",
+            "Give head_dim.",
+        )
     return Shape(
         family="gpt",
         layers=layers,
@@ -238,7 +258,15 @@ def generic_shape(
 
 
 def _linear(
-    names: str, fan_in: int, fan_out: int, bias: bool, count: int, part: Part, split: Split, units: int, in_first: bool
+    names: str,
+    fan_in: int,
+    fan_out: int,
+    bias: bool,
+    count: int,
+    part: Part,
+    split: Split,
+    units: int,
+    in_first: bool,
 ) -> Iterator[Group]:
     size = (fan_in, fan_out) if in_first else (fan_out, fan_in)
     yield Group(f"{names}.weight", size, count, part, split, units)
@@ -262,15 +290,31 @@ def _block(s: Shape, family: Family) -> Iterator[Group]:
     if len(family.qkv) == 1:
         widths, pieces = (sum(widths),), (s.kv_heads,)
     for name, width, units in zip(family.qkv, widths, pieces):
-        yield from _linear(f"{at}.{name}", s.hidden, width, s.qkv_bias, s.layers, "attention", "column", units, first)
+        yield from _linear(
+            f"{at}.{name}", s.hidden, width, s.qkv_bias, s.layers, "attention", "column", units, first
+        )
     if s.qk_norm:
         for name in family.qk_norms:
             yield from _norm(f"{at}.{name}", s.head_dim, s.norm_bias, s.layers)
-    yield from _linear(f"{at}.{family.out}", s.query_width, s.hidden, s.out_bias, s.layers, "attention", "row", s.heads, first)
+    yield from _linear(
+        f"{at}.{family.out}",
+        s.query_width,
+        s.hidden,
+        s.out_bias,
+        s.layers,
+        "attention",
+        "row",
+        s.heads,
+        first,
+    )
     for name in family.up:
         width = 2 * s.ffn if s.gated and len(family.up) == 1 else s.ffn
-        yield from _linear(f"{at}.{name}", s.hidden, width, s.mlp_bias, s.layers, "mlp", "column", s.ffn, first)
-    yield from _linear(f"{at}.{family.down}", s.ffn, s.hidden, s.mlp_bias, s.layers, "mlp", "row", s.ffn, first)
+        yield from _linear(
+            f"{at}.{name}", s.hidden, width, s.mlp_bias, s.layers, "mlp", "column", s.ffn, first
+        )
+    yield from _linear(
+        f"{at}.{family.down}", s.ffn, s.hidden, s.mlp_bias, s.layers, "mlp", "row", s.ffn, first
+    )
 
 
 @lru_cache(maxsize=256)

@@ -25,7 +25,12 @@ _GEMMA2 = {"model_type": "gemma2", "head_dim": 256}
 _GEMMA3 = {"model_type": "gemma3_text", "head_dim": 256, "sliding_window": 1024}
 _PHI3 = {"model_type": "phi3"}
 _NEOX = {"model_type": "gpt_neox"}
-_SMOLLM2 = {"model_type": "llama", "vocab_size": 49152, "tie_word_embeddings": True, "max_position_embeddings": 8192}
+_SMOLLM2 = {
+    "model_type": "llama",
+    "vocab_size": 49152,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 8192,
+}
 
 _PUBLISHED: dict[str, tuple[_Sizes, dict[str, object]]] = {
     "llama-2-7b": ((32, 4096, 32, 32, 11008), _LLAMA2),
@@ -131,9 +136,13 @@ def known_shape(name: str) -> Shape:
     key = _plain(name)
     if key in _GPT:
         layers, hidden, heads, vocab, positions = _GPT[key]
-        return generic_shape(layers=layers, hidden=hidden, heads=heads, vocab=vocab, learned_positions=positions, name=key)
+        return generic_shape(
+            layers=layers, hidden=hidden, heads=heads, vocab=vocab, learned_positions=positions, name=key
+        )
     if key not in _PUBLISHED:
-        raise ConfigError(f"{name!r} is neither a model directory nor a well-known model.", did_you_mean(key, known_names()))
+        raise ConfigError(
+            f"{name!r} is neither a model directory nor a well-known model.", did_you_mean(key, known_names())
+        )
     (layers, hidden, heads, kv_heads, ffn), rest = _PUBLISHED[key]
     sizes = {
         "num_hidden_layers": layers,
