@@ -1,0 +1,348 @@
+"""Peak memory of one update: a timeline of what is alive when, and a closed form that gives its maximum.
+
+The timeline walks a pipeline rank's action list block by block. The closed form looks only at the moments that can be the
+maximum: in the backward of each distinct state of the action list, the loss, the head, the first and last block that backward
+meets, the embedding; and the optimizer step. A test holds the two equal on random layouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from shardwright.config.schema import Schedule
+from shardwright.layout.schedule import Action, actions, rank_stages
+from shardwright.plan.job import Job, Layout
+from shardwright.plan.program import SHARDWRIGHT, Program
+from shardwright.plan.rank_bytes import RankBytes, accumulates, rank_bytes
+
+PARTS = (
+    "parameters",
+    "optimizer states",
+    "gradients",
+    "gathered parameters",
+    "unreduced gradients",
+    "activations",
+    "kept for weight gradients",
+    "recomputation and workspace",
+    "logits and loss",
+    "buffers",
+)
+
+
+@dataclass(frozen=True)
+class Moment:
+    """One moment of an update on one pipeline rank: its name, and the bytes of each of `PARTS`."""
+
+    label: str
+    alive: tuple[float, ...]
+
+    @property
+    def total(self) -> float:
+        return sum(self.alive)
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The fullest moment of the fullest rank.
+
+    allocated: bytes of tensors. reserved: with the allocator's fragmentation. device: with the CUDA context, to be compared
+    with the device's memory. composition: bytes by name, at that moment, largest first.
+    """
+
+    allocated: float
+    reserved: float
+    device: float
+    pipeline_rank: int
+    moment: str
+    composition: dict[str, float]
+
+
+class State(NamedTuple):
+    """What a backward action of a pipeline rank meets, whatever the sizes.
+
+    kind, chunk: the action and the rank's stage it is for. alive: microbatches in flight per stage, this one included.
+    deferred: microbatches per stage whose weight gradients are still to come. gradients: per stage, 0 before its first
+    backward, 2 after its last, else 1. first, last: this is the stage's first, or last, backward for weights.
+    """
+
+    kind: str
+    chunk: int
+    alive: tuple[int, ...]
+    deferred: tuple[int, ...]
+    gradients: tuple[int, ...]
+    first: bool
+    last: bool
+
+
+def _clamp(schedule: Schedule | None, pp: int, microbatches: int) -> int:
+    """A number of microbatches with the same states: the steady phase repeats. GPipe has none."""
+    if schedule is None:
+        return min(microbatches, 3)
+    if schedule == "gpipe":
+        return microbatches
+    if schedule in ("interleaved_1f1b", "zero_bubble"):
+        rounds = max(1, microbatches // pp)
+        return microbatches // rounds * min(rounds, 5)
+    return min(microbatches, 5 * pp)
+
+
+def rank_actions(layout: Layout, microbatches: int, rank: int) -> tuple[Action, ...]:
+    """The action list of one pipeline rank; without a pipeline, forward and backward in turn."""
+    if layout.axes.pp == 1:
+        return tuple(Action(0, kind, index) for index in range(microbatches) for kind in "FB")
+    return actions(layout.schedule or "1f1b", layout.axes.pp, layout.chunks, microbatches)[rank]
+
+
+@lru_cache(maxsize=8192)
+def states(schedule: Schedule | None, pp: int, chunks: int, microbatches: int, rank: int) -> tuple[State, ...]:
+    """The backward states of a rank that no other state of it dominates."""
+    count = _clamp(schedule, pp, microbatches)
+    if schedule is None:
+        own: tuple[int, ...] = (0,)
+        listed = [Action(0, kind, index) for index in range(count) for kind in "FB"]
+    else:
+        own = rank_stages(schedule, pp, chunks, rank)
+        listed = list(actions(schedule, pp, chunks, count)[rank])
+    alive, deferred, weights = [0] * len(own), [0] * len(own), [0] * len(own)
+    found: dict[tuple[str, int, tuple[int, ...], bool, bool], list[State]] = {}
+    for stage, kind, _ in listed:
+        chunk = own.index(stage)
+        if kind == "F":
+            alive[chunk] += 1
+            continue
+        gradients = tuple((done > 0) + (done == count) for done in weights)
+        first, last = weights[chunk] == 0, weights[chunk] == count - 1
+        state = State(kind, chunk, tuple(alive), tuple(deferred), gradients, first, last)
+        _keep(found.setdefault((kind, chunk, gradients, first, last), []), state)
+        alive[chunk] -= kind != "W"
+        deferred[chunk] += {"I": 1, "W": -1}.get(kind, 0)
+        weights[chunk] += kind != "I"
+    return tuple(state for group in found.values() for state in group)
+
+
+def _keep(group: list[State], new: State) -> None:
+    """Adds `new` unless another of its group holds at least as much of everything; drops those it dominates."""
+
+    def covers(a: State, b: State) -> bool:
+        return all(x >= y for x, y in zip(a.alive + a.deferred, b.alive + b.deferred))
+
+    if any(covers(old, new) for old in group):
+        return
+    group[:] = [old for old in group if not covers(new, old)] + [new]
+
+
+def _stage_saved(b: RankBytes, chunk: int) -> float:
+    """Bytes that one microbatch in flight keeps on a stage."""
+    a = b.activations
+    saved = b.blocks[chunk] * (a.saved + b.cast[0]) + a.boundary
+    return saved + (a.head + b.cast[1] + b.loss_kept if chunk == b.last else 0.0)
+
+
+def _peak_of_rank(b: RankBytes, listed: tuple[State, ...], late: bool) -> float:
+    """The closed form: the largest total over the states of one rank."""
+    a = b.activations
+    base = b.parameters + b.optimizer + b.buffers + b.always
+    per_stage = [_stage_saved(b, chunk) for chunk in range(len(b.blocks))]
+    one, ends = b.accumulated if late else b.resting, range(len(b.blocks))
+    whole = [b.blocks[i] * one[0] + (one[1] if i == b.first else 0) + (one[2] if i == b.last else 0) for i in ends]
+    final = [
+        b.blocks[i] * b.resting[0] + (b.resting[1] if i == b.first else 0) + (b.resting[2] if i == b.last else 0)
+        for i in ends
+    ]
+    window = b.gathered_all if b.resident else 0.0
+    peak = base + sum(final) + b.step
+    for kind, chunk, alive, deferred, gradients, first, last in listed:
+        n = b.blocks[chunk]
+        others = base + sum((0.0, whole[i], final[i])[gradients[i]] for i in ends if i != chunk)
+        others += sum(alive[i] * per_stage[i] + deferred[i] * b.blocks[i] * a.deferred for i in ends)
+        gathered = window or min(b.ahead, n) * b.gathered[0]
+        if kind == "W":
+            own = whole[chunk] if gradients[chunk] else 0.0
+            peak = max(peak, others + own + gathered + b.transient[0])
+            continue
+        rest = others - per_stage[chunk] + a.boundary
+        saved = a.saved + b.cast[0]
+        reduces = kind == "B"
+        before = whole[chunk] if gradients[chunk] else 0.0
+        grown = (before, before)
+        if reduces and first and not (late and last):
+            head = one[2] if chunk == b.last else 0.0
+            grown = (head, head + (n - 1) * one[0])
+        elif reduces and late and last:
+            left = before - (one[2] if chunk == b.last else 0.0)
+            head = b.resting[2] if chunk == b.last else 0.0
+            grown = (left + head, left + head + (n - 1) * (b.resting[0] - one[0]))
+        if chunk == b.last:
+            at_head = rest + n * saved + a.head + b.cast[1] + before
+            peak = max(peak, at_head + b.loss + (window or b.gathered[2]))
+            unreduced = b.transient[2] if reduces else 0.0
+            peak = max(peak, at_head + b.loss_after + (window or b.gathered[2]) + unreduced)
+        inside = gathered + a.work + (b.transient[0] if reduces else 0.0)
+        peak = max(peak, rest + n * saved + inside + grown[0], rest + saved + inside + grown[1])
+        if chunk == b.first and reduces:
+            done = grown[1] + ((b.resting[0] - one[0]) if late and last else (one[0] if first else 0.0))
+            peak = max(peak, rest + done + (window or b.gathered[1]) + b.transient[1])
+    return peak
+
+
+def peak_bytes(job: Job, layout: Layout, program: Program = SHARDWRIGHT) -> float:
+    """Allocated bytes at the peak of the fullest rank: the closed form."""
+    microbatches = layout.microbatches(job)
+    late = accumulates(layout, program, microbatches)
+    pp = layout.axes.pp
+    schedule = None if pp == 1 else layout.schedule or "1f1b"
+    return max(
+        _peak_of_rank(
+            rank_bytes(job, layout, program, rank), states(schedule, pp, layout.chunks, microbatches, rank), late
+        )
+        for rank in range(pp)
+    )
+
+
+def device_bytes(allocated: float, program: Program = SHARDWRIGHT) -> float:
+    """Device memory that `allocated` bytes of tensors need: fragmentation and context on top."""
+    return allocated * (1 + program.fragmentation) + program.context_bytes
+
+
+class _Walk:
+    """The state of a rank while its action list is walked."""
+
+    def __init__(self, b: RankBytes, late: bool, microbatches: int) -> None:
+        self.b, self.late, self.count = b, late, microbatches
+        stages = len(b.blocks)
+        self.alive, self.deferred = [0] * stages, [0] * stages
+        self.weights = [0] * stages
+        # Units of each stage whose gradients exist: reduced, and put off.
+        self.reduced = [[0, 0, 0] for _ in range(stages)]
+        self.waiting = [[0, 0, 0] for _ in range(stages)]
+
+    def moment(
+        self,
+        label: str,
+        activations: float,
+        *,
+        gathered: float = 0.0,
+        unreduced: float = 0.0,
+        work: float = 0.0,
+        loss: float = 0.0,
+    ) -> Moment:
+        b, a = self.b, self.b.activations
+        gradients = b.always + sum(n * size for own in self.reduced for n, size in zip(own, b.resting))
+        put_off = sum(n * size for own in self.waiting for n, size in zip(own, b.accumulated))
+        later = sum(self.deferred[i] * b.blocks[i] for i in range(len(b.blocks))) * a.deferred
+        parts = (b.parameters, b.optimizer, gradients, b.gathered_all if b.resident else gathered)
+        return Moment(label, (*parts, unreduced + put_off, activations, later, work, loss, b.buffers))
+
+    def in_flight(self) -> float:
+        return sum(count * _stage_saved(self.b, chunk) for chunk, count in enumerate(self.alive))
+
+    def gradient(self, chunk: int, place: int) -> None:
+        """One unit's gradient has been made: it is reduced, or it waits for the last microbatch."""
+        limit = self.b.blocks[chunk] if place == 0 else 1
+        if self.late and self.weights[chunk] < self.count - 1:
+            self.waiting[chunk][place] = min(self.waiting[chunk][place] + 1, limit)
+        else:
+            self.waiting[chunk][place] = max(self.waiting[chunk][place] - 1, 0)
+            self.reduced[chunk][place] = min(self.reduced[chunk][place] + 1, limit)
+
+    def forward(self, chunk: int, name: str) -> Iterator[Moment]:
+        b, a = self.b, self.b.activations
+        base = self.in_flight()
+        for block in range(b.blocks[chunk]):
+            kept = base + a.boundary + (block + 1) * (a.saved + b.cast[0])
+            gathered = min(b.ahead, b.blocks[chunk]) * b.gathered[0]
+            yield self.moment(f"forward of {name}, block {block}", kept, gathered=gathered, work=a.forward)
+        self.alive[chunk] += 1
+
+    def backward(self, chunk: int, kind: str, name: str) -> Iterator[Moment]:
+        b, a, n = self.b, self.b.activations, self.b.blocks[chunk]
+        self.alive[chunk] -= 1
+        base = self.in_flight() + a.boundary
+        saved, reduces = a.saved + b.cast[0], kind == "B"
+        sending = b.transient if reduces else (0.0, 0.0, 0.0)
+        if chunk == b.last:
+            kept = base + n * saved + a.head + b.cast[1]
+            yield self.moment(f"loss of {name}", kept, loss=b.loss, gathered=b.gathered[2])
+            yield self.moment(
+                f"backward of {name}, head", kept, loss=b.loss_after, gathered=b.gathered[2], unreduced=sending[2]
+            )
+            if reduces:
+                self.gradient(chunk, 2)
+        for block in reversed(range(n)):
+            yield self.moment(
+                f"backward of {name}, block {block}",
+                base + (block + 1) * saved,
+                gathered=min(b.ahead, n) * b.gathered[0],
+                unreduced=sending[0],
+                work=a.work,
+            )
+            if reduces:
+                self.gradient(chunk, 0)
+        if chunk == b.first and reduces:
+            yield self.moment(
+                f"backward of {name}, embedding", base, gathered=b.gathered[1], unreduced=sending[1]
+            )
+            self.gradient(chunk, 1)
+        if kind == "I":
+            self.deferred[chunk] += 1
+        else:
+            self.weights[chunk] += 1
+
+    def weight(self, chunk: int, name: str) -> Iterator[Moment]:
+        b = self.b
+        gathered = min(b.ahead, b.blocks[chunk]) * b.gathered[0]
+        yield self.moment(
+            f"weight gradients of {name}", self.in_flight(), gathered=gathered, unreduced=b.transient[0]
+        )
+        self.deferred[chunk] -= 1
+        for _ in range(b.blocks[chunk]):
+            self.gradient(chunk, 0)
+        for place, holder in ((1, b.first), (2, b.last)):
+            if chunk == holder:
+                self.gradient(chunk, place)
+        self.weights[chunk] += 1
+
+
+def timeline(job: Job, layout: Layout, rank: int = 0, program: Program = SHARDWRIGHT) -> Iterator[Moment]:
+    """Every moment of one update on pipeline rank `rank`, in order, in the steady state of training."""
+    microbatches = layout.microbatches(job)
+    b = rank_bytes(job, layout, program, rank)
+    walk = _Walk(b, accumulates(layout, program, microbatches), microbatches)
+    pp = layout.axes.pp
+    own = (0,) if pp == 1 else rank_stages(layout.schedule or "1f1b", pp, layout.chunks, rank)
+    for stage, kind, index in rank_actions(layout, microbatches, rank):
+        name = f"microbatch {index}" if pp == 1 else f"microbatch {index}, stage {stage}"
+        chunk = own.index(stage)
+        if kind == "F":
+            yield from walk.forward(chunk, name)
+        elif kind == "W":
+            yield from walk.weight(chunk, name)
+        else:
+            yield from walk.backward(chunk, kind, name)
+    end = walk.moment("optimizer step", 0.0, work=b.step)
+    # Nothing is gathered any more.
+    yield Moment(end.label, tuple(0.0 if part == "gathered parameters" else x for part, x in zip(PARTS, end.alive)))
+
+
+def peak(job: Job, layout: Layout, program: Program = SHARDWRIGHT) -> Peak:
+    """The fullest moment over all pipeline ranks, with what is alive at it."""
+    fullest: tuple[float, int, Moment] | None = None
+    for rank in range(layout.axes.pp):
+        for moment in timeline(job, layout, rank, program):
+            if fullest is None or moment.total > fullest[0]:
+                fullest = (moment.total, rank, moment)
+    assert fullest is not None
+    allocated, rank, moment = fullest
+    parts = sorted(zip(PARTS, moment.alive), key=lambda part: -part[1])
+    reserved = allocated * (1 + program.fragmentation)
+    return Peak(
+        allocated=allocated,
+        reserved=reserved,
+        device=reserved + program.context_bytes,
+        pipeline_rank=rank,
+        moment=moment.label,
+        composition={name: size for name, size in parts if size > 0},
+    )

@@ -1,0 +1,124 @@
+"""What a training program keeps in memory apart from the layout: which kernels, which copies, which buffers.
+
+The same layout of the same model needs other amounts in other programs. Each preset states facts of one program, each with
+its reason; nothing here is fitted except `fragmentation`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Program:
+    """One training program.
+
+    engine: `torch` is DDP over stored weights and `fully_shard`; `flat` keeps weights in the compute dtype whole on each
+    rank, adds gradients up in one fp32 buffer, and shards master weights and moments with zero1 and above.
+    flat_gradient_copies: bytes per parameter of gradients beside that buffer (buckets in the compute dtype).
+    rms_norm_bytes: bytes kept per element of an RMS norm's input: 2 fused (the input); 6 as Transformers writes it
+    (an fp32 copy and the normalised product); 8 as torch decomposed it before 2.9 (two fp32 copies).
+    gated_bytes: bytes kept per element of a gated MLP's inner width: 6 fused (gate, up, product), 8 with silu(gate) too.
+    repeats_kv: K and V are copied to every query head before attention.
+    attention_matrix_bytes: per head, query and key without flash attention: 5 is softmax, dropout mask and dropped out
+    (Korthikanti et al. 2022); 6 is an fp32 softmax and its narrow copy (Transformers' eager attention).
+    dropout: a one-byte mask after attention and after the MLP.
+    keeps_gathered: with sequence parallel, the gathered input of the column-parallel products is kept for backward
+    (DTensor) instead of gathered again (Megatron-LM).
+    selective: what selective recomputation keeps: `matmuls` every matrix product and attention; `alternate` every
+    second matrix product and attention (torchtitan); `attention` all but attention's core (Megatron-LM).
+    loss_copies: names and bytes per logit alive at once in the backward of the loss; the compute dtype's logits come
+    first and have the compute dtype's bytes (written 0 here).
+    gathers_kv: context parallel keeps K and V of the whole row on each rank (gathered); else of its own part (ring).
+    pipeline_keeps_gathered: under a pipeline, parameters stay gathered and gradients unreduced until the last microbatch
+    (what torch.distributed.pipelining does to fully_shard).
+    optimizer_temporary_bytes: per local element in the optimizer step: 0 fused, 4 foreach.
+    buffer_bytes: fixed communication buffers (DeepSpeed: two buckets of 5e8 elements).
+    fragmentation: part of the allocated peak that the caching allocator reserves on top, fitted on the calibration rows.
+    context_bytes: CUDA context, cuBLAS and NCCL buffers, outside of the allocator.
+    """
+
+    name: str
+    engine: Literal["torch", "flat"] = "torch"
+    flat_gradient_copies: float = 0.0
+    rms_norm_bytes: float = 6.0
+    gated_bytes: float = 8.0
+    repeats_kv: bool = False
+    attention_matrix_bytes: float = 6.0
+    dropout: bool = False
+    keeps_gathered: bool = True
+    selective: Literal["matmuls", "alternate", "attention"] = "matmuls"
+    loss_copies: tuple[tuple[str, float], ...] = (
+        ("logits", 0.0),
+        ("log-probabilities", 4.0),
+        ("gradient of the log-probabilities", 4.0),
+        ("gradient of the fp32 logits", 4.0),
+    )
+    gathers_kv: bool = True
+    pipeline_keeps_gathered: bool = True
+    optimizer_temporary_bytes: float = 0.0
+    buffer_bytes: float = 0.0
+    fragmentation: float = 0.06
+    context_bytes: float = 1.2 * GIB
+
+
+SHARDWRIGHT = Program("shardwright")
+
+TORCHTITAN = Program("torchtitan", rms_norm_bytes=8.0, repeats_kv=True, selective="alternate")
+"""Eager torchtitan with torch 2.6 to 2.8: composite RMS norm, K and V repeated, every second product kept."""
+
+TORCHTITAN_COMPILED = Program("torchtitan-compiled", rms_norm_bytes=2.0, gated_bytes=6.0, selective="alternate")
+"""torchtitan with each block compiled: norms and SwiGLU fused, recomputed cheaply."""
+
+MEGATRON = Program(
+    "megatron",
+    engine="flat",
+    rms_norm_bytes=2.0,
+    gated_bytes=6.0,
+    keeps_gathered=False,
+    selective="attention",
+    loss_copies=(("logits", 0.0), ("fp32 logits, turned into softmax and gradient in place", 4.0), ("gradient", 2.0)),
+    gathers_kv=False,
+    pipeline_keeps_gathered=False,
+)
+"""Megatron-LM with Transformer Engine: fused norm and SwiGLU, fp32 main gradients, in-place vocabulary-parallel loss."""
+
+MEGATRON_2022 = Program(
+    "megatron-2022",
+    engine="flat",
+    rms_norm_bytes=2.0,
+    gated_bytes=6.0,
+    attention_matrix_bytes=5.0,
+    dropout=True,
+    keeps_gathered=False,
+    selective="attention",
+    loss_copies=(("fp32 logits", 4.0),),
+    gathers_kv=False,
+    pipeline_keeps_gathered=False,
+)
+"""Megatron-LM as in Korthikanti et al. 2022: no flash attention, dropout, GELU, fp16."""
+
+NANOTRON = Program(
+    "nanotron",
+    engine="flat",
+    flat_gradient_copies=2.0,
+    rms_norm_bytes=2.0,
+    gated_bytes=8.0,
+    loss_copies=(("logits", 0.0), ("fp32 logits", 4.0), ("exponentials", 4.0), ("gradient", 4.0)),
+    selective="attention",
+    gathers_kv=False,
+    pipeline_keeps_gathered=False,
+    optimizer_temporary_bytes=4.0,
+)
+"""nanotron: fused norm, eager SwiGLU, bf16 DDP buckets beside an fp32 accumulation buffer, foreach AdamW."""
+
+DEEPSPEED = Program("deepspeed", engine="flat", buffer_bytes=2 * 5e8 * 2)
+"""DeepSpeed ZeRO with its default reduce and gather buckets of 5e8 elements in the compute dtype."""
+
+PROGRAMS = {
+    program.name: program
+    for program in (SHARDWRIGHT, TORCHTITAN, TORCHTITAN_COMPILED, MEGATRON, MEGATRON_2022, NANOTRON, DEEPSPEED)
+}
