@@ -28,12 +28,16 @@ class Software:
 
     host_forward, host_backward: seconds the host needs to issue one block's kernels (and 1/2 of it for the head): the
     floor of a block's time. host_tensor_parallel: added for each block and direction when tensor parallelism is on.
+    host_tensor_pipeline: added for each block, direction and tensor-parallel rank when a pipeline crosses nodes.
     hidden_passes: reads and writes of a [M, D] tensor by norms, residuals, dropout and rotary of one block in the forward
     pass (fused: about 10, eager: 30); the backward pass has twice as many. mlp_passes: the same for [M, F].
+    attention_rate: speed of its flash kernels relative to FlashAttention-2 (the first generation: about half).
     logits_bytes: bytes per logit moved by loss and its gradient. accumulate_bytes: per parameter and microbatch, what
     adding the gradient into its buffer moves. optimizer_bytes: per parameter this rank updates.
     overlap_data_parallel: gradients travel while the backward pass of the last microbatch runs.
     overlap_tensor_parallel: fraction of the backward tensor-parallel collectives hidden under weight gradients.
+    overlap_slowdown: seconds that compute loses for each second a collective runs beside it.
+    bucket_bytes: gradients are reduced in pieces of so many bytes (None: all at once).
     overlap_pipeline: sends between stages run beside compute. pipeline_seconds: fixed time of one send and receive.
     update_seconds: fixed time of an update (data, logging, gradient norm, host synchronisation).
     """
@@ -41,17 +45,21 @@ class Software:
     name: str = "shardwright"
     host_forward: float = 1.0e-3
     host_backward: float = 1.0e-3
-    host_tensor_parallel: float = 0.5e-3
-    hidden_passes: float = 24.0
+    host_tensor_parallel: float = 0.4e-3
+    host_tensor_pipeline: float = 0.0
+    hidden_passes: float = 30.0
     mlp_passes: float = 6.0
-    logits_bytes: float = 20.0
+    attention_rate: float = 1.0
+    logits_bytes: float = 30.0
     accumulate_bytes: float = 10.0
     optimizer_bytes: float = 32.0
     overlap_data_parallel: bool = True
     overlap_tensor_parallel: float = 0.0
+    overlap_slowdown: float = 0.2
+    bucket_bytes: float | None = None
     overlap_pipeline: bool = False
-    pipeline_seconds: float = 100e-6
-    update_seconds: float = 5e-3
+    pipeline_seconds: float = 200e-6
+    update_seconds: float = 10e-3
 
 
 @dataclass(frozen=True)
@@ -103,7 +111,7 @@ def attention_flops(rows: float, queries: float, keys: float, heads: float, head
 
 
 def attention_seconds(
-    device: Device, rows: float, queries: float, keys: float, heads: float, head_dim: int, dtype: str, kind: Attention
+    device: Device, rows: float, queries: float, keys: float, heads: float, head_dim: int, dtype: str, kind: Attention, rate: float = 1.0
 ) -> tuple[float, float]:
     """(forward, backward) seconds of attention's core, causal.
 
@@ -115,7 +123,7 @@ def attention_seconds(
     if kind == "flash":
         flops = attention_flops(rows, queries, keys, heads, head_dim)
         shape = (head_dim / (head_dim + HEAD_RAMP)) * ((128 + HEAD_RAMP) / 128) * (keys / (keys + e.attention_ramp))
-        peak = device.peak(dtype) * shape
+        peak = device.peak(dtype) * shape * rate
         return flops / (peak * e.attention_forward), 2.5 * flops / (peak * e.attention_backward)
     scores = rows * heads * queries * keys
     batch = rows * heads
@@ -136,7 +144,7 @@ def block_time(
     out_f, out_b = _products(device, m, s.query_width / tp, s.hidden, dtype)
     up_f, up_b = _products(device, m, s.hidden, (2 if s.gated else 1) * s.ffn / tp, dtype)
     down_f, down_b = _products(device, m, s.ffn / tp, s.hidden, dtype)
-    att_f, att_b = attention_seconds(device, rows, length / cp, length, s.heads / tp, s.head_dim, dtype, attention)
+    att_f, att_b = attention_seconds(device, rows, length / cp, length, s.heads / tp, s.head_dim, dtype, attention, software.attention_rate)
     size = DTYPE_BYTES[dtype]
     hidden = m * s.hidden / (tp if sequence_parallel else 1) * software.hidden_passes
     inner = m * s.ffn / tp * software.mlp_passes
