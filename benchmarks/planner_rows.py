@@ -175,7 +175,7 @@ def narayanan() -> Iterator[Row]:
         flops = 96 * batch * 2048 * layers * hidden**2 * (1 + 2048 / (6 * hidden) + 51200 / (16 * layers * hidden))
         yield Row(
             "narayanan table 1", f"{r['params_b']}B tp{tp} pp{pp} dp{dp}", Job(shape, 2048, batch, "fp16", "fp16", attention="eager"),
-            _megatron_layout(tp, pp, dp, rows, chunks, "full", False), "a100-sxm-80gb", "megatron", _even(layers, pp),
+            _megatron_layout(tp, pp, dp, rows, chunks, "full", False), "a100-sxm-80gb", "megatron", _even(layers, pp * chunks),
             flops / (int(r["gpus"]) * float(r["tflops_gpu"]) * 1e12),
         )
     shapes = {"174.6": (96, 12288, 96, 12), "529.6": (105, 20480, 128, 35)}
@@ -184,10 +184,11 @@ def narayanan() -> Iterator[Row]:
         gpus, batch = int(r["gpus"]), int(r["gbs"])
         tp, pp = (8, pp) if r["scheme"] == "ptd" else (1, 1)
         dp = gpus // (tp * pp)
+        chunks = 3 if pp == 35 else 1  # as in table 1 for the same model
         flops = 96 * batch * 2048 * layers * hidden**2 * (1 + 2048 / (6 * hidden) + 51200 / (16 * layers * hidden))
         yield Row(
             "narayanan table 2", f"{r['scheme']} {r['params_b']}B x {gpus}", Job(_gpt(layers, hidden, heads), 2048, batch, "fp16", "fp16", attention="eager"),
-            _megatron_layout(tp, pp, dp, int(r["mbs"]), 3 if pp == 35 else 1, "full", False), "a100-sxm-80gb", "megatron", _even(layers, pp),
+            _megatron_layout(tp, pp, dp, int(r["mbs"]), chunks, "full", False), "a100-sxm-80gb", "megatron", _even(layers, pp * chunks),
             flops / (gpus * float(r["tflops_gpu"]) * 1e12),
             "DeepSpeed ZeRO-3 of 2021: its overlap and recomputation are not given" if r["scheme"] == "zero3" else "",
         )
@@ -206,9 +207,10 @@ def korthikanti() -> Iterator[Row]:
         layers, hidden, heads = int(r["layers"]), int(r["hidden"]), int(r["heads"])
         tp, pp, dp, rows, batch = (int(r[key]) for key in ("tp", "pp", "dp", "mbs", "gbs"))
         for recompute, sp, key in (("full", False, "iter_full_recompute_s"), ("selective", True, "iter_sp_selective_s")):
-            layout = _megatron_layout(tp, pp, dp, rows, int(r["interleave_m"]), recompute, sp)
+            chunks = int(r["interleave_m"])
+            layout = _megatron_layout(tp, pp, dp, rows, chunks, recompute, sp)
             job = Job(_gpt(layers, hidden, heads), 2048, batch, "fp16", "fp16", attention="eager")
-            yield Row("korthikanti table 5", f"{r['model']} {recompute}", job, layout, "a100-sxm-80gb", "megatron", _even(layers, pp), float(r[key]))
+            yield Row("korthikanti table 5", f"{r['model']} {recompute}", job, layout, "a100-sxm-80gb", "megatron", _even(layers, pp * chunks), float(r[key]))
 
 
 def megatron_readme() -> Iterator[Row]:

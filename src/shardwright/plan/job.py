@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from shardwright.arch.inventory import Shape
-from shardwright.config.schema import DataParallel, Schedule
 from shardwright.layout.axes import Axes
+
+if TYPE_CHECKING:
+    from shardwright.arch.inventory import Shape
+    from shardwright.config.schema import DataParallel, Schedule
 
 Recompute = Literal["none", "selective", "full"]
 Attention = Literal["flash", "eager"]

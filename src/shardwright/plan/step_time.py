@@ -6,24 +6,31 @@ that the search can ask for tens of thousands of layouts a second.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardwright.arch.inventory import counts
-from shardwright.plan.hardware import Device
+from shardwright.layout.schedule import actions, legality, rank_stages, stage_rank
+from shardwright.layout.zero import STAGES
 from shardwright.plan.job import DTYPE_BYTES, Job, Layout
-from shardwright.plan.kernels import BlockTime, Software, block_time, embedding_time, head_time
+from shardwright.plan.kernels import Software, block_time, embedding_time, head_time
 from shardwright.plan.network import Group, all_reduce_seconds, gather_seconds, group_of, send_seconds
+from shardwright.plan.playback import StageSeconds, play
+
+if TYPE_CHECKING:
+    from shardwright.plan.hardware import Device
+
+PLAYED_ACTIONS = 6000
+"""Longer action lists are played with fewer microbatches and continued at the pace of the busiest rank."""
 
 
 class StepTime(NamedTuple):
-    """Seconds of one update on the slowest rank; `total` is the sum of the parts.
+    """Seconds of one update on the busiest pipeline rank; `total` is their sum.
 
-    compute: forward and backward of all microbatches on the busiest stage, its tensor- and context-parallel waits not
-    included. recompute: the part of the backward pass that is run again. tensor, context: exposed collectives of these
-    axes. gathers: exposed waits for parameters and gradients of zero3 (every microbatch). reduction: exposed
-    gradient reduction and parameter gathers once per update. bubble: idle time of the pipeline's busiest stage. sends:
-    exposed sends between stages. optimizer. fixed: what an update costs besides.
+    compute: forward and backward of all microbatches. recompute: what of the backward pass is run again. tensor, context:
+    exposed collectives of these axes. gathers: exposed waits for parameters and gradients at every microbatch (zero3).
+    bubble: idle time of the pipeline. sends: exposed sends between stages. reduction: exposed gradient reduction and
+    parameter gathers once per update. optimizer. fixed: what an update costs besides.
     """
 
     compute: float
@@ -42,25 +49,60 @@ class StepTime(NamedTuple):
         return sum(self)
 
 
-@dataclass(frozen=True)
-class Stage:
-    """Forward and backward seconds of one microbatch on one pipeline rank, and what of them is not compute."""
+class BlockSeconds(NamedTuple):
+    """One block and microbatch: forward, backward (recompute in it), the weights' gradient (in backward), and of them the
+    recomputed part and the waits of the tensor and context axes."""
 
     forward: float
     backward: float
+    weights: float
+    recompute: float
+    tensor: float
+    context: float
+
+
+class RankSeconds(NamedTuple):
+    """One microbatch on one pipeline rank (all its stages), and how many parameters it holds."""
+
+    forward: float
+    backward: float
+    weights: float
     recompute: float
     tensor: float
     context: float
     gathers: float
     parameters: float
 
+    @property
+    def whole(self) -> float:
+        return self.forward + self.backward + self.gathers
+
+
+class RankKind(NamedTuple):
+    """Pipeline ranks that are alike: blocks in all their stages, and whether they hold embedding and head."""
+
+    blocks: int
+    first: bool
+    last: bool
+
+
+@lru_cache(maxsize=4096)
+def rank_kinds(stage_blocks: tuple[int, ...], schedule: str | None, pp: int, chunks: int) -> tuple[tuple[RankKind, int], ...]:
+    """The distinct kinds of pipeline ranks and how many there are of each; the first kind is that of rank 0."""
+    found: dict[RankKind, int] = {}
+    for rank in range(pp):
+        own = (0,) if pp == 1 else rank_stages(schedule or "1f1b", pp, chunks, rank)  # type: ignore[arg-type]
+        kind = RankKind(sum(stage_blocks[stage] for stage in own), 0 in own, len(stage_blocks) - 1 in own)
+        found[kind] = found.get(kind, 0) + 1
+    return tuple(found.items())
+
 
 class Clock:
-    """Predicts the time of an update of `job` on `device` for any layout."""
+    """Predicts the time of an update of `job` on `device` under `software` for any layout."""
 
     def __init__(self, job: Job, device: Device, software: Software) -> None:
         self.job, self.device, self.software = job, device, software
-        self._blocks: dict[tuple, tuple[BlockTime, float, float, float, float]] = {}
+        self._blocks: dict[tuple, BlockSeconds] = {}
         self._edges: dict[tuple, tuple[float, float, float, float]] = {}
         number = counts(job.shape)
         self._block_split, self._block_whole = number.block_split, number.block_whole
@@ -71,38 +113,44 @@ class Clock:
         self._reduce_size = DTYPE_BYTES[job.reduce_dtype]
         self._speed = device.memory_bandwidth * device.efficiency.bandwidth
 
-    def block(self, layout: Layout) -> tuple[BlockTime, float, float, float, float]:
-        """(kernels, tensor-parallel seconds forward, backward, context-parallel seconds forward, backward) of a block."""
+    def block(self, layout: Layout) -> BlockSeconds:
+        """One block and microbatch, exposed tensor- and context-parallel collectives included."""
         a = layout.axes
-        key = (a.tp, a.cp, layout.microbatch_rows, layout.sequence_parallel, layout.recompute)
+        crosses = a.pp > 1 and a.world_size > self.device.node.devices
+        key = (a.tp, a.cp, layout.microbatch_rows, layout.sequence_parallel, layout.recompute, crosses)
         found = self._blocks.get(key)
         if found is None:
-            found = self._blocks[key] = self._block(layout)
+            found = self._blocks[key] = self._block(layout, crosses)
         return found
 
-    def _block(self, layout: Layout) -> tuple[BlockTime, float, float, float, float]:
-        job, device, a, s = self.job, self.device, layout.axes, self.job.shape
+    def _block(self, layout: Layout, crosses: bool) -> BlockSeconds:
+        job, device, a, s, software = self.job, self.device, layout.axes, self.job.shape, self.software
         time = block_time(
-            device, self.software, s, layout.microbatch_rows, job.max_length, a.tp, a.cp,
+            device, software, s, layout.microbatch_rows, job.max_length, a.tp, a.cp,
             layout.sequence_parallel, layout.recompute, job.attention, job.param_dtype,
         )
         tokens = layout.microbatch_rows * job.max_length / a.cp
         tp = group_of(a.tp, 1, device.node.devices)
         payload = tokens * s.hidden * self._size
-        again = 2 if layout.recompute == "full" else 1
+        again = layout.recompute == "full"
         if layout.sequence_parallel:
             one = gather_seconds(device, tp, payload)
             # Forward: gather, scatter, twice. Backward: the same, and the sharded inputs of the two column products are
-            # gathered once more for the weight's gradient.
+            # gathered once more for the weights' gradient.
             tp_f, tp_b = 4 * one, 6 * one
         else:
-            one = all_reduce_seconds(device, tp, payload)
-            tp_f = tp_b = 2 * one
-        tp_b += (again - 1) * tp_f
-        cp = group_of(a.cp, a.tp, device.node.devices)
+            tp_f = tp_b = 2 * all_reduce_seconds(device, tp, payload)
+        tp_b = (tp_b + again * tp_f) * (1 - software.overlap_tensor_parallel)
+        # Context parallel gathers K and V of the whole row; backward gathers them again and scatters their gradients.
         kv = layout.microbatch_rows * job.max_length * 2 * s.kv_width / a.tp * self._size
-        cp_f = gather_seconds(device, cp, kv)
-        return time, tp_f, tp_b * (1 - self.software.overlap_tensor_parallel), cp_f, cp_f * (1 + again)
+        cp_f = gather_seconds(device, group_of(a.cp, a.tp, device.node.devices), kv)
+        cp_b = cp_f * (2 + again)
+        host = software.host_tensor_pipeline * a.tp if a.tp > 1 and crosses else 0.0
+        forward = max(time.matmul + time.attention + time.elementwise + tp_f + cp_f, time.host_forward + host)
+        backward = time.backward_matmul + time.backward_attention + time.backward_elementwise + time.recompute + tp_b + cp_b
+        return BlockSeconds(
+            forward, max(backward, time.host_backward + host), time.backward_matmul / 2, time.recompute, tp_f + tp_b, cp_f + cp_b
+        )
 
     def _edge(self, layout: Layout) -> tuple[float, float, float, float]:
         """Forward and backward seconds of the head (with the loss), then of the embedding, collectives included."""
@@ -118,128 +166,156 @@ class Clock:
             found = self._edges[key] = (head[0] + one, head[1] + one, embedding[0] + one, embedding[1] + one)
         return found
 
-    def stage(self, layout: Layout, blocks: int, first: bool, last: bool) -> Stage:
-        """One microbatch on a pipeline rank with so many blocks."""
-        a, n = layout.axes, blocks
-        time, tp_f, tp_b, cp_f, cp_b = self.block(layout)
+    def rank(self, layout: Layout, kind: RankKind) -> RankSeconds:
+        """One microbatch on a pipeline rank of this kind."""
+        n, first, last = kind
+        b = self.block(layout)
         head_f, head_b, embedding_f, embedding_b = self._edge(layout)
-        edge_f = (head_f if last else 0.0) + (embedding_f if first else 0.0)
-        edge_b = (head_b if last else 0.0) + (embedding_b if first else 0.0)
-        block_parameters = self._block_split / a.tp + self._block_whole
-        edge_parameters = ((self._embedding if first else 0) + ((self._head + (0 if first else self._tied_head)) if last else 0)) / a.tp
+        block_parameters = self._block_split / layout.axes.tp + self._block_whole
+        edge_parameters = 0.0
+        forward, backward = n * b.forward, n * b.backward
+        if first:
+            forward, backward, edge_parameters = forward + embedding_f, backward + embedding_b, edge_parameters + self._embedding
+        if last:
+            forward, backward = forward + head_f, backward + head_b
+            edge_parameters += self._head + (0 if first else self._tied_head)
+        edge_parameters /= layout.axes.tp
         parameters = n * block_parameters + edge_parameters
-        crosses = a.pp > 1 and a.world_size > self.device.node.devices
-        host = self.software.host_tensor_pipeline * a.tp if a.tp > 1 and crosses else 0.0
-        forward = n * max(time.matmul + time.attention + time.elementwise + tp_f + cp_f, time.host_forward + host)
-        backward = n * max(
-            time.backward_matmul + time.backward_attention + time.backward_elementwise + time.recompute + tp_b + cp_b,
-            time.host_backward + host,
-        )
         gathers = 0.0
-        if layout.data_parallel == "zero3" and a.dp_shard * a.cp > 1:
-            gathers = self._unit_waits(layout, n, forward / max(n, 1), backward / max(n, 1), block_parameters, edge_parameters)
+        if layout.data_parallel == "zero3":
+            if layout.axes.dp_shard * layout.axes.cp > 1 and n:
+                gathers = self._unit_waits(layout, n, b, block_parameters, edge_parameters)
         elif self.software.accumulate_bytes:
             backward += parameters * self.software.accumulate_bytes / self._speed
-        return Stage(forward + edge_f, backward + edge_b, n * time.recompute, n * (tp_f + tp_b), n * (cp_f + cp_b), gathers, parameters)
+        weights = n * b.weights
+        return RankSeconds(forward, backward, weights, n * b.recompute, n * b.tensor, n * b.context, gathers, parameters)
 
-    def _shard_group(self, layout: Layout) -> Group:
-        a = layout.axes
-        return group_of(a.dp_shard * a.cp, a.tp, self.device.node.devices)
+    def _groups(self, layout: Layout) -> tuple[Group, Group | None]:
+        """The group that shards (dp_shard x cp) and the one that replicates, if there is one."""
+        a, per_node = layout.axes, self.device.node.devices
+        shard = group_of(a.dp_shard * a.cp, a.tp, per_node)
+        if a.dp_replicate == 1:
+            return shard, None
+        return shard, group_of(a.dp_replicate, a.tp * a.cp * a.dp_shard, per_node)
 
-    def _unit_waits(self, layout: Layout, blocks: int, forward: float, backward: float, unit: float, edge: float) -> float:
-        """Seconds of one microbatch that wait for parameters or for gradients to leave, window by window.
+    def _unit_waits(self, layout: Layout, blocks: int, b: BlockSeconds, block: float, edge: float) -> float:
+        """Seconds of one microbatch that wait for parameters to come or gradients to leave, window by window.
 
-        With prefetch the gather of unit i + 1 runs under the compute of unit i, and the reduce-scatter of unit i + 1
-        and the gather of unit i - 1 under the backward pass of unit i. What does not fit there is exposed, and so are
-        the first gather and the last reduce-scatter. Kernels and collectives share the memory bandwidth and the SMs.
+        With prefetch the gather of the next unit runs under the compute of a unit, and in the backward pass the
+        reduce-scatter of the unit before as well. What does not fit there is exposed, and so are the gather and
+        reduce-scatter of embedding and head. While both run, compute is slower by `overlap_slowdown`.
         """
-        group = self._shard_group(layout)
-        device = self.device
-        gather = gather_seconds(device, group, unit * self._size)
-        reduce = gather_seconds(device, group, unit * self._reduce_size)
-        a = layout.axes
-        if a.dp_replicate > 1:
-            outer = group_of(a.dp_replicate, a.tp * a.cp * a.dp_shard, device.node.devices)
-            reduce += all_reduce_seconds(device, outer, unit * self._reduce_size / group.size)
-        edge_gather = gather_seconds(device, group, edge * self._size)
-        edge_reduce = gather_seconds(device, group, edge * self._reduce_size)
+        shard, outer = self._groups(layout)
+        device, slow = self.device, self.software.overlap_slowdown
+        size = 1 if layout.unit == "block" else blocks if layout.unit == "root" else min(int(layout.unit), blocks)
+        unit, units = block * size, blocks / size
+        forward, backward = (b.forward * size, b.backward * size) if layout.prefetch and units > 1 else (0.0, 0.0)
+        gather = gather_seconds(device, shard, unit * self._size)
+        reduce = gather_seconds(device, shard, unit * self._reduce_size)
+        edges = gather_seconds(device, shard, edge * self._size) + gather_seconds(device, shard, edge * self._reduce_size)
+        if outer is not None:
+            reduce += all_reduce_seconds(device, outer, unit * self._reduce_size / shard.size)
         again = gather if layout.reshard_after_forward is True else 0.0
-        if layout.prefetch == 0:
-            forward = backward = 0.0
-        slow = self.software.overlap_slowdown
-        waits_f = blocks * (max(gather - forward, 0.0) + slow * min(gather, forward))
-        waits_b = blocks * (max(again + reduce - backward, 0.0) + slow * min(again + reduce, backward))
-        return edge_gather + waits_f + waits_b + edge_reduce
+        if layout.reshard_after_forward is not True and layout.reshard_after_forward is not False:
+            inner = group_of(int(layout.reshard_after_forward), layout.axes.tp, device.node.devices)
+            again = gather_seconds(device, inner, unit * self._size)
+        waits = max(gather - forward, 0.0) + slow * min(gather, forward)
+        waits += max(again + reduce - backward, 0.0) + slow * min(again + reduce, backward)
+        return edges + units * waits
 
     def step(self, layout: Layout, stage_blocks: tuple[int, ...]) -> StepTime:
-        """The time of one update; `stage_blocks` says how many blocks each pipeline rank holds."""
-        stages = [
-            self.stage(layout, blocks, index == 0, index == len(stage_blocks) - 1) for index, blocks in enumerate(stage_blocks)
-        ]
-        microbatches = layout.microbatches(self.job)
-        whole = [stage.forward + stage.backward + stage.gathers for stage in stages]
-        busiest = max(range(len(stages)), key=whole.__getitem__)
-        worst = stages[busiest]
-        bubble, sends = self._pipeline(layout, whole, microbatches) if len(stages) > 1 else (0.0, 0.0)
-        waits = [self._once(layout, stage, index) for index, stage in enumerate(stages)]
-        reduction = max(waits)
-        optimizer = max(self._optimizer(layout, stage.parameters) for stage in stages)
-        k = microbatches
+        """The time of one update in closed form; `stage_blocks` says how many blocks each pipeline stage holds."""
+        kinds = rank_kinds(stage_blocks, layout.schedule, layout.axes.pp, layout.chunks)
+        ranks = [(self.rank(layout, kind), number) for kind, number in kinds]
+        worst = max(ranks, key=lambda pair: pair[0].whole)[0]
+        k = layout.microbatches(self.job)
+        bubble = sends = 0.0
+        if layout.axes.pp > 1:
+            bubble, sends = self._pipeline(layout, ranks, worst, k)
+        reduction = max(self._once(layout, rank, k) for rank, _ in ranks)
+        optimizer = max(self._optimizer(layout, rank.parameters) for rank, _ in ranks)
         compute = worst.forward + worst.backward - worst.recompute - worst.tensor - worst.context
         return StepTime(
             k * compute, k * worst.recompute, k * worst.tensor, k * worst.context, k * worst.gathers,
             bubble, sends, reduction, optimizer, self.software.update_seconds,
         )
 
-    def _pipeline(self, layout: Layout, whole: list[float], microbatches: int) -> tuple[float, float]:
-        """(idle seconds of the busiest stage, exposed sends) of one update, in closed form.
-
-        The first microbatch passes all stages forward and the last one all stages backward; in between the busiest
-        stage sets the pace. So the update takes the sum over stages of one microbatch, plus (microbatches - 1) times
-        the busiest stage; chunks divide the idle part. `play` gives the same for equal stages.
-        """
+    def _send(self, layout: Layout) -> float:
         a = layout.axes
-        idle = (sum(whole) - max(whole)) / layout.chunks
-        if layout.schedule in ("zero_bubble", "zbv"):
-            idle /= 3  # only the forward passes of the other stages are waited for; weight gradients fill the rest
         tokens = layout.microbatch_rows * self.job.max_length / a.cp
         payload = tokens * self.job.shape.hidden * self._size / (a.tp if layout.sequence_parallel else 1)
         inner = a.world_size // a.pp
-        one = send_seconds(self.device, inner >= self.device.node.devices, payload) + self.software.pipeline_seconds
-        steps = 2 * (len(whole) - 1)
-        if not self.software.overlap_pipeline:
-            steps += 2 * (microbatches - 1) * layout.chunks
-        return idle, steps * one
+        return send_seconds(self.device, inner >= self.device.node.devices, payload) + self.software.pipeline_seconds
 
-    def _once(self, layout: Layout, stage: Stage, index: int) -> float:
-        """Exposed seconds of what happens once per update: gradients reduced, parameters gathered again."""
-        a, device, kind = layout.axes, self.device, layout.data_parallel
-        seconds = 0.0
-        shard, software = self._shard_group(layout), self.software
-        if kind == "zero3" or a.data_ranks * a.cp == 1 or not stage.parameters:
+    def _pipeline(
+        self, layout: Layout, ranks: list[tuple[RankSeconds, int]], worst: RankSeconds, microbatches: int
+    ) -> tuple[float, float]:
+        """(idle seconds of the busiest rank, exposed sends) of one update.
+
+        The first microbatch passes the other ranks forward and the last one backward; in between the busiest rank sets
+        the pace. Chunks divide that. With the weights' gradient apart (zero_bubble), it fills the wait of the ranks it
+        belongs to; in zbv only the input's gradient of one stage is waited for. `timed` plays the lists instead.
+        """
+        schedule, chunks = layout.schedule, layout.chunks
+        if schedule == "zero_bubble":
+            other = sum(number * (rank.whole - 2 * rank.weights) for rank, number in ranks) - (worst.whole - 2 * worst.weights)
+            idle = other
+        elif schedule == "zbv":
+            idle = sum(number * (rank.backward - rank.weights) for rank, number in ranks) - (worst.backward - worst.weights)
+            idle /= chunks
+        else:
+            idle = (sum(number * rank.whole for rank, number in ranks) - worst.whole) / chunks
+        steps = 2 * (layout.axes.pp - 1)
+        if not self.software.overlap_pipeline:
+            steps += 2 * (microbatches - 1) * chunks
+        return max(idle, 0.0), steps * self._send(layout)
+
+    def timed(self, layout: Layout, stage_blocks: tuple[int, ...]) -> StepTime:
+        """The time of one update with the pipeline's action lists played, not in closed form."""
+        closed = self.step(layout, stage_blocks)
+        a, k, chunks = layout.axes, layout.microbatches(self.job), layout.chunks
+        if a.pp == 1 or layout.schedule is None:
+            return closed
+        schedule, played = layout.schedule, k
+        while played * a.pp * chunks * 2 > PLAYED_ACTIONS and played >= 8 * a.pp and not played % 2:
+            played //= 2
+        if legality(schedule, a.pp, chunks, played):
+            return closed
+        last = len(stage_blocks) - 1
+        times = []
+        for stage, blocks in enumerate(stage_blocks):
+            r = self.rank(layout, RankKind(blocks, stage == 0, stage == last))
+            times.append(StageSeconds(r.forward + r.gathers / 2, r.backward + r.gathers / 2 - r.weights, r.weights))
+        ran = play(actions(schedule, a.pp, chunks, played), lambda stage: stage_rank(schedule, a.pp, stage), times)
+        return closed._replace(bubble=max(ran.total - max(ran.busy), 0.0))
+
+    def _once(self, layout: Layout, rank: RankSeconds, microbatches: int) -> float:
+        """Exposed seconds of gradient reductions and parameter gathers that happen once per update (or per microbatch)."""
+        a, device, software = layout.axes, self.device, self.software
+        kind = layout.data_parallel
+        if kind == "zero3" or a.data_ranks * a.cp == 1 or not rank.parameters:
             return 0.0
-        bucket = software.bucket_bytes or stage.parameters * self._reduce_size
-        buckets = max(1.0, stage.parameters * self._reduce_size / bucket)
-        payload = stage.parameters * self._reduce_size / buckets
+        shard, outer = self._groups(layout)
+        volume = rank.parameters * self._reduce_size
+        buckets = max(1.0, volume / software.bucket_bytes) if software.bucket_bytes else 1.0
+        payload = volume / buckets
         if kind == "ddp":
-            everyone = group_of(a.data_ranks * a.cp, a.tp, device.node.devices)
-            one = all_reduce_seconds(device, everyone, payload)
+            one = all_reduce_seconds(device, group_of(a.data_ranks * a.cp, a.tp, device.node.devices), payload)
         else:
             one = gather_seconds(device, shard, payload)
-            if a.dp_replicate > 1:
-                outer = group_of(a.dp_replicate, a.tp * a.cp * a.dp_shard, device.node.devices)
+            if outer is not None:
                 one += all_reduce_seconds(device, outer, payload / shard.size)
         reduce = buckets * one
-        times = layout.microbatches(self.job) if kind == "zero2" else 1
-        window = stage.backward if software.overlap_data_parallel else 0.0
-        seconds += times * (max(reduce - window, one) + software.overlap_slowdown * min(reduce, window))
+        window = rank.backward if software.overlap_data_parallel else 0.0
+        seconds = STAGES[kind].reductions(microbatches) * (max(reduce - window, one) + software.overlap_slowdown * min(reduce, window))
         if kind != "ddp":
-            seconds += gather_seconds(device, shard, stage.parameters * self._size)
+            seconds += gather_seconds(device, shard, rank.parameters * self._size)
         return seconds
 
     def _optimizer(self, layout: Layout, parameters: float) -> float:
         shard = layout.axes.dp_shard * layout.axes.cp if layout.data_parallel != "ddp" else 1
         if layout.offload == "params":
-            # Gradients travel to the host and new weights back; the host updates at its own memory bandwidth.
-            return parameters / shard * 2 * self._reduce_size / self.device.host_bandwidth * 4
+            # Gradients travel to the host and weights back; the host updates them at its own memory bandwidth, which
+            # moves about four times as many bytes as travel.
+            return parameters / shard * 4 * 2 * self._reduce_size / self.device.host_bandwidth
         return parameters / shard * self.software.optimizer_bytes / self._speed
