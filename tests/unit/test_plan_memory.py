@@ -16,7 +16,8 @@ from shardwright.arch.known import known_shape
 from shardwright.layout.axes import Axes
 from shardwright.layout.schedule import legality
 from shardwright.plan.job import Job, Layout
-from shardwright.plan.memory import peak, peak_bytes
+from shardwright.plan.memory import peak
+from shardwright.plan.peak import peak_bytes
 from shardwright.plan.program import PROGRAMS
 
 SHAPES = [

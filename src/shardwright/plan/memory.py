@@ -9,14 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import NamedTuple
-
-from shardwright.config.schema import Schedule
 from shardwright.layout.schedule import Action, actions, rank_stages
 from shardwright.plan.job import Job, Layout
 from shardwright.plan.program import SHARDWRIGHT, Program
-from shardwright.plan.rank_bytes import RankBytes, accumulates, rank_bytes
+from shardwright.plan.rank_bytes import RankBytes, rank_bytes, stage_saved
 
 PARTS = (
     "parameters",
@@ -60,146 +56,11 @@ class Peak:
     composition: dict[str, float]
 
 
-class State(NamedTuple):
-    """What a backward action of a pipeline rank meets, whatever the sizes.
-
-    kind, chunk: the action and the rank's stage it is for. alive: microbatches in flight per stage, this one included.
-    deferred: microbatches per stage whose weight gradients are still to come. gradients: per stage, 0 before its first
-    backward, 2 after its last, else 1. first, last: this is the stage's first, or last, backward for weights.
-    """
-
-    kind: str
-    chunk: int
-    alive: tuple[int, ...]
-    deferred: tuple[int, ...]
-    gradients: tuple[int, ...]
-    first: bool
-    last: bool
-
-
-def _clamp(schedule: Schedule | None, pp: int, microbatches: int) -> int:
-    """A number of microbatches with the same states: the steady phase repeats. GPipe has none."""
-    if schedule is None:
-        return min(microbatches, 3)
-    if schedule == "gpipe":
-        return microbatches
-    if schedule in ("interleaved_1f1b", "zero_bubble"):
-        rounds = max(1, microbatches // pp)
-        return microbatches // rounds * min(rounds, 5)
-    return min(microbatches, 5 * pp)
-
-
 def rank_actions(layout: Layout, microbatches: int, rank: int) -> tuple[Action, ...]:
     """The action list of one pipeline rank; without a pipeline, forward and backward in turn."""
     if layout.axes.pp == 1:
         return tuple(Action(0, kind, index) for index in range(microbatches) for kind in "FB")
     return actions(layout.schedule or "1f1b", layout.axes.pp, layout.chunks, microbatches)[rank]
-
-
-@lru_cache(maxsize=8192)
-def states(schedule: Schedule | None, pp: int, chunks: int, microbatches: int, rank: int) -> tuple[State, ...]:
-    """The backward states of a rank that no other state of it dominates."""
-    count = _clamp(schedule, pp, microbatches)
-    if schedule is None:
-        own: tuple[int, ...] = (0,)
-        listed = [Action(0, kind, index) for index in range(count) for kind in "FB"]
-    else:
-        own = rank_stages(schedule, pp, chunks, rank)
-        listed = list(actions(schedule, pp, chunks, count)[rank])
-    alive, deferred, weights = [0] * len(own), [0] * len(own), [0] * len(own)
-    found: dict[tuple[str, int, tuple[int, ...], bool, bool], list[State]] = {}
-    for stage, kind, _ in listed:
-        chunk = own.index(stage)
-        if kind == "F":
-            alive[chunk] += 1
-            continue
-        gradients = tuple((done > 0) + (done == count) for done in weights)
-        first, last = weights[chunk] == 0, weights[chunk] == count - 1
-        state = State(kind, chunk, tuple(alive), tuple(deferred), gradients, first, last)
-        _keep(found.setdefault((kind, chunk, gradients, first, last), []), state)
-        alive[chunk] -= kind != "W"
-        deferred[chunk] += {"I": 1, "W": -1}.get(kind, 0)
-        weights[chunk] += kind != "I"
-    return tuple(state for group in found.values() for state in group)
-
-
-def _keep(group: list[State], new: State) -> None:
-    """Adds `new` unless another of its group holds at least as much of everything; drops those it dominates."""
-
-    def covers(a: State, b: State) -> bool:
-        return all(x >= y for x, y in zip(a.alive + a.deferred, b.alive + b.deferred))
-
-    if any(covers(old, new) for old in group):
-        return
-    group[:] = [old for old in group if not covers(new, old)] + [new]
-
-
-def _stage_saved(b: RankBytes, chunk: int) -> float:
-    """Bytes that one microbatch in flight keeps on a stage."""
-    a = b.activations
-    saved = b.blocks[chunk] * (a.saved + b.cast[0]) + a.boundary
-    return saved + (a.head + b.cast[1] + b.loss_kept if chunk == b.last else 0.0)
-
-
-def _peak_of_rank(b: RankBytes, listed: tuple[State, ...], late: bool) -> float:
-    """The closed form: the largest total over the states of one rank."""
-    a = b.activations
-    base = b.parameters + b.optimizer + b.buffers + b.always
-    per_stage = [_stage_saved(b, chunk) for chunk in range(len(b.blocks))]
-    one, ends = b.accumulated if late else b.resting, range(len(b.blocks))
-    whole = [b.blocks[i] * one[0] + (one[1] if i == b.first else 0) + (one[2] if i == b.last else 0) for i in ends]
-    final = [
-        b.blocks[i] * b.resting[0] + (b.resting[1] if i == b.first else 0) + (b.resting[2] if i == b.last else 0)
-        for i in ends
-    ]
-    window = b.gathered_all if b.resident else 0.0
-    peak = base + sum(final) + b.step
-    for kind, chunk, alive, deferred, gradients, first, last in listed:
-        n = b.blocks[chunk]
-        others = base + sum((0.0, whole[i], final[i])[gradients[i]] for i in ends if i != chunk)
-        others += sum(alive[i] * per_stage[i] + deferred[i] * b.blocks[i] * a.deferred for i in ends)
-        gathered = window or min(b.ahead, n) * b.gathered[0]
-        if kind == "W":
-            own = whole[chunk] if gradients[chunk] else 0.0
-            peak = max(peak, others + own + gathered + b.transient[0])
-            continue
-        rest = others - per_stage[chunk] + a.boundary
-        saved = a.saved + b.cast[0]
-        reduces = kind == "B"
-        before = whole[chunk] if gradients[chunk] else 0.0
-        grown = (before, before)
-        if reduces and first and not (late and last):
-            head = one[2] if chunk == b.last else 0.0
-            grown = (head, head + (n - 1) * one[0])
-        elif reduces and late and last:
-            left = before - (one[2] if chunk == b.last else 0.0)
-            head = b.resting[2] if chunk == b.last else 0.0
-            grown = (left + head, left + head + (n - 1) * (b.resting[0] - one[0]))
-        if chunk == b.last:
-            at_head = rest + n * saved + a.head + b.cast[1] + before
-            peak = max(peak, at_head + b.loss + (window or b.gathered[2]))
-            unreduced = b.transient[2] if reduces else 0.0
-            peak = max(peak, at_head + b.loss_after + (window or b.gathered[2]) + unreduced)
-        inside = gathered + a.work + (b.transient[0] if reduces else 0.0)
-        peak = max(peak, rest + n * saved + inside + grown[0], rest + saved + inside + grown[1])
-        if chunk == b.first and reduces:
-            done = grown[1] + ((b.resting[0] - one[0]) if late and last else (one[0] if first else 0.0))
-            peak = max(peak, rest + done + (window or b.gathered[1]) + b.transient[1])
-    return peak
-
-
-def peak_bytes(job: Job, layout: Layout, program: Program = SHARDWRIGHT) -> float:
-    """Allocated bytes at the peak of the fullest rank: the closed form."""
-    microbatches = layout.microbatches(job)
-    late = accumulates(layout, program, microbatches)
-    pp = layout.axes.pp
-    schedule = None if pp == 1 else layout.schedule or "1f1b"
-    return max(
-        _peak_of_rank(
-            rank_bytes(job, layout, program, rank), states(schedule, pp, layout.chunks, microbatches, rank), late
-        )
-        for rank in range(pp)
-    )
 
 
 def device_bytes(allocated: float, program: Program = SHARDWRIGHT) -> float:
@@ -210,8 +71,8 @@ def device_bytes(allocated: float, program: Program = SHARDWRIGHT) -> float:
 class _Walk:
     """The state of a rank while its action list is walked."""
 
-    def __init__(self, b: RankBytes, late: bool, microbatches: int) -> None:
-        self.b, self.late, self.count = b, late, microbatches
+    def __init__(self, b: RankBytes, microbatches: int) -> None:
+        self.b, self.count = b, microbatches
         stages = len(b.blocks)
         self.alive, self.deferred = [0] * stages, [0] * stages
         self.weights = [0] * stages
@@ -237,12 +98,12 @@ class _Walk:
         return Moment(label, (*parts, unreduced + put_off, activations, later, work, loss, b.buffers))
 
     def in_flight(self) -> float:
-        return sum(count * _stage_saved(self.b, chunk) for chunk, count in enumerate(self.alive))
+        return sum(count * stage_saved(self.b, chunk) for chunk, count in enumerate(self.alive))
 
     def gradient(self, chunk: int, place: int) -> None:
         """One unit's gradient has been made: it is reduced, or it waits for the last microbatch."""
         limit = self.b.blocks[chunk] if place == 0 else 1
-        if self.late and self.weights[chunk] < self.count - 1:
+        if self.b.late and self.weights[chunk] < self.count - 1:
             self.waiting[chunk][place] = min(self.waiting[chunk][place] + 1, limit)
         else:
             self.waiting[chunk][place] = max(self.waiting[chunk][place] - 1, 0)
@@ -253,7 +114,7 @@ class _Walk:
         base = self.in_flight()
         for block in range(b.blocks[chunk]):
             kept = base + a.boundary + (block + 1) * (a.saved + b.cast[0])
-            gathered = min(b.ahead, b.blocks[chunk]) * b.gathered[0]
+            gathered = min(b.ahead, sum(b.blocks)) * b.gathered[0]
             yield self.moment(f"forward of {name}, block {block}", kept, gathered=gathered, work=a.forward)
         self.alive[chunk] += 1
 
@@ -275,7 +136,7 @@ class _Walk:
             yield self.moment(
                 f"backward of {name}, block {block}",
                 base + (block + 1) * saved,
-                gathered=min(b.ahead, n) * b.gathered[0],
+                gathered=min(b.ahead, sum(b.blocks)) * b.gathered[0],
                 unreduced=sending[0],
                 work=a.work,
             )
@@ -293,7 +154,7 @@ class _Walk:
 
     def weight(self, chunk: int, name: str) -> Iterator[Moment]:
         b = self.b
-        gathered = min(b.ahead, b.blocks[chunk]) * b.gathered[0]
+        gathered = min(b.ahead, sum(b.blocks)) * b.gathered[0]
         yield self.moment(
             f"weight gradients of {name}", self.in_flight(), gathered=gathered, unreduced=b.transient[0]
         )
@@ -310,7 +171,7 @@ def timeline(job: Job, layout: Layout, rank: int = 0, program: Program = SHARDWR
     """Every moment of one update on pipeline rank `rank`, in order, in the steady state of training."""
     microbatches = layout.microbatches(job)
     b = rank_bytes(job, layout, program, rank)
-    walk = _Walk(b, accumulates(layout, program, microbatches), microbatches)
+    walk = _Walk(b, microbatches)
     pp = layout.axes.pp
     own = (0,) if pp == 1 else rank_stages(layout.schedule or "1f1b", pp, layout.chunks, rank)
     for stage, kind, index in rank_actions(layout, microbatches, rank):

@@ -22,9 +22,12 @@ from shardwright.plan.activations import (
 )
 from shardwright.plan.job import DTYPE_BYTES, Job, Layout
 from shardwright.plan.program import Program
-from shardwright.plan.states import ADAM_MOMENTS, Elements, local_elements
+from shardwright.plan.states import Elements, local_elements
 
 MOMENT_BYTES = {"adamw": 2, "muon": 1, "sgd": 1}
+"""Optimizer states per parameter, in the master dtype; sgd with momentum."""
+
+LOSS_CHUNKS = 16
 
 
 class BlockBytes(NamedTuple):
@@ -83,7 +86,7 @@ class RankBytes:
     blocks: blocks of each of its stages. first, last: which of its stages (by local number) holds the embedding, the
     head; -1 for none. resting: of one block, the embedding and the head, gradients once reduced. accumulated: the same
     before reduction, when it is put off. transient: gradient and reduction input of one unit in backward. gathered: of one
-    unit. resident: gathered parameters stay for the whole update. loss: all copies in the backward of the loss;
+    unit. late: gradients are put off. resident: gathered parameters stay for the whole update. loss: all copies in the backward of the loss;
     loss_kept: those kept from forward to backward; loss_after: those alive in the head's backward.
     """
 
@@ -99,6 +102,7 @@ class RankBytes:
     transient: tuple[float, float, float]
     gathered: tuple[float, float, float]
     gathered_all: float
+    late: bool
     resident: bool
     ahead: int
     step: float
@@ -114,12 +118,54 @@ def stages_of(job: Job, layout: Layout) -> tuple[int, ...]:
     return split_blocks(job.shape.layers, layout.axes.pp * layout.chunks)
 
 
-def accumulates(layout: Layout, program: Program, microbatches: int) -> bool:
-    """Whether gradients stay whole until the last microbatch (A112)."""
-    if program.engine == "flat" or layout.data_parallel == "ddp" or microbatches == 1:
-        return False
-    pipelined = layout.axes.pp > 1 and program.pipeline_keeps_gathered
-    return pipelined or not STAGES[layout.data_parallel].reduces_each_microbatch
+class Rules(NamedTuple):
+    """What the data-parallel kind means for memory in one program.
+
+    sharded: `fully_shard` keeps shards and gathers. degree: ranks that share the states. late: gradients stay whole until
+    the last microbatch (A112). resident: gathered parameters stay for the whole update. casts: ddp keeps casts of the
+    weights with the activations. compute, master, reduce: bytes of the dtypes. resting: bytes per element of a reduced
+    gradient (with the partial sum of a hybrid). accumulated: bytes per element of one that is put off.
+    """
+
+    sharded: bool
+    degree: int
+    late: bool
+    resident: bool
+    casts: bool
+    compute: int
+    master: int
+    reduce: int
+    resting: float
+    accumulated: float
+
+
+def rules(job: Job, layout: Layout, program: Program, microbatches: int) -> Rules:
+    """The rules of this layout in this program."""
+    axes, stage, kind = layout.axes, STAGES[layout.data_parallel], layout.data_parallel
+    c, m, r = DTYPE_BYTES[job.param_dtype], DTYPE_BYTES[job.master_dtype], DTYPE_BYTES[job.reduce_dtype]
+    torch_engine = program.engine == "torch"
+    sharded = torch_engine and stage.shards_optimizer
+    stage_keeps = axes.pp > 1 and program.pipeline_keeps_gathered
+    late = sharded and microbatches > 1 and (stage_keeps or not stage.reduces_each_microbatch)
+    resident = sharded and (
+        stage_keeps
+        or not stage.gathers_each_microbatch
+        or layout.reshard_after_forward is False
+        or layout.unit == "root"
+    )
+    hybrid = sharded and axes.dp_replicate > 1 and microbatches > 1 and not late
+    return Rules(
+        sharded=sharded,
+        degree=axes.dp_shard * axes.cp if stage.shards_optimizer else 1,
+        late=late,
+        resident=resident,
+        casts=torch_engine and kind == "ddp" and c < m,
+        compute=c,
+        master=m,
+        reduce=r,
+        resting=0.0 if not sharded or layout.offload != "none" else m + (r if hybrid else 0.0),
+        accumulated=float(r) if late else 0.0,
+    )
 
 
 def _three(per_element: float, elements: tuple[float, float, float]) -> tuple[float, float, float]:
@@ -132,93 +178,111 @@ def _unit_blocks(layout: Layout, layers: int) -> int:
     return layers if layout.unit == "root" else min(int(layout.unit), layers)
 
 
-@lru_cache(maxsize=65536)
-def rank_bytes(job: Job, layout: Layout, program: Program, rank: int) -> RankBytes:
-    """The bytes of pipeline rank `rank`; of its peers on the other axes, the one with the fullest shards."""
-    axes, s = layout.axes, job.shape
-    stages = stages_of(job, layout)
-    own = (0,) if axes.pp == 1 else rank_stages(layout.schedule or "1f1b", axes.pp, layout.chunks, rank)
-    blocks = tuple(stages[stage] for stage in own)
-    first = own.index(0) if 0 in own else -1
-    last = own.index(len(stages) - 1) if len(stages) - 1 in own else -1
-    microbatches = layout.microbatches(job)
-    stage = STAGES[layout.data_parallel]
-    degree = axes.dp_shard * axes.cp if stage.shards_optimizer else 1
-    e = local_elements(s, axes.tp, degree)
-    head = e.head
-    if s.tied and axes.pp > 1:
+def rank_elements(job: Job, layout: Layout, degree: int, first: bool, last: bool) -> tuple[Elements, Elements, Elements]:
+    """Elements of a block, of the embedding and of the head on a rank that does or does not hold the latter two."""
+    e = local_elements(job.shape, layout.axes.tp, degree)
+    head, none = e.head, Elements(0, 0)
+    if job.shape.tied and layout.axes.pp > 1:
         # The last stage holds its own copy of a tied embedding.
         head = Elements(head.whole + e.embedding.whole, head.shard + e.embedding.shard)
-    parts = (e.block, e.embedding if first >= 0 else Elements(0, 0), head if last >= 0 else Elements(0, 0))
-    whole = (float(parts[0].whole), float(parts[1].whole), float(parts[2].whole))
-    shard = (float(parts[0].shard), float(parts[1].shard), float(parts[2].shard))
-    count = sum(blocks)
+    return e.block, e.embedding if first else none, head if last else none
+
+
+def holds(job: Job, layout: Layout, rank: int) -> tuple[tuple[int, ...], int, int]:
+    """(blocks of each of its stages, which of them holds the embedding, which the head; -1 for none)."""
+    stages = stages_of(job, layout)
+    own = (0,) if layout.axes.pp == 1 else rank_stages(layout.schedule or "1f1b", layout.axes.pp, layout.chunks, rank)
+    final = len(stages) - 1
+    return (
+        tuple(stages[stage] for stage in own),
+        own.index(0) if 0 in own else -1,
+        own.index(final) if final in own else -1,
+    )
+
+
+def gathered_groups(layout: Layout, blocks: int, whole: tuple[float, float, float]) -> tuple[float, float, float]:
+    """Elements of the unit that is gathered with a block, with the embedding, and with the head."""
+    if layout.unit == "root":
+        total = blocks * whole[0] + whole[1] + whole[2]
+        return (total, total, total)
+    unit = 1 if layout.unit == "block" else min(int(layout.unit), blocks)
+    return (unit * whole[0], whole[1], whole[2])
+
+
+def rank_bytes(job: Job, layout: Layout, program: Program, rank: int) -> RankBytes:
+    """The bytes of pipeline rank `rank`; of its peers on the other axes, the one with the fullest shards."""
+    blocks, first, last = holds(job, layout, rank)
+    rule = rules(job, layout, program, layout.microbatches(job))
+    e = rank_elements(job, layout, rule.degree, first >= 0, last >= 0)
+    whole = (float(e[0].whole), float(e[1].whole), float(e[2].whole))
+    shard = (float(e[0].shard), float(e[1].shard), float(e[2].shard))
+    count, c = sum(blocks), rule.compute
     total, total_shard = count * whole[0] + whole[1] + whole[2], count * shard[0] + shard[1] + shard[2]
-    a = block_bytes(
-        job,
-        program,
-        (axes.tp, axes.cp, layout.microbatch_rows, layout.sequence_parallel, layout.recompute, axes.pp > 1),
-    )
-    state = _states(job, layout, program, total, total_shard, degree)
-    c, m, r = (DTYPE_BYTES[dtype] for dtype in (job.param_dtype, job.master_dtype, job.reduce_dtype))
-    sharded = program.engine == "torch" and stage.shards_optimizer
-    late = accumulates(layout, program, microbatches)
-    unit = _unit_blocks(layout, count)
-    group = (unit * whole[0], whole[1], whole[2]) if layout.unit != "root" else (total, total, total)
-    resident = sharded and (
-        not stage.gathers_each_microbatch
-        or layout.reshard_after_forward is False
-        or (axes.pp > 1 and program.pipeline_keeps_gathered)
-        or layout.unit == "root"
-    )
-    kept_part = 0.0
-    if sharded and not resident and layout.reshard_after_forward is not True:
-        kept_part = c * total / int(layout.reshard_after_forward)
-    hybrid = sharded and axes.dp_replicate > 1 and microbatches > 1 and not late
-    resting = m * 1.0 + (r if hybrid else 0.0)
-    casts = program.engine == "torch" and layout.data_parallel == "ddp" and c < m
-    cast = (c * whole[0], c * whole[2]) if casts else (0.0, 0.0)
-    copies = [size for _, size in loss_copies(program, c)]
-    pieces = 16 if job.loss == "chunked" else 1
+    a = block_bytes(job, program, activation_key(layout))
+    state = state_bytes(job, layout, program, rule, total, total_shard)
+    group = gathered_groups(layout, count, whole) if rule.sharded else (0.0, 0.0, 0.0)
+    loss, kept, after = loss_bytes(job, program, a.logits)
     return RankBytes(
         blocks=blocks,
         first=first,
         last=last,
         parameters=state[0],
         optimizer=state[1],
-        buffers=state[3] + kept_part,
         always=state[2],
-        resting=_three(resting, shard) if sharded and layout.offload == "none" else (0.0, 0.0, 0.0),
-        accumulated=_three(r, whole) if late else (0.0, 0.0, 0.0),
-        transient=_three(c + r, group) if sharded else (0.0, 0.0, 0.0),
-        gathered=_three(c, group) if sharded else (0.0, 0.0, 0.0),
-        gathered_all=c * total if sharded else 0.0,
-        resident=resident,
+        buffers=state[3],
+        resting=_three(rule.resting, shard),
+        accumulated=_three(rule.accumulated, whole),
+        transient=_three(c + rule.reduce, group),
+        gathered=_three(c, group),
+        gathered_all=c * total if rule.sharded else 0.0,
+        late=rule.late,
+        resident=rule.resident,
         ahead=1 + layout.prefetch,
         step=program.optimizer_temporary_bytes * (0.0 if layout.offload != "none" else total_shard),
         activations=a,
-        cast=cast,
-        loss=a.logits * sum(copies) / pieces,
-        loss_kept=0.0 if pieces > 1 else a.logits * sum(copies[:2]),
-        loss_after=a.logits * 2 * c / pieces,
+        cast=(c * whole[0], c * whole[2]) if rule.casts else (0.0, 0.0),
+        loss=loss,
+        loss_kept=kept,
+        loss_after=after,
     )
 
 
-def _states(
-    job: Job, layout: Layout, program: Program, total: float, total_shard: float, degree: int
+def activation_key(layout: Layout) -> tuple[int, int, int, bool, str, bool]:
+    """What of a layout decides the activations of one block."""
+    axes = layout.axes
+    return (axes.tp, axes.cp, layout.microbatch_rows, layout.sequence_parallel, layout.recompute, axes.pp > 1)
+
+
+def loss_bytes(job: Job, program: Program, logits: float) -> tuple[float, float, float]:
+    """Bytes of the logits' copies: in the loss's backward, kept from forward to backward, and in the head's backward."""
+    width = DTYPE_BYTES[job.param_dtype]
+    copies = [size for _, size in loss_copies(program, width)]
+    if job.loss == "chunked":
+        return logits * sum(copies) / LOSS_CHUNKS, 0.0, logits * 2 * width / LOSS_CHUNKS
+    return logits * sum(copies), logits * sum(copies[:2]), logits * 2 * width
+
+
+def state_bytes(
+    job: Job, layout: Layout, program: Program, rule: Rules, total: float, total_shard: float
 ) -> tuple[float, float, float, float]:
     """(parameters, optimizer states with any master copy, gradients that are always there, buffers) of one rank."""
-    c, m = DTYPE_BYTES[job.param_dtype], DTYPE_BYTES[job.master_dtype]
-    moments = MOMENT_BYTES.get(job.optimizer, ADAM_MOMENTS) * m
+    moments = MOMENT_BYTES[job.optimizer] * rule.master
+    buffers = program.buffer_bytes
     if program.engine == "flat":
-        shard = total / degree
-        master = m if c < m else 0
-        gradients = (m + program.flat_gradient_copies) * total
-        return c * total, (moments + master) * shard, gradients, program.buffer_bytes
-    if layout.data_parallel == "ddp":
-        return m * total, moments * total, m * total, program.buffer_bytes
+        master = rule.master if rule.compute < rule.master else 0
+        gradients = (rule.master + program.flat_gradient_copies) * total
+        return rule.compute * total, (moments + master) * total / rule.degree, gradients, buffers
+    if not rule.sharded:
+        return rule.master * total, moments * total, rule.master * total, buffers
+    if not rule.resident and layout.reshard_after_forward is not True:
+        buffers += rule.compute * total / int(layout.reshard_after_forward)
     if layout.offload != "none":
-        return 0.0, 0.0, 0.0, program.buffer_bytes
-    return m * total_shard, moments * total_shard, 0.0, program.buffer_bytes
+        return 0.0, 0.0, 0.0, buffers
+    return rule.master * total_shard, moments * total_shard, 0.0, buffers
 
 
+def stage_saved(b: RankBytes, chunk: int) -> float:
+    """Bytes that one microbatch in flight keeps on a stage."""
+    a = b.activations
+    saved = b.blocks[chunk] * (a.saved + b.cast[0]) + a.boundary
+    return saved + (a.head + b.cast[1] + b.loss_kept if chunk == b.last else 0.0)

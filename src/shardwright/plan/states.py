@@ -15,8 +15,6 @@ from shardwright.arch.families import family_of
 from shardwright.arch.inventory import Group, Shape, parameters
 from shardwright.layout.zero import STAGES
 
-ADAM_MOMENTS = 2
-
 
 @dataclass(frozen=True)
 class StateBytes:
