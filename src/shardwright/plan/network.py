@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import log2
+from typing import TYPE_CHECKING, NamedTuple
 
-from shardwright.plan.hardware import Device
+if TYPE_CHECKING:
+    from shardwright.plan.hardware import Device
 
 TREE_BANDWIDTH = 0.5
 """A tree sends the payload up and down through every inner node: half a ring's bandwidth, log2(N) steps."""
@@ -49,22 +51,44 @@ def step_latency(device: Device, group: Group) -> float:
     return device.node.link_latency if group.size <= group.local else device.node.network_latency
 
 
+class Line(NamedTuple):
+    """Seconds of a collective as fixed + per_byte x payload."""
+
+    fixed: float
+    per_byte: float
+
+    def seconds(self, payload_bytes: float) -> float:
+        return self.fixed + self.per_byte * payload_bytes
+
+
+def gather_line(device: Device, group: Group) -> Line:
+    """An all-gather, or a reduce-scatter, by the bytes of the full tensor."""
+    n = group.size
+    if n == 1:
+        return Line(0.0, 0.0)
+    return Line((n - 1) * step_latency(device, group), (n - 1) / n / ring_bandwidth(device, group))
+
+
+def all_reduce_lines(device: Device, group: Group) -> tuple[Line, Line]:
+    """A ring (reduce-scatter and all-gather) and a tree; the faster of the two is what happens."""
+    if group.size == 1:
+        return Line(0.0, 0.0), Line(0.0, 0.0)
+    one = gather_line(device, group)
+    steps = device.node.link_latency * log2(group.local)
+    if group.nodes > 1:
+        steps += device.node.network_latency * log2(group.nodes)
+    return Line(2 * one.fixed, 2 * one.per_byte), Line(2 * steps, 2 / (ring_bandwidth(device, group) * TREE_BANDWIDTH))
+
+
 def gather_seconds(device: Device, group: Group, payload_bytes: float) -> float:
     """An all-gather, or a reduce-scatter, whose full tensor has `payload_bytes`."""
-    if group.size == 1:
-        return 0.0
-    n = group.size
-    return (n - 1) * step_latency(device, group) + (n - 1) / n * payload_bytes / ring_bandwidth(device, group)
+    return gather_line(device, group).seconds(payload_bytes)
 
 
 def all_reduce_seconds(device: Device, group: Group, payload_bytes: float) -> float:
-    """The faster of a ring (reduce-scatter and all-gather) and a tree."""
-    if group.size == 1:
-        return 0.0
-    ring = 2 * gather_seconds(device, group, payload_bytes)
-    steps = device.node.link_latency * log2(group.local) + (device.node.network_latency * log2(group.nodes) if group.nodes > 1 else 0.0)
-    tree = 2 * steps + 2 * payload_bytes / (ring_bandwidth(device, group) * TREE_BANDWIDTH)
-    return min(ring, tree)
+    """The faster of ring and tree."""
+    ring, tree = all_reduce_lines(device, group)
+    return min(ring.seconds(payload_bytes), tree.seconds(payload_bytes))
 
 
 def send_seconds(device: Device, crosses_nodes: bool, payload_bytes: float) -> float:

@@ -11,16 +11,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardwright.arch.inventory import counts
 from shardwright.layout.schedule import actions, legality, rank_stages, stage_rank
-from shardwright.layout.zero import STAGES
 from shardwright.plan.job import DTYPE_BYTES, Job, Layout
 from shardwright.plan.kernels import Software, block_time, embedding_time, head_time
-from shardwright.plan.network import Group, all_reduce_seconds, gather_seconds, group_of, send_seconds
+from shardwright.plan.network import Line, all_reduce_lines, all_reduce_seconds, gather_line, gather_seconds, group_of, send_seconds
 from shardwright.plan.playback import StageSeconds, play
 
 if TYPE_CHECKING:
     from shardwright.plan.hardware import Device
 
-PLAYED_ACTIONS = 6000
+PLAYED_ACTIONS = 4000
 """Longer action lists are played with fewer microbatches and continued at the pace of the busiest rank."""
 
 
@@ -62,20 +61,25 @@ class BlockSeconds(NamedTuple):
 
 
 class RankSeconds(NamedTuple):
-    """One microbatch on one pipeline rank (all its stages), and how many parameters it holds."""
+    """One microbatch on one pipeline rank (all its stages), and its parameters: of its blocks, and of embedding and head.
 
+    It does not depend on the data-parallel axes; `_waits` gives what they add.
+    """
+
+    number: int
+    blocks: int
     forward: float
     backward: float
     weights: float
-    recompute: float
-    tensor: float
-    context: float
-    gathers: float
+    edge_parameters: float
     parameters: float
 
-    @property
-    def whole(self) -> float:
-        return self.forward + self.backward + self.gathers
+
+class Waits(NamedTuple):
+    """Exposed seconds of the data-parallel axes on one rank: at each microbatch, and once per update."""
+
+    microbatch: float
+    update: float
 
 
 class RankKind(NamedTuple):
@@ -88,7 +92,7 @@ class RankKind(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def rank_kinds(stage_blocks: tuple[int, ...], schedule: str | None, pp: int, chunks: int) -> tuple[tuple[RankKind, int], ...]:
-    """The distinct kinds of pipeline ranks and how many there are of each; the first kind is that of rank 0."""
+    """The distinct kinds of pipeline ranks and how many there are of each."""
     found: dict[RankKind, int] = {}
     for rank in range(pp):
         own = (0,) if pp == 1 else rank_stages(schedule or "1f1b", pp, chunks, rank)  # type: ignore[arg-type]
@@ -104,6 +108,9 @@ class Clock:
         self.job, self.device, self.software = job, device, software
         self._blocks: dict[tuple, BlockSeconds] = {}
         self._edges: dict[tuple, tuple[float, float, float, float]] = {}
+        self._rank_seconds: dict[tuple, list[RankSeconds]] = {}
+        self._gathers: dict[tuple[int, int], Line] = {}
+        self._reduces: dict[tuple[int, int], tuple[Line, Line]] = {}
         number = counts(job.shape)
         self._block_split, self._block_whole = number.block_split, number.block_whole
         self._embedding = number.embedding + number.positions
@@ -166,78 +173,137 @@ class Clock:
             found = self._edges[key] = (head[0] + one, head[1] + one, embedding[0] + one, embedding[1] + one)
         return found
 
-    def rank(self, layout: Layout, kind: RankKind) -> RankSeconds:
-        """One microbatch on a pipeline rank of this kind."""
+    def rank(self, layout: Layout, kind: RankKind, number: int = 1) -> RankSeconds:
+        """One microbatch on a pipeline rank of this kind, without the data-parallel axes."""
         n, first, last = kind
         b = self.block(layout)
         head_f, head_b, embedding_f, embedding_b = self._edge(layout)
-        block_parameters = self._block_split / layout.axes.tp + self._block_whole
-        edge_parameters = 0.0
-        forward, backward = n * b.forward, n * b.backward
+        forward, backward, edge = n * b.forward, n * b.backward, 0.0
         if first:
-            forward, backward, edge_parameters = forward + embedding_f, backward + embedding_b, edge_parameters + self._embedding
+            forward, backward, edge = forward + embedding_f, backward + embedding_b, self._embedding
         if last:
             forward, backward = forward + head_f, backward + head_b
-            edge_parameters += self._head + (0 if first else self._tied_head)
-        edge_parameters /= layout.axes.tp
-        parameters = n * block_parameters + edge_parameters
-        gathers = 0.0
-        if layout.data_parallel == "zero3":
-            if layout.axes.dp_shard * layout.axes.cp > 1 and n:
-                gathers = self._unit_waits(layout, n, b, block_parameters, edge_parameters)
-        elif self.software.accumulate_bytes:
+            edge += self._head + (0 if first else self._tied_head)
+        edge /= layout.axes.tp
+        parameters = n * (self._block_split / layout.axes.tp + self._block_whole) + edge
+        if layout.data_parallel != "zero3":
             backward += parameters * self.software.accumulate_bytes / self._speed
-        weights = n * b.weights
-        return RankSeconds(forward, backward, weights, n * b.recompute, n * b.tensor, n * b.context, gathers, parameters)
+        return RankSeconds(number, n, forward, backward, n * b.weights, edge, parameters)
 
-    def _groups(self, layout: Layout) -> tuple[Group, Group | None]:
-        """The group that shards (dp_shard x cp) and the one that replicates, if there is one."""
-        a, per_node = layout.axes, self.device.node.devices
-        shard = group_of(a.dp_shard * a.cp, a.tp, per_node)
-        if a.dp_replicate == 1:
-            return shard, None
-        return shard, group_of(a.dp_replicate, a.tp * a.cp * a.dp_shard, per_node)
+    def _ranks(self, layout: Layout, stage_blocks: tuple[int, ...]) -> list[RankSeconds]:
+        a = layout.axes
+        crosses = a.pp > 1 and a.world_size > self.device.node.devices
+        key = (
+            a.tp, a.cp, a.pp, layout.microbatch_rows, layout.sequence_parallel, layout.recompute, crosses,
+            layout.schedule, layout.chunks, stage_blocks, layout.data_parallel == "zero3",
+        )
+        found = self._rank_seconds.get(key)
+        if found is None:
+            kinds = rank_kinds(stage_blocks, layout.schedule, a.pp, layout.chunks)
+            found = self._rank_seconds[key] = [self.rank(layout, kind, number) for kind, number in kinds]
+        return found
 
-    def _unit_waits(self, layout: Layout, blocks: int, b: BlockSeconds, block: float, edge: float) -> float:
-        """Seconds of one microbatch that wait for parameters to come or gradients to leave, window by window.
+    def _gather(self, size: int, stride: int) -> Line:
+        key = (size, stride)
+        found = self._gathers.get(key)
+        if found is None:
+            found = self._gathers[key] = gather_line(self.device, group_of(size, stride, self.device.node.devices))
+        return found
+
+    def _reduce(self, size: int, stride: int, payload: float) -> float:
+        key = (size, stride)
+        lines = self._reduces.get(key)
+        if lines is None:
+            lines = self._reduces[key] = all_reduce_lines(self.device, group_of(size, stride, self.device.node.devices))
+        ring, tree = lines
+        return min(ring.fixed + ring.per_byte * payload, tree.fixed + tree.per_byte * payload)
+
+    def _waits(self, layout: Layout, ranks: list[RankSeconds]) -> list[Waits]:
+        """What the data-parallel axes add on each rank."""
+        a = layout.axes
+        if a.data_ranks * a.cp == 1 and layout.offload == "none":
+            return [Waits(0.0, 0.0)] * len(ranks)
+        if layout.data_parallel != "zero3":
+            microbatches = layout.microbatches(self.job)
+            return [Waits(0.0, self._once(layout, rank, microbatches)) for rank in ranks]
+        shard = self._gather(a.dp_shard * a.cp, a.tp)
+        if layout.offload == "params":
+            # Each gather first brings this rank's shard from the host, each reduction ends in sending one there.
+            shard = Line(shard.fixed, shard.per_byte + 1 / (a.dp_shard * a.cp * self.device.host_bandwidth))
+        edge_bytes = shard.per_byte * (self._size + self._reduce_size)
+        unit = self._unit_waits(layout, shard)
+        return [Waits(rank.blocks * unit + 2 * shard.fixed + rank.edge_parameters * edge_bytes, 0.0) for rank in ranks]
+
+    def _unit_waits(self, layout: Layout, shard: Line) -> float:
+        """Seconds per block and microbatch that wait for parameters to come or gradients to leave, window by window.
 
         With prefetch the gather of the next unit runs under the compute of a unit, and in the backward pass the
-        reduce-scatter of the unit before as well. What does not fit there is exposed, and so are the gather and
-        reduce-scatter of embedding and head. While both run, compute is slower by `overlap_slowdown`.
+        reduce-scatter of the unit before as well. What does not fit there is exposed. While both run, compute is slower
+        by `overlap_slowdown`. Embedding and head, at the ends, have nothing to hide under.
         """
-        shard, outer = self._groups(layout)
-        device, slow = self.device, self.software.overlap_slowdown
-        size = 1 if layout.unit == "block" else blocks if layout.unit == "root" else min(int(layout.unit), blocks)
-        unit, units = block * size, blocks / size
-        forward, backward = (b.forward * size, b.backward * size) if layout.prefetch and units > 1 else (0.0, 0.0)
-        gather = gather_seconds(device, shard, unit * self._size)
-        reduce = gather_seconds(device, shard, unit * self._reduce_size)
-        edges = gather_seconds(device, shard, edge * self._size) + gather_seconds(device, shard, edge * self._reduce_size)
-        if outer is not None:
-            reduce += all_reduce_seconds(device, outer, unit * self._reduce_size / shard.size)
-        again = gather if layout.reshard_after_forward is True else 0.0
-        if layout.reshard_after_forward is not True and layout.reshard_after_forward is not False:
-            inner = group_of(int(layout.reshard_after_forward), layout.axes.tp, device.node.devices)
-            again = gather_seconds(device, inner, unit * self._size)
-        waits = max(gather - forward, 0.0) + slow * min(gather, forward)
-        waits += max(again + reduce - backward, 0.0) + slow * min(again + reduce, backward)
-        return edges + units * waits
+        a, b, slow = layout.axes, self.block(layout), self.software.overlap_slowdown
+        layers = self.job.shape.layers // a.pp
+        size = 1 if layout.unit == "block" else layers if layout.unit == "root" else min(int(layout.unit), layers)
+        parameters = size * (self._block_split / a.tp + self._block_whole)
+        hidden = layout.prefetch > 0 and size < layers
+        forward, backward = (b.forward * size, b.backward * size) if hidden else (0.0, 0.0)
+        gather = shard.fixed + shard.per_byte * parameters * self._size
+        leave = shard.fixed + shard.per_byte * parameters * self._reduce_size
+        if a.dp_replicate > 1:
+            piece = parameters * self._reduce_size / (a.dp_shard * a.cp)
+            leave += self._reduce(a.dp_replicate, a.tp * a.cp * a.dp_shard, piece)
+        if layout.reshard_after_forward is True:
+            leave += gather
+        elif layout.reshard_after_forward is not False:
+            leave += self._gather(int(layout.reshard_after_forward), a.tp).seconds(parameters * self._size)
+        waits = max(gather - forward, 0.0) + slow * min(gather, forward) + max(leave - backward, 0.0) + slow * min(leave, backward)
+        return waits / size
+
+    def _once(self, layout: Layout, rank: RankSeconds, microbatches: int) -> float:
+        """Exposed seconds of gradient reductions (once per update, for zero2 at each microbatch) and parameter gathers."""
+        a, software, kind = layout.axes, self.software, layout.data_parallel
+        if not rank.parameters:
+            return 0.0
+        volume = rank.parameters * self._reduce_size
+        buckets = max(1.0, volume / software.bucket_bytes) if software.bucket_bytes else 1.0
+        payload = volume / buckets
+        gathers = 0.0
+        if kind == "ddp":
+            one = self._reduce(a.data_ranks * a.cp, a.tp, payload)
+        else:
+            shard = self._gather(a.dp_shard * a.cp, a.tp)
+            one = shard.fixed + shard.per_byte * payload
+            if a.dp_replicate > 1:
+                one += self._reduce(a.dp_replicate, a.tp * a.cp * a.dp_shard, payload / (a.dp_shard * a.cp))
+            gathers = shard.fixed + shard.per_byte * rank.parameters * self._size
+        reduce = buckets * one
+        window = rank.backward if software.overlap_data_parallel else 0.0
+        exposed = max(reduce - window, one) + software.overlap_slowdown * min(reduce, window)
+        return (microbatches if kind == "zero2" else 1) * exposed + gathers
 
     def step(self, layout: Layout, stage_blocks: tuple[int, ...]) -> StepTime:
         """The time of one update in closed form; `stage_blocks` says how many blocks each pipeline stage holds."""
-        kinds = rank_kinds(stage_blocks, layout.schedule, layout.axes.pp, layout.chunks)
-        ranks = [(self.rank(layout, kind), number) for kind, number in kinds]
-        worst = max(ranks, key=lambda pair: pair[0].whole)[0]
+        ranks = self._ranks(layout, stage_blocks)
+        waits = self._waits(layout, ranks)
         k = layout.microbatches(self.job)
+        if len(ranks) == 1:
+            worst, gathers = ranks[0], waits[0].microbatch
+        else:
+            worst, gathers = max(
+                ((rank, wait.microbatch) for rank, wait in zip(ranks, waits)), key=lambda pair: pair[0].forward + pair[0].backward + pair[1]
+            )
         bubble = sends = 0.0
         if layout.axes.pp > 1:
-            bubble, sends = self._pipeline(layout, ranks, worst, k)
-        reduction = max(self._once(layout, rank, k) for rank, _ in ranks)
-        optimizer = max(self._optimizer(layout, rank.parameters) for rank, _ in ranks)
-        compute = worst.forward + worst.backward - worst.recompute - worst.tensor - worst.context
+            bubble, sends = self._pipeline(layout, stage_blocks, ranks, worst, gathers, k)
+        b, n = self.block(layout), worst.blocks
+        recompute, tensor, context = n * b.recompute, n * b.tensor, n * b.context
+        compute = worst.forward + worst.backward - recompute - tensor - context
+        shard = layout.axes.dp_shard * layout.axes.cp if layout.data_parallel != "ddp" else 1
         return StepTime(
-            k * compute, k * worst.recompute, k * worst.tensor, k * worst.context, k * worst.gathers,
-            bubble, sends, reduction, optimizer, self.software.update_seconds,
+            k * compute, k * recompute, k * tensor, k * context, k * gathers, bubble, sends,
+            max(wait.update for wait in waits),
+            self._optimizer(layout, max(rank.parameters for rank in ranks) / shard),
+            self.software.update_seconds,
         )
 
     def _send(self, layout: Layout) -> float:
@@ -248,27 +314,33 @@ class Clock:
         return send_seconds(self.device, inner >= self.device.node.devices, payload) + self.software.pipeline_seconds
 
     def _pipeline(
-        self, layout: Layout, ranks: list[tuple[RankSeconds, int]], worst: RankSeconds, microbatches: int
+        self, layout: Layout, stage_blocks: tuple[int, ...], ranks: list[RankSeconds], worst: RankSeconds, gathers: float, microbatches: int
     ) -> tuple[float, float]:
         """(idle seconds of the busiest rank, exposed sends) of one update.
 
         The first microbatch passes the other ranks forward and the last one backward; in between the busiest rank sets
-        the pace. Chunks divide that. With the weights' gradient apart (zero_bubble), it fills the wait of the ranks it
-        belongs to; in zbv only the input's gradient of one stage is waited for. `timed` plays the lists instead.
+        the pace. Chunks divide that, but with several stages per rank every round waits for its heaviest stage. With the
+        weights' gradient apart (zero_bubble), it fills the wait of the ranks it belongs to; in zbv only the input's
+        gradient of one stage is waited for. `timed` plays the lists instead.
         """
-        schedule, chunks = layout.schedule, layout.chunks
+        schedule, chunks, pp = layout.schedule, layout.chunks, layout.axes.pp
+        uneven = 0.0
+        if chunks > 1:
+            b = self.block(layout)
+            rounds = sum(max(stage_blocks[i * pp : (i + 1) * pp]) for i in range(chunks))
+            uneven = microbatches * max(rounds - worst.blocks, 0) * (b.forward + b.backward)
         if schedule == "zero_bubble":
-            other = sum(number * (rank.whole - 2 * rank.weights) for rank, number in ranks) - (worst.whole - 2 * worst.weights)
-            idle = other
+            idle = sum(r.number * (r.forward + r.backward - 2 * r.weights) for r in ranks)
+            idle -= worst.forward + worst.backward - 2 * worst.weights
         elif schedule == "zbv":
-            idle = sum(number * (rank.backward - rank.weights) for rank, number in ranks) - (worst.backward - worst.weights)
-            idle /= chunks
+            idle = (sum(r.number * (r.backward - r.weights) for r in ranks) - (worst.backward - worst.weights)) / chunks
         else:
-            idle = (sum(number * rank.whole for rank, number in ranks) - worst.whole) / chunks
-        steps = 2 * (layout.axes.pp - 1)
+            idle = sum(r.number * (r.forward + r.backward) for r in ranks) - worst.forward - worst.backward
+            idle = (idle + (pp - 1) * gathers) / chunks
+        steps = 2 * (pp - 1)
         if not self.software.overlap_pipeline:
             steps += 2 * (microbatches - 1) * chunks
-        return max(idle, 0.0), steps * self._send(layout)
+        return max(idle, 0.0) + uneven, steps * self._send(layout)
 
     def timed(self, layout: Layout, stage_blocks: tuple[int, ...]) -> StepTime:
         """The time of one update with the pipeline's action lists played, not in closed form."""
@@ -282,40 +354,15 @@ class Clock:
         if legality(schedule, a.pp, chunks, played):
             return closed
         last = len(stage_blocks) - 1
-        times = []
-        for stage, blocks in enumerate(stage_blocks):
-            r = self.rank(layout, RankKind(blocks, stage == 0, stage == last))
-            times.append(StageSeconds(r.forward + r.gathers / 2, r.backward + r.gathers / 2 - r.weights, r.weights))
+        stages = [self.rank(layout, RankKind(blocks, stage == 0, stage == last)) for stage, blocks in enumerate(stage_blocks)]
+        waits = [wait.microbatch / 2 for wait in self._waits(layout, stages)]
+        times = [StageSeconds(r.forward + wait, r.backward + wait - r.weights, r.weights) for r, wait in zip(stages, waits)]
         ran = play(actions(schedule, a.pp, chunks, played), lambda stage: stage_rank(schedule, a.pp, stage), times)
         return closed._replace(bubble=max(ran.total - max(ran.busy), 0.0))
 
-    def _once(self, layout: Layout, rank: RankSeconds, microbatches: int) -> float:
-        """Exposed seconds of gradient reductions and parameter gathers that happen once per update (or per microbatch)."""
-        a, device, software = layout.axes, self.device, self.software
-        kind = layout.data_parallel
-        if kind == "zero3" or a.data_ranks * a.cp == 1 or not rank.parameters:
-            return 0.0
-        shard, outer = self._groups(layout)
-        volume = rank.parameters * self._reduce_size
-        buckets = max(1.0, volume / software.bucket_bytes) if software.bucket_bytes else 1.0
-        payload = volume / buckets
-        if kind == "ddp":
-            one = all_reduce_seconds(device, group_of(a.data_ranks * a.cp, a.tp, device.node.devices), payload)
-        else:
-            one = gather_seconds(device, shard, payload)
-            if outer is not None:
-                one += all_reduce_seconds(device, outer, payload / shard.size)
-        reduce = buckets * one
-        window = rank.backward if software.overlap_data_parallel else 0.0
-        seconds = STAGES[kind].reductions(microbatches) * (max(reduce - window, one) + software.overlap_slowdown * min(reduce, window))
-        if kind != "ddp":
-            seconds += gather_seconds(device, shard, rank.parameters * self._size)
-        return seconds
-
-    def _optimizer(self, layout: Layout, parameters: float) -> float:
-        shard = layout.axes.dp_shard * layout.axes.cp if layout.data_parallel != "ddp" else 1
+    def _optimizer(self, layout: Layout, local_parameters: float) -> float:
         if layout.offload == "params":
             # Gradients travel to the host and weights back; the host updates them at its own memory bandwidth, which
             # moves about four times as many bytes as travel.
-            return parameters / shard * 4 * 2 * self._reduce_size / self.device.host_bandwidth
-        return parameters / shard * self.software.optimizer_bytes / self._speed
+            return local_parameters * 4 * 2 * self._reduce_size / self.device.host_bandwidth
+        return local_parameters * self.software.optimizer_bytes / self._speed
