@@ -117,9 +117,10 @@ def workspace_per_token(shape: Shape, width: int, tp: int, sequence_parallel: bo
     return inner + stream + (2 * width * shape.hidden if sequence_parallel and tp > 1 else 0)
 
 
-def loss_copies(p: Program, width: int) -> tuple[tuple[str, float], ...]:
-    """(name, bytes per logit) alive together in the backward of the loss.
+def loss_copies(p: Program, width: int, split: bool) -> tuple[tuple[str, float], ...]:
+    """(name, bytes per local logit) alive together in the backward of the loss; `split`: the vocabulary is divided.
 
     With fp32 compute the fp32 copy is the logits themselves, which autograd keeps: the same count.
     """
-    return tuple((name, size or float(width)) for name, size in p.loss_copies)
+    copies = p.split_loss_copies if split else p.loss_copies
+    return tuple((name, size or float(width)) for name, size in copies)

@@ -7,7 +7,7 @@ meets, the embedding; and the optimizer step. A test holds the two equal on rand
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from shardwright.layout.schedule import Action, actions, rank_stages
 from shardwright.plan.job import Job, Layout
@@ -61,11 +61,6 @@ def rank_actions(layout: Layout, microbatches: int, rank: int) -> tuple[Action, 
     if layout.axes.pp == 1:
         return tuple(Action(0, kind, index) for index in range(microbatches) for kind in "FB")
     return actions(layout.schedule or "1f1b", layout.axes.pp, layout.chunks, microbatches)[rank]
-
-
-def device_bytes(allocated: float, program: Program = SHARDWRIGHT) -> float:
-    """Device memory that `allocated` bytes of tensors need: fragmentation and context on top."""
-    return allocated * (1 + program.fragmentation) + program.context_bytes
 
 
 class _Walk:
@@ -167,10 +162,16 @@ class _Walk:
         self.weights[chunk] += 1
 
 
-def timeline(job: Job, layout: Layout, rank: int = 0, program: Program = SHARDWRIGHT) -> Iterator[Moment]:
+def timeline(
+    job: Job,
+    layout: Layout,
+    rank: int = 0,
+    program: Program = SHARDWRIGHT,
+    stage_blocks: tuple[int, ...] | None = None,
+) -> Iterator[Moment]:
     """Every moment of one update on pipeline rank `rank`, in order, in the steady state of training."""
     microbatches = layout.microbatches(job)
-    b = rank_bytes(job, layout, program, rank)
+    b = rank_bytes(job, layout, program, rank, stage_blocks)
     walk = _Walk(b, microbatches)
     pp = layout.axes.pp
     own = (0,) if pp == 1 else rank_stages(layout.schedule or "1f1b", pp, layout.chunks, rank)
@@ -188,17 +189,34 @@ def timeline(job: Job, layout: Layout, rank: int = 0, program: Program = SHARDWR
     yield Moment(end.label, tuple(0.0 if part == "gathered parameters" else x for part, x in zip(PARTS, end.alive)))
 
 
-def peak(job: Job, layout: Layout, program: Program = SHARDWRIGHT) -> Peak:
-    """The fullest moment over all pipeline ranks, with what is alive at it."""
-    fullest: tuple[float, int, Moment] | None = None
-    for rank in range(layout.axes.pp):
-        for moment in timeline(job, layout, rank, program):
-            if fullest is None or moment.total > fullest[0]:
+def _reserved(moment: Moment, at_rest: float, program: Program) -> float:
+    """What the allocator reserves for a moment: states and all gradients at rest, and the rest with fragmentation."""
+    alive = dict(zip(PARTS, moment.alive))
+    states = alive["parameters"] + alive["optimizer states"] + alive["buffers"]
+    moving = moment.total - states - alive["gradients"]
+    always = alive["gradients"] if at_rest == 0 else at_rest
+    return states + always + (1 + program.fragmentation) * moving
+
+
+def peak(
+    job: Job,
+    layout: Layout,
+    program: Program = SHARDWRIGHT,
+    *,
+    ranks: Iterable[int] | None = None,
+    stage_blocks: tuple[int, ...] | None = None,
+) -> Peak:
+    """The fullest moment over all pipeline ranks (or those named), with what is alive at it."""
+    fullest: tuple[float, int, Moment] = (0.0, 0, Moment("nothing", ()))
+    reserved = 0.0
+    for rank in range(layout.axes.pp) if ranks is None else ranks:
+        at_rest = rank_bytes(job, layout, program, rank, stage_blocks).at_rest
+        for moment in timeline(job, layout, rank, program, stage_blocks):
+            if moment.total > fullest[0]:
                 fullest = (moment.total, rank, moment)
-    assert fullest is not None
+            reserved = max(reserved, _reserved(moment, at_rest, program))
     allocated, rank, moment = fullest
     parts = sorted(zip(PARTS, moment.alive), key=lambda part: -part[1])
-    reserved = allocated * (1 + program.fragmentation)
     return Peak(
         allocated=allocated,
         reserved=reserved,

@@ -21,12 +21,12 @@ from shardwright.plan.rank_bytes import (
     Rules,
     activation_key,
     block_bytes,
-    gathered_groups,
     holds,
     loss_bytes,
     rank_elements,
     rules,
     state_bytes,
+    units,
 )
 from shardwright.plan.states import Elements
 
@@ -123,7 +123,7 @@ class Entry(NamedTuple):
 def weights(job: Job, layout: Layout, program: Program, cast: tuple[float, float]) -> tuple[float, ...]:
     """Bytes of what `Entry.activations` counts. `cast`: of a block's and the head's weights that ddp keeps with them."""
     a = block_bytes(job, program, activation_key(layout))
-    loss, kept, after = loss_bytes(job, program, a.logits)
+    loss, kept, after = loss_bytes(job, program, a.logits, layout.axes.tp > 1)
     return (a.saved + cast[0], a.boundary, a.head + cast[1], kept, a.deferred, a.work, loss, after)
 
 
@@ -241,13 +241,12 @@ class Moment(NamedTuple):
 
 
 class Profile(NamedTuple):
-    """What one pipeline rank needs: blocks, whether it holds embedding and head, moments, most activations."""
+    """What one pipeline rank needs: blocks, whether it holds embedding and head, its moments."""
 
     blocks: int
     first: bool
     last: bool
     moments: tuple[Moment, ...]
-    activations: float
 
 
 def _largest(entries: tuple[Entry, ...], weight: tuple[float, ...]) -> tuple[Moment, ...]:
@@ -312,54 +311,63 @@ class PeakModel:
             for rank, h in self._holdings(layout):
                 entries = rank_entries(schedule, axes.pp, layout.chunks, count, rank, h, late)
                 moments = _largest(entries, weight)
-                made.append(Profile(sum(h.blocks), h.first >= 0, h.last >= 0, moments, moments[0].activations))
+                made.append(Profile(sum(h.blocks), h.first >= 0, h.last >= 0, moments))
             found = self._profiles[key] = tuple(made)
         return found
 
-    def peak_bytes(self, layout: Layout) -> float:
-        """Allocated bytes at the peak of the fullest rank."""
+    def peak_bytes(self, layout: Layout) -> tuple[float, float]:
+        """(allocated, reserved) bytes at the peak of the fullest rank; `Program.fragmentation` says what is reserved."""
         job, program = self.job, self.program
         microbatches = layout.microbatches(job)
         rule = rules(job, layout, program, microbatches)
         temporary = 0.0 if layout.offload != "none" else program.optimizer_temporary_bytes
-        worst = 0.0
+        extra = 1 + program.fragmentation
+        allocated = reserved = 0.0
         for profile in self._profile(layout, rule.late, rule.casts, microbatches):
             blocks = profile.blocks
             parts = self._elements(layout, rule.degree, profile.first, profile.last)
             block, embedding, head = parts
             total = blocks * block[0] + embedding[0] + head[0]
             shard = blocks * block[1] + embedding[1] + head[1]
-            most = (rule.resting + temporary) * shard
-            most = max(most, _sharded(layout, rule, profile, parts) if rule.sharded else profile.activations)
-            worst = max(worst, sum(state_bytes(job, layout, program, rule, total, shard)) + most)
-        return worst
+            states = sum(state_bytes(job, layout, program, rule, total, shard))
+            most, moving = self._fullest(layout, rule, profile, parts)
+            rest, step = rule.resting * shard, temporary * shard
+            allocated = max(allocated, states + most, states + rest + step)
+            reserved = max(reserved, states + rest + extra * max(moving, step))
+        return allocated, reserved
 
+    def device_bytes(self, layout: Layout) -> float:
+        """Device memory that the layout needs: what the allocator reserves, and the context."""
+        return self.peak_bytes(layout)[1] + self.program.context_bytes
 
-def _sharded(layout: Layout, rule: Rules, profile: Profile, parts: tuple[Elements, Elements, Elements]) -> float:
-    """The fullest moment of a rank under `fully_shard`, without what is always there."""
-    c, blocks = rule.compute, profile.blocks
-    (block, block_shard), (embedding, embedding_shard), (head, head_shard) = parts
-    group = gathered_groups(layout, blocks, (block, embedding, head))
-    if rule.resident:
-        whole = c * (blocks * block + embedding + head)
-        gathered = (whole, whole, whole)
-    else:
-        gathered = (min(1 + layout.prefetch, blocks) * c * group[0], c * group[1], c * group[2])
-    send = c + rule.reduce
-    late, done = rule.accumulated, rule.resting
-    block, embedding, head = late * block, late * embedding, late * head
-    block_shard, embedding_shard, head_shard = done * block_shard, done * embedding_shard, done * head_shard
-    most = 0.0
-    for activations, waiting, reduced, place, sends in profile.moments:
-        total = activations + gathered[place]
-        if sends:
-            total += send * group[place]
-        if late:
-            total += waiting[0] * block + waiting[1] * embedding + waiting[2] * head
-        total += reduced[0] * block_shard + reduced[1] * embedding_shard + reduced[2] * head_shard
-        if total > most:
-            most = total
-    return most
+    def _fullest(
+        self, layout: Layout, rule: Rules, profile: Profile, parts: tuple[Elements, Elements, Elements]
+    ) -> tuple[float, float]:
+        """The fullest moment of a rank without what is always there, with and without gradients at rest."""
+        blocks = profile.blocks
+        (block, block_shard), (embedding, embedding_shard), (head, head_shard) = parts
+        group = units(self.job, layout, rule, blocks, (block, embedding, head))
+        c = rule.compute if rule.sharded else 0
+        if rule.resident:
+            whole = c * (blocks * block + embedding + head)
+            gathered = (whole, whole, whole)
+        else:
+            gathered = (min(1 + layout.prefetch, blocks) * c * group[0], c * group[1], c * group[2])
+        send, late, done = rule.sent, rule.accumulated, rule.resting
+        most = moving = 0.0
+        for activations, waiting, reduced, place, sends in profile.moments:
+            total = activations + gathered[place]
+            if sends:
+                total += send * group[place]
+            if late:
+                total += late * (waiting[0] * block + waiting[1] * embedding + waiting[2] * head)
+            if total > moving:
+                moving = total
+            if done:
+                total += done * (reduced[0] * block_shard + reduced[1] * embedding_shard + reduced[2] * head_shard)
+            if total > most:
+                most = total
+        return most, moving
 
 
 @lru_cache(maxsize=64)
@@ -367,6 +375,6 @@ def _model(job: Job, program: Program) -> PeakModel:
     return PeakModel(job, program)
 
 
-def peak_bytes(job: Job, layout: Layout, program: Program = SHARDWRIGHT) -> float:
-    """Allocated bytes at the peak of the fullest rank, without walking the update."""
+def peak_bytes(job: Job, layout: Layout, program: Program = SHARDWRIGHT) -> tuple[float, float]:
+    """(allocated, reserved) bytes at the peak of the fullest rank, without walking the update."""
     return _model(job, program).peak_bytes(layout)

@@ -31,13 +31,14 @@ class Program:
     selective: what selective recomputation keeps: `matmuls` every matrix product and attention; `alternate` every
     second matrix product and attention (torchtitan); `attention` all but attention's core (Megatron-LM).
     loss_copies: names and bytes per logit alive at once in the backward of the loss; the compute dtype's logits come
-    first and have the compute dtype's bytes (written 0 here).
+    first and have the compute dtype's bytes (written 0 here). split_loss_copies: the same with a vocabulary-parallel loss.
     gathers_kv: context parallel keeps K and V of the whole row on each rank (gathered); else of its own part (ring).
     pipeline_keeps_gathered: under a pipeline, parameters stay gathered and gradients unreduced until the last microbatch
     (what torch.distributed.pipelining does to fully_shard).
     optimizer_temporary_bytes: per local element in the optimizer step: 0 fused, 4 foreach.
     buffer_bytes: fixed communication buffers (DeepSpeed: two buckets of 5e8 elements).
-    fragmentation: part of the allocated peak that the caching allocator reserves on top, fitted on the calibration rows.
+    fragmentation: what the caching allocator reserves on top of everything but model states, fitted on the calibration
+    rows. Blocks that gradients at rest leave are not used for logits again either, so reserved memory always has them.
     context_bytes: CUDA context, cuBLAS and NCCL buffers, outside of the allocator.
     """
 
@@ -57,6 +58,13 @@ class Program:
         ("gradient of the log-probabilities", 4.0),
         ("gradient of the fp32 logits", 4.0),
     )
+    split_loss_copies: tuple[tuple[str, float], ...] = (
+        ("logits", 0.0),
+        ("log-probabilities", 4.0),
+        ("one-hot targets", 4.0),
+        ("probabilities minus targets", 4.0),
+        ("gradient of the fp32 logits", 4.0),
+    )
     gathers_kv: bool = True
     pipeline_keeps_gathered: bool = True
     optimizer_temporary_bytes: float = 0.0
@@ -73,6 +81,8 @@ TORCHTITAN = Program("torchtitan", rms_norm_bytes=8.0, repeats_kv=True, selectiv
 TORCHTITAN_COMPILED = Program("torchtitan-compiled", rms_norm_bytes=2.0, gated_bytes=6.0, selective="alternate")
 """torchtitan with each block compiled: norms and SwiGLU fused, recomputed cheaply."""
 
+_IN_PLACE_LOSS = (("logits", 0.0), ("fp32 logits, turned into softmax and gradient in place", 4.0), ("gradient", 2.0))
+
 MEGATRON = Program(
     "megatron",
     engine="flat",
@@ -80,7 +90,8 @@ MEGATRON = Program(
     gated_bytes=6.0,
     keeps_gathered=False,
     selective="attention",
-    loss_copies=(("logits", 0.0), ("fp32 logits, turned into softmax and gradient in place", 4.0), ("gradient", 2.0)),
+    loss_copies=_IN_PLACE_LOSS,
+    split_loss_copies=_IN_PLACE_LOSS,
     gathers_kv=False,
     pipeline_keeps_gathered=False,
 )
@@ -96,10 +107,13 @@ MEGATRON_2022 = Program(
     keeps_gathered=False,
     selective="attention",
     loss_copies=(("fp32 logits", 4.0),),
+    split_loss_copies=(("fp32 logits", 4.0),),
     gathers_kv=False,
     pipeline_keeps_gathered=False,
 )
 """Megatron-LM as in Korthikanti et al. 2022: no flash attention, dropout, GELU, fp16."""
+
+_SHIFTED_LOSS = (("logits", 0.0), ("fp32 logits", 4.0), ("softmax, turned into the gradient in place", 4.0))
 
 NANOTRON = Program(
     "nanotron",
@@ -107,7 +121,9 @@ NANOTRON = Program(
     flat_gradient_copies=2.0,
     rms_norm_bytes=2.0,
     gated_bytes=8.0,
-    loss_copies=(("logits", 0.0), ("fp32 logits", 4.0), ("exponentials", 4.0), ("gradient", 4.0)),
+    loss_copies=_SHIFTED_LOSS,
+    split_loss_copies=_SHIFTED_LOSS,
+    keeps_gathered=False,
     selective="attention",
     gathers_kv=False,
     pipeline_keeps_gathered=False,

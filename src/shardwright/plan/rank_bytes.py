@@ -112,6 +112,12 @@ class RankBytes:
     loss_kept: float
     loss_after: float
 
+    @property
+    def at_rest(self) -> float:
+        """Bytes of all gradients once they are reduced."""
+        total = sum(self.blocks) * self.resting[0]
+        return total + (self.resting[1] if self.first >= 0 else 0.0) + (self.resting[2] if self.last >= 0 else 0.0)
+
 
 def stages_of(job: Job, layout: Layout) -> tuple[int, ...]:
     """Blocks of every pipeline stage: the one split that planner and runtime use."""
@@ -137,6 +143,7 @@ class Rules(NamedTuple):
     reduce: int
     resting: float
     accumulated: float
+    sent: int
 
 
 def rules(job: Job, layout: Layout, program: Program, microbatches: int) -> Rules:
@@ -165,6 +172,7 @@ def rules(job: Job, layout: Layout, program: Program, microbatches: int) -> Rule
         reduce=r,
         resting=0.0 if not sharded or layout.offload != "none" else m + (r if hybrid else 0.0),
         accumulated=float(r) if late else 0.0,
+        sent=c + r if sharded else (c + m if c < m else c),
     )
 
 
@@ -188,9 +196,11 @@ def rank_elements(job: Job, layout: Layout, degree: int, first: bool, last: bool
     return e.block, e.embedding if first else none, head if last else none
 
 
-def holds(job: Job, layout: Layout, rank: int) -> tuple[tuple[int, ...], int, int]:
+def holds(
+    job: Job, layout: Layout, rank: int, stage_blocks: tuple[int, ...] | None = None
+) -> tuple[tuple[int, ...], int, int]:
     """(blocks of each of its stages, which of them holds the embedding, which the head; -1 for none)."""
-    stages = stages_of(job, layout)
+    stages = stage_blocks or stages_of(job, layout)
     own = (0,) if layout.axes.pp == 1 else rank_stages(layout.schedule or "1f1b", layout.axes.pp, layout.chunks, rank)
     final = len(stages) - 1
     return (
@@ -200,8 +210,16 @@ def holds(job: Job, layout: Layout, rank: int) -> tuple[tuple[int, ...], int, in
     )
 
 
-def gathered_groups(layout: Layout, blocks: int, whole: tuple[float, float, float]) -> tuple[float, float, float]:
-    """Elements of the unit that is gathered with a block, with the embedding, and with the head."""
+def units(
+    job: Job, layout: Layout, rule: Rules, blocks: int, whole: tuple[float, float, float]
+) -> tuple[float, float, float]:
+    """Elements whose gradients are on their way together, in a block, the embedding and the head.
+
+    With `fully_shard` the unit, which is also what is gathered; else the largest matrix of a block, whose gradient autograd
+    has made and not yet added up.
+    """
+    if not rule.sharded:
+        return (local_elements(job.shape, layout.axes.tp, 1).matrix, whole[1], whole[2])
     if layout.unit == "root":
         total = blocks * whole[0] + whole[1] + whole[2]
         return (total, total, total)
@@ -209,9 +227,14 @@ def gathered_groups(layout: Layout, blocks: int, whole: tuple[float, float, floa
     return (unit * whole[0], whole[1], whole[2])
 
 
-def rank_bytes(job: Job, layout: Layout, program: Program, rank: int) -> RankBytes:
-    """The bytes of pipeline rank `rank`; of its peers on the other axes, the one with the fullest shards."""
-    blocks, first, last = holds(job, layout, rank)
+def rank_bytes(
+    job: Job, layout: Layout, program: Program, rank: int, stage_blocks: tuple[int, ...] | None = None
+) -> RankBytes:
+    """The bytes of pipeline rank `rank`; of its peers on the other axes, the one with the fullest shards.
+
+    `stage_blocks`: blocks of each stage, when it is not the split of `stages_of`.
+    """
+    blocks, first, last = holds(job, layout, rank, stage_blocks)
     rule = rules(job, layout, program, layout.microbatches(job))
     e = rank_elements(job, layout, rule.degree, first >= 0, last >= 0)
     whole = (float(e[0].whole), float(e[1].whole), float(e[2].whole))
@@ -220,8 +243,8 @@ def rank_bytes(job: Job, layout: Layout, program: Program, rank: int) -> RankByt
     total, total_shard = count * whole[0] + whole[1] + whole[2], count * shard[0] + shard[1] + shard[2]
     a = block_bytes(job, program, activation_key(layout))
     state = state_bytes(job, layout, program, rule, total, total_shard)
-    group = gathered_groups(layout, count, whole) if rule.sharded else (0.0, 0.0, 0.0)
-    loss, kept, after = loss_bytes(job, program, a.logits)
+    group = units(job, layout, rule, count, whole)
+    loss, kept, after = loss_bytes(job, program, a.logits, layout.axes.tp > 1)
     return RankBytes(
         blocks=blocks,
         first=first,
@@ -232,8 +255,8 @@ def rank_bytes(job: Job, layout: Layout, program: Program, rank: int) -> RankByt
         buffers=state[3],
         resting=_three(rule.resting, shard),
         accumulated=_three(rule.accumulated, whole),
-        transient=_three(c + rule.reduce, group),
-        gathered=_three(c, group),
+        transient=_three(rule.sent, group),
+        gathered=_three(c if rule.sharded else 0, group),
         gathered_all=c * total if rule.sharded else 0.0,
         late=rule.late,
         resident=rule.resident,
@@ -253,12 +276,15 @@ def activation_key(layout: Layout) -> tuple[int, int, int, bool, str, bool]:
     return (axes.tp, axes.cp, layout.microbatch_rows, layout.sequence_parallel, layout.recompute, axes.pp > 1)
 
 
-def loss_bytes(job: Job, program: Program, logits: float) -> tuple[float, float, float]:
-    """Bytes of the logits' copies: in the loss's backward, kept from forward to backward, and in the head's backward."""
+def loss_bytes(job: Job, program: Program, logits: float, split: bool) -> tuple[float, float, float]:
+    """Bytes of the logits' copies: in the loss's backward, kept from forward to backward, and in the head's backward.
+
+    A chunked loss has the logits and their gradient whole in the compute dtype, and its fp32 copies of one chunk only.
+    """
     width = DTYPE_BYTES[job.param_dtype]
-    copies = [size for _, size in loss_copies(program, width)]
+    copies = [size for _, size in loss_copies(program, width, split)]
     if job.loss == "chunked":
-        return logits * sum(copies) / LOSS_CHUNKS, 0.0, logits * 2 * width / LOSS_CHUNKS
+        return logits * (2 * width + sum(copies[1:]) / LOSS_CHUNKS), logits * width, logits * 2 * width
     return logits * sum(copies), logits * sum(copies[:2]), logits * 2 * width
 
 

@@ -78,11 +78,15 @@ def local_size(group: Group, tp: int, in_first: bool) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class LocalElements:
-    """Elements on one rank of a block, of the embedding (with positions), and of final norm and head."""
+    """Elements on one rank of a block, of the embedding (with positions), and of final norm and head.
+
+    matrix: of the largest parameter of a block.
+    """
 
     block: Elements
     embedding: Elements
     head: Elements
+    matrix: int
 
 
 @lru_cache(maxsize=4096)
@@ -92,13 +96,15 @@ def local_elements(shape: Shape, tp: int, degree: int) -> LocalElements:
     A tied head is the embedding: under a pipeline the last stage holds a copy, which the caller adds.
     """
     family = family_of(shape.family)
+    matrix = 0
     sums = {"block": [0, 0], "embedding": [0, 0], "head": [0, 0]}
     for group in parameters(shape):
         size = local_size(group, tp, family.matrix_in_first)
         if group.name.startswith(family.block + "."):
-            part = "block"
+            part, matrix = "block", max(matrix, prod(size))
         else:
             part = "embedding" if group.part in ("embedding", "positions") else "head"
         sums[part][0] += prod(size)
         sums[part][1] += _ceil(size[0], degree) * prod(size[1:])
-    return LocalElements(*(Elements(*sums[part]) for part in ("block", "embedding", "head")))
+    block, embedding, head = (Elements(*sums[part]) for part in ("block", "embedding", "head"))
+    return LocalElements(block, embedding, head, matrix)
