@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from shardwright.arch.inventory import counts
 from shardwright.layout.schedule import split_blocks
 from shardwright.plan.job import DTYPE_BYTES, Job, Layout
-from shardwright.plan.memory import device_bytes
 from shardwright.plan.peak import PeakModel
 from shardwright.plan.program import SHARDWRIGHT, Program
 from shardwright.plan.rank_bytes import block_bytes
@@ -40,8 +39,8 @@ if TYPE_CHECKING:
 
 BAND = 1.02
 """Layouts whose times differ by less than 2% are ranked by simplicity: no prediction is that sharp."""
-REFINED = 5
-FAR = 1.5
+REFINED = 3
+FAR = 1.25
 """Once a family has a layout that fits, its slower ones are searched only up to this multiple of the best of all."""
 
 
@@ -118,8 +117,8 @@ class Search:
     def needs(self, layout: Layout) -> tuple[float, float]:
         """(allocated, with fragmentation and context) bytes at the peak of the fullest rank."""
         self.found.timed += 1
-        allocated = self.peaks.peak_bytes(layout)
-        return allocated, device_bytes(allocated, self.program)
+        allocated, reserved = self.peaks.peak_bytes(layout)
+        return allocated, reserved + self.program.context_bytes
 
     def _states(self, shell: Shell, kind: str) -> float:
         """Bytes of model states that every layout of the family keeps, a lower bound: even parts, nothing else."""
@@ -232,7 +231,7 @@ class Search:
         """Whether the family's leanest layout fits; if not, it is noted when it is the leanest of its family so far."""
         family = self._family(shell, kind)
         known = self.found.rejected.get(family)
-        states = device_bytes(self._states(shell, kind), self.program)
+        states = self._states(shell, kind) + self.program.context_bytes
         if states > self.capacity and known is not None and known.device_bytes <= states:
             return False
         least = self._least(shell, kind)
@@ -247,7 +246,7 @@ class Search:
 
     def _shell(self, shell: Shell, kinds: list[str]) -> None:
         # GPipe idles as long as 1F1B and keeps more: where both run, it cannot be the better of the two.
-        room = {kind: self.capacity - device_bytes(self._states(shell, kind), self.program) for kind in kinds}
+        room = {kind: self.capacity - self._states(shell, kind) + self.program.context_bytes for kind in kinds}
         most = max(room.values())
         bounded = []
         for cell in cells(self.job, shell):

@@ -19,7 +19,7 @@ from shardwright.plan.playback import StageSeconds, play
 if TYPE_CHECKING:
     from shardwright.plan.hardware import Device
 
-PLAYED_ACTIONS = 4000
+PLAYED_ACTIONS = 2500
 """Longer action lists are played with fewer microbatches and continued at the pace of the busiest rank."""
 
 
