@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from shardwright.layout.schedule import Action, actions, rank_stages
+from shardwright.layout.schedule import Action, rank_actions, rank_stages
 from shardwright.plan.job import Job, Layout
 from shardwright.plan.program import SHARDWRIGHT, Program
 from shardwright.plan.rank_bytes import RankBytes, rank_bytes, stage_saved
@@ -56,11 +56,11 @@ class Peak:
     composition: dict[str, float]
 
 
-def rank_actions(layout: Layout, microbatches: int, rank: int) -> tuple[Action, ...]:
+def walked_actions(layout: Layout, microbatches: int, rank: int) -> tuple[Action, ...]:
     """The action list of one pipeline rank; without a pipeline, forward and backward in turn."""
     if layout.axes.pp == 1:
         return tuple(Action(0, kind, index) for index in range(microbatches) for kind in "FB")
-    return actions(layout.schedule or "1f1b", layout.axes.pp, layout.chunks, microbatches)[rank]
+    return rank_actions(layout.schedule or "1f1b", layout.axes.pp, layout.chunks, microbatches, rank)
 
 
 class _Walk:
@@ -175,7 +175,7 @@ def timeline(
     walk = _Walk(b, microbatches)
     pp = layout.axes.pp
     own = (0,) if pp == 1 else rank_stages(layout.schedule or "1f1b", pp, layout.chunks, rank)
-    for stage, kind, index in rank_actions(layout, microbatches, rank):
+    for stage, kind, index in walked_actions(layout, microbatches, rank):
         name = f"microbatch {index}" if pp == 1 else f"microbatch {index}, stage {stage}"
         chunk = own.index(stage)
         if kind == "F":

@@ -11,10 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from operator import ge, mul
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from shardwright.config.schema import Schedule
-from shardwright.layout.schedule import Action, actions, rank_stages
+from shardwright.layout.schedule import rank_actions, rank_stages
 from shardwright.plan.job import DTYPE_BYTES, Job, Layout
 from shardwright.plan.program import SHARDWRIGHT, Program
 from shardwright.plan.rank_bytes import (
@@ -29,6 +28,9 @@ from shardwright.plan.rank_bytes import (
     units,
 )
 from shardwright.plan.states import Elements
+
+if TYPE_CHECKING:
+    from shardwright.config.schema import Schedule
 
 BLOCK, EMBEDDING, HEAD = 0, 1, 2
 
@@ -58,23 +60,25 @@ def _clamp(schedule: Schedule | None, pp: int, microbatches: int) -> int:
         return microbatches
     if schedule in ("interleaved_1f1b", "zero_bubble"):
         rounds = max(1, microbatches // pp)
-        return microbatches // rounds * min(rounds, 5)
-    return min(microbatches, 5 * pp)
+        return microbatches // rounds * min(rounds, 3)
+    return min(microbatches, 3 * pp)
 
 
 @lru_cache(maxsize=8192)
 def states(schedule: Schedule | None, pp: int, chunks: int, microbatches: int, rank: int) -> tuple[State, ...]:
     """The backward states of a rank that no other state of it dominates."""
     count = _clamp(schedule, pp, microbatches)
-    if schedule is None:
-        own: tuple[int, ...] = (0,)
-        listed = [Action(0, kind, index) for index in range(count) for kind in "FB"]
-    else:
-        own = rank_stages(schedule, pp, chunks, rank)
-        listed = list(actions(schedule, pp, chunks, count)[rank])
+    if schedule in (None, "gpipe", "1f1b"):
+        # Backward k meets as many microbatches as there are left, up to what the schedule allows.
+        limit = {None: 1, "gpipe": count, "1f1b": pp - rank}[schedule]
+        kept = {0, min(1, count - 1), count - 1}
+        return tuple(
+            State("B", 0, (min(count - k, limit),), (0,), (int(k > 0),), k == 0, k == count - 1) for k in sorted(kept)
+        )
+    own = rank_stages(schedule, pp, chunks, rank)
     alive, deferred, weights = [0] * len(own), [0] * len(own), [0] * len(own)
     found: dict[tuple[str, int, tuple[int, ...], bool, bool], list[State]] = {}
-    for stage, kind, _ in listed:
+    for stage, kind, _ in rank_actions(schedule, pp, chunks, count, rank):
         chunk = own.index(stage)
         if kind == "F":
             alive[chunk] += 1

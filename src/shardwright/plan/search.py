@@ -19,7 +19,7 @@ from shardwright.plan.peak import PeakModel
 from shardwright.plan.program import SHARDWRIGHT, Program
 from shardwright.plan.rank_bytes import block_bytes
 from shardwright.plan.space import (
-    KINDS,
+    ON_DEVICE,
     PREFETCH,
     RECOMPUTE,
     UNITS,
@@ -100,8 +100,10 @@ def complexity(layout: Layout) -> int:
 class Search:
     """Searches the layouts of a job on a number of equal devices."""
 
-    def __init__(self, job: Job, device: Device, devices: int, software: Software, program: Program = SHARDWRIGHT) -> None:
-        self.job, self.device, self.devices, self.program = job, device, devices, program
+    def __init__(
+        self, job: Job, device: Device, devices: int, software: Software, program: Program = SHARDWRIGHT, kinds: tuple[str, ...] = ON_DEVICE
+    ) -> None:
+        self.job, self.device, self.devices, self.program, self.kinds = job, device, devices, program, kinds
         self.clock = Clock(job, device, software)
         self.peaks = PeakModel(job, program)
         self.capacity = device.memory_bytes
@@ -146,7 +148,7 @@ class Search:
             flight = min(flight * (cell.chunks + 1) / cell.chunks - 1, cell.microbatches)
         return saved * (self.job.shape.layers // s.pp) * flight
 
-    def _least(self, shell: Shell, kind: str) -> tuple[Layout, float] | None:
+    def least(self, shell: Shell, kind: str) -> tuple[Layout, float] | None:
         """The layout of the family that needs least on this shell, and what it needs; None when the family is empty."""
         rows = self.job.global_batch_size // shell.data
         schedule, chunks = (None, 1) if shell.pp == 1 else (("1f1b", 1) if rows >= shell.pp else ("gpipe", 1))
@@ -205,7 +207,7 @@ class Search:
         for shell in legal:
             rows = self.job.global_batch_size // shell.data
             found.considered += count_layouts(rows, shell.data, shell.cp, shell.pp, layers)
-            kinds = [kind for kind in KINDS if self._fits_at_least(shell, kind)]
+            kinds = [kind for kind in self.kinds if self._fits_at_least(shell, kind)]
             if kinds:
                 alive.append((self._shell_bound(shell), shell, kinds))
         alive.sort(key=lambda entry: entry[0])
@@ -234,7 +236,7 @@ class Search:
         states = self._states(shell, kind) + self.program.context_bytes
         if states > self.capacity and known is not None and known.device_bytes <= states:
             return False
-        least = self._least(shell, kind)
+        least = self.least(shell, kind)
         if least is None:
             return False
         layout, needed = least
@@ -268,6 +270,26 @@ class Search:
                     for recompute in RECOMPUTE[: RECOMPUTE.index(cell.recompute) + 1]:
                         key = (kind, cell.schedule, cell.chunks, recompute)
                         too_many[key] = min(too_many.get(key, 1 << 60), cell.microbatch_rows)
+
+    def only(self, tp: int, cp: int, pp: int, kind: str, replicate: int | None = None, schedule: str | None = None) -> Choice | None:
+        """The fastest layout that fits with these axes and this data-parallel family (and schedule, and replicas)."""
+        data = self.devices // (tp * cp * pp)
+        shell = Shell(tp, cp, pp, data)
+        best: Choice | None = None
+        for bound, cell in sorted((self._cell_bound(cell), cell) for cell in cells(self.job, shell)):
+            if (best and bound >= best.seconds) or (schedule and cell.schedule != schedule) or kind not in kinds_of(cell):
+                continue
+            if not self._lean_fits(cell, kind):
+                continue
+            stage_blocks = split_blocks(self.job.shape.layers, pp * cell.chunks)
+            for layout in variants(cell, kind):
+                time = self.clock.step(layout, stage_blocks)
+                if (replicate and layout.axes.dp_replicate != replicate) or (best and time.total >= best.seconds):
+                    continue
+                allocated, device = self.needs(layout)
+                if device <= self.capacity:
+                    best = Choice(self._family(shell, kind), layout, stage_blocks, time, allocated, device)
+        return best and self.refine(best)
 
     def _lean_fits(self, cell: Cell, kind: str) -> bool:
         """Whether the leanest layout of the cell fits: finest sharding, parameters dropped after forward.
@@ -319,11 +341,3 @@ class Search:
                         if device <= self.capacity:
                             best = Choice(choice.family, layout, choice.stage_blocks, time, allocated, device)
         return best._replace(time=self.clock.timed(best.layout, best.stage_blocks))
-
-
-def search(job: Job, device: Device, devices: int, software: Software, program: Program = SHARDWRIGHT) -> Found:
-    """The best layout of every family of `job` on `devices` devices, the families where nothing fits, and counts."""
-    return Search(job, device, devices, software, program).run()
-
-
-__all__ = ["RECOMPUTE", "Choice", "Found", "Rejection", "Search", "complexity", "search"]

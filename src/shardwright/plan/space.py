@@ -26,6 +26,9 @@ PREFETCH = (1, 2)
 KINDS = ("ddp", "zero1", "zero2", "zero3", "hsdp", "offload")
 """Data-parallel families. hsdp is zero3 with dp_replicate > 1; offload is zero3 with shards and optimizer on the host."""
 
+ON_DEVICE = KINDS[:-1]
+"""Without offload, which needs host memory that the catalogue does not know: it is searched when asked for."""
+
 WITHOUT_HSDP = tuple(kind for kind in KINDS if kind != "hsdp")
 
 SPLIT_WEIGHTS = ("zero_bubble", "zbv")
