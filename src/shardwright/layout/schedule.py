@@ -13,10 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from heapq import heapify, heapreplace
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from shardwright.config.schema import Schedule
 from shardwright.errors import ConfigError
+
+if TYPE_CHECKING:
+    from shardwright.config.schema import Schedule
 
 Kind = Literal["F", "B", "I", "W"]
 TRANSFERS = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
@@ -69,24 +71,26 @@ def legality(schedule: Schedule, pp: int, chunks: int, microbatches: int) -> str
     return ""
 
 
-@lru_cache(maxsize=512)
-def actions(schedule: Schedule, pp: int, chunks: int, microbatches: int) -> tuple[tuple[Action, ...], ...]:
-    """The compute actions of every pipeline rank, in order. Raises `ConfigError` where torch would refuse."""
+@lru_cache(maxsize=4096)
+def rank_actions(schedule: Schedule, pp: int, chunks: int, microbatches: int, rank: int) -> tuple[Action, ...]:
+    """The compute actions of one pipeline rank, in order. Raises `ConfigError` where torch would refuse."""
     reason = legality(schedule, pp, chunks, microbatches)
     if reason:
         raise ConfigError(f"pp_schedule = {schedule} cannot run: {reason}.")
-    lists: list[list[Action]] = []
-    for rank in range(pp):
-        match schedule:
-            case "gpipe":
-                lists.append(_gpipe(rank, microbatches))
-            case "1f1b":
-                lists.append(_one_forward_one_backward(rank, pp, microbatches))
-            case "interleaved_1f1b" | "zero_bubble":
-                lists.append(_interleaved(rank, pp, chunks, microbatches, split=schedule == "zero_bubble"))
-            case "zbv":
-                lists.append(_zbv(rank, pp, microbatches))
-    return tuple(tuple(rank_actions) for rank_actions in lists)
+    match schedule:
+        case "gpipe":
+            return tuple(_gpipe(rank, microbatches))
+        case "1f1b":
+            return tuple(_one_forward_one_backward(rank, pp, microbatches))
+        case "zbv":
+            return tuple(_zbv(rank, pp, microbatches))
+        case _:
+            return tuple(_interleaved(rank, pp, chunks, microbatches, split=schedule == "zero_bubble"))
+
+
+def actions(schedule: Schedule, pp: int, chunks: int, microbatches: int) -> tuple[tuple[Action, ...], ...]:
+    """The compute actions of every pipeline rank. Raises `ConfigError` where torch would refuse."""
+    return tuple(rank_actions(schedule, pp, chunks, microbatches, rank) for rank in range(pp))
 
 
 def _gpipe(rank: int, microbatches: int) -> list[Action]:
@@ -207,7 +211,7 @@ def communicate(
 
     def put(rank: int, action: Action) -> None:
         result[rank].append(action)
-        seen[rank].add(tuple(action))
+        seen[rank].add((action.stage, action.kind, action.microbatch))
 
     while any(at < len(own) for at, own in zip(position, lists)):
         moved = False
