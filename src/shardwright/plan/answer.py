@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from shardwright.arch.flops import model_flops, recompute_flops, utilisation
 from shardwright.arch.inventory import counts
-from shardwright.layout.schedule import legality
 from shardwright.plan.advice import PATHS, first_to_test, path_of, what_would_fit, will_not_fix
 from shardwright.plan.memory import Peak, peak
 from shardwright.plan.reliability import Interruptions, interruptions
@@ -61,10 +60,10 @@ def layout_keys(layout: Layout) -> dict[str, Any]:
 
 def short_peak(job: Job, layout: Layout, program: Program) -> Peak:
     """The timeline's peak with as many microbatches as it takes to reach the steady state: more do not change it."""
-    microbatches = layout.microbatches(job)
-    few = min(microbatches, 2 * layout.axes.pp + 2)
-    while few < microbatches and layout.schedule and legality(layout.schedule, layout.axes.pp, layout.chunks, few):
-        few += 1
+    microbatches, pp = layout.microbatches(job), layout.axes.pp
+    rounds = max(1, microbatches // pp)
+    # Whole rounds, so that interleaved schedules keep their shape; GPipe has no steady state.
+    few = microbatches if layout.schedule == "gpipe" else microbatches // rounds * min(rounds, 4) if pp > 1 else min(microbatches, 3)
     rows = layout.microbatch_rows * layout.axes.data_ranks * few
     return peak(replace(job, global_batch_size=rows), layout, program)
 

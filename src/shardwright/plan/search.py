@@ -31,7 +31,7 @@ from shardwright.plan.space import (
     shells,
     variants,
 )
-from shardwright.plan.step_time import Clock, StepTime
+from shardwright.plan.step_time import Clock, StepTime, idle_rounds
 
 if TYPE_CHECKING:
     from shardwright.plan.hardware import Device
@@ -173,7 +173,7 @@ class Search:
             elif cell.schedule == "zero_bubble":
                 idle = (one - 2 * b.weights * layers / shell.pp) * (shell.pp - 1)
             else:
-                idle = one * (shell.pp - 1) / cell.chunks
+                idle = one * ((shell.pp - 1) / cell.chunks + idle_rounds(shell.pp, cell.chunks, cell.microbatches))
         return cell.microbatches * one + max(idle, 0.0) * (1 - shell.pp / layers)
 
     def _shell_bound(self, shell: Shell) -> float:
@@ -217,9 +217,14 @@ class Search:
                 self._shell(shell, open_kinds)
         for family in [family for family in found.rejected if family in found.best]:
             del found.rejected[family]
-        for choice in found.ranked()[:REFINED]:
-            found.best[choice.family] = self.refine(choice)
-        return found
+        played: set[str] = set()
+        while True:
+            # Playing a pipeline can only make it slower than its closed form, so others may come to the top.
+            rest = [choice for choice in found.ranked()[:REFINED] if choice.family not in played]
+            if not rest:
+                return found
+            played.add(rest[0].family)
+            found.best[rest[0].family] = self.refine(rest[0])
 
     def _family(self, shell: Shell, kind: str) -> str:
         return f"{kind}+{shell.family}" if shell.family else kind

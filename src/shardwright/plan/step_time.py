@@ -101,6 +101,14 @@ def rank_kinds(stage_blocks: tuple[int, ...], schedule: str | None, pp: int, chu
     return tuple(found.items())
 
 
+def idle_rounds(pp: int, chunks: int, microbatches: int) -> float:
+    """Microbatches' worth of idle time in interleaved rounds of fewer microbatches than ranks: each chunk but the first waits."""
+    if chunks == 1:
+        return 0.0
+    rounds = max(1, microbatches // pp)
+    return rounds * (chunks - 1) * max(pp - microbatches // rounds, 0) / chunks
+
+
 class Clock:
     """Predicts the time of an update of `job` on `device` under `software` for any layout."""
 
@@ -186,7 +194,7 @@ class Clock:
             edge += self._head + (0 if first else self._tied_head)
         edge /= layout.axes.tp
         parameters = n * (self._block_split / layout.axes.tp + self._block_whole) + edge
-        if layout.data_parallel != "zero3":
+        if not self._each_microbatch(layout):
             backward += parameters * self.software.accumulate_bytes / self._speed
         return RankSeconds(number, n, forward, backward, n * b.weights, edge, parameters)
 
@@ -195,7 +203,7 @@ class Clock:
         crosses = a.pp > 1 and a.world_size > self.device.node.devices
         key = (
             a.tp, a.cp, a.pp, layout.microbatch_rows, layout.sequence_parallel, layout.recompute, crosses,
-            layout.schedule, layout.chunks, stage_blocks, layout.data_parallel == "zero3",
+            layout.schedule, layout.chunks, stage_blocks, self._each_microbatch(layout),
         )
         found = self._rank_seconds.get(key)
         if found is None:
@@ -223,8 +231,9 @@ class Clock:
         a = layout.axes
         if a.data_ranks * a.cp == 1 and layout.offload == "none":
             return [Waits(0.0, 0.0)] * len(ranks)
-        if layout.data_parallel != "zero3":
-            microbatches = layout.microbatches(self.job)
+        if not self._each_microbatch(layout):
+            once = layout.axes.pp > 1 and self.software.pipeline_keeps_gathered
+            microbatches = 1 if once or layout.data_parallel != "zero2" else layout.microbatches(self.job)
             return [Waits(0.0, self._once(layout, rank, microbatches)) for rank in ranks]
         shard = self._gather(a.dp_shard * a.cp, a.tp)
         if layout.offload == "params":
@@ -259,8 +268,12 @@ class Clock:
         waits = max(gather - forward, 0.0) + slow * min(gather, forward) + max(leave - backward, 0.0) + slow * min(leave, backward)
         return waits / size
 
-    def _once(self, layout: Layout, rank: RankSeconds, microbatches: int) -> float:
-        """Exposed seconds of gradient reductions (once per update, for zero2 at each microbatch) and parameter gathers."""
+    def _each_microbatch(self, layout: Layout) -> bool:
+        """Whether units are gathered and reduced at every microbatch: zero3, but not where a pipeline keeps them."""
+        return layout.data_parallel == "zero3" and (layout.axes.pp == 1 or not self.software.pipeline_keeps_gathered)
+
+    def _once(self, layout: Layout, rank: RankSeconds, reductions: int) -> float:
+        """Exposed seconds of so many gradient reductions and one gather of the parameters."""
         a, software, kind = layout.axes, self.software, layout.data_parallel
         if not rank.parameters:
             return 0.0
@@ -279,7 +292,7 @@ class Clock:
         reduce = buckets * one
         window = rank.backward if software.overlap_data_parallel else 0.0
         exposed = max(reduce - window, one) + software.overlap_slowdown * min(reduce, window)
-        return (microbatches if kind == "zero2" else 1) * exposed + gathers
+        return reductions * exposed + gathers
 
     def step(self, layout: Layout, stage_blocks: tuple[int, ...]) -> StepTime:
         """The time of one update in closed form; `stage_blocks` says how many blocks each pipeline stage holds."""
@@ -319,28 +332,31 @@ class Clock:
         """(idle seconds of the busiest rank, exposed sends) of one update.
 
         The first microbatch passes the other ranks forward and the last one backward; in between the busiest rank sets
-        the pace. Chunks divide that, but with several stages per rank every round waits for its heaviest stage. With the
-        weights' gradient apart (zero_bubble), it fills the wait of the ranks it belongs to; in zbv only the input's
-        gradient of one stage is waited for. `timed` plays the lists instead.
+        the pace. Chunks divide that, but with several stages per rank every round waits for its heaviest stage, and for
+        the first microbatch to come round. With the weights' gradient apart (zero_bubble), it fills the wait of the ranks
+        it belongs to; in zbv only the input's gradient of one stage is waited for. For equal stages this is what `timed`
+        gets by playing the lists.
         """
         schedule, chunks, pp = layout.schedule, layout.chunks, layout.axes.pp
-        uneven = 0.0
+        whole = worst.forward + worst.backward + gathers
+        if schedule == "zero_bubble":
+            idle = sum(r.number * (r.forward + r.backward - 2 * r.weights) for r in ranks) + worst.weights * max(pp - microbatches, 0)
+            idle -= worst.forward + worst.backward - 2 * worst.weights
+        elif schedule == "zbv":
+            inputs = sum(r.number * (r.backward - r.weights) for r in ranks) - (worst.backward - worst.weights)
+            missing, more = max(pp - microbatches, 0), max(microbatches - pp, 0)
+            idle = max(inputs / 2, inputs + missing * worst.forward - more * worst.weights)
+        else:
+            others = sum(r.number * (r.forward + r.backward) for r in ranks) - worst.forward - worst.backward
+            idle = (others + (pp - 1) * gathers) / chunks + idle_rounds(pp, chunks, microbatches) * whole
         if chunks > 1:
             b = self.block(layout)
             rounds = sum(max(stage_blocks[i * pp : (i + 1) * pp]) for i in range(chunks))
-            uneven = microbatches * max(rounds - worst.blocks, 0) * (b.forward + b.backward)
-        if schedule == "zero_bubble":
-            idle = sum(r.number * (r.forward + r.backward - 2 * r.weights) for r in ranks)
-            idle -= worst.forward + worst.backward - 2 * worst.weights
-        elif schedule == "zbv":
-            idle = (sum(r.number * (r.backward - r.weights) for r in ranks) - (worst.backward - worst.weights)) / chunks
-        else:
-            idle = sum(r.number * (r.forward + r.backward) for r in ranks) - worst.forward - worst.backward
-            idle = (idle + (pp - 1) * gathers) / chunks
+            idle += microbatches * max(rounds - worst.blocks, 0) * (b.forward + b.backward)
         steps = 2 * (pp - 1)
         if not self.software.overlap_pipeline:
             steps += 2 * (microbatches - 1) * chunks
-        return max(idle, 0.0) + uneven, steps * self._send(layout)
+        return max(idle, 0.0), steps * self._send(layout)
 
     def timed(self, layout: Layout, stage_blocks: tuple[int, ...]) -> StepTime:
         """The time of one update with the pipeline's action lists played, not in closed form."""
