@@ -24,7 +24,14 @@ from shardwright.arch.known import known_shape
 from shardwright.layout.axes import Axes
 from shardwright.plan.job import Job, Layout
 from shardwright.plan.memory import Peak, peak
-from shardwright.plan.program import MEGATRON, MEGATRON_2022, NANOTRON, TORCHTITAN, TORCHTITAN_COMPILED, Program
+from shardwright.plan.program import (
+    MEGATRON,
+    MEGATRON_2022,
+    NANOTRON,
+    TORCHTITAN,
+    TORCHTITAN_COMPILED,
+    Program,
+)
 
 REFERENCE = Path(__file__).resolve().parent.parent / "tests" / "reference"
 GIB = 2**30
@@ -56,7 +63,9 @@ class MemoryRow:
 
     def peak(self, program: Program | None = None) -> Peak:
         """The predicted peak of the ranks that were measured."""
-        return peak(self.job, self.layout, program or self.program, ranks=self.ranks, stage_blocks=self.stage_blocks)
+        return peak(
+            self.job, self.layout, program or self.program, ranks=self.ranks, stage_blocks=self.stage_blocks
+        )
 
     def predicted(self, program: Program | None = None) -> float:
         """The prediction of the kind that was measured, in bytes."""
@@ -84,8 +93,18 @@ def nanotron_rows() -> Iterator[MemoryRow]:
             # Its 1F1B runs with fewer microbatches than stages: all forwards, then all backwards.
             layout = replace(layout, schedule="gpipe")
         yield MemoryRow(
-            "nanotron", row.label, row.job, layout, NANOTRON, float(r["memory_gb_rank0"]) * GIB, "reserved", row.stage_blocks, (0,),
-            "TP = 32 over four nodes: the data's README says some are off by 2 to 3 times" if layout.axes.tp == 32 else "",
+            "nanotron",
+            row.label,
+            row.job,
+            layout,
+            NANOTRON,
+            float(r["memory_gb_rank0"]) * GIB,
+            "reserved",
+            row.stage_blocks,
+            (0,),
+            "TP = 32 over four nodes: the data's README says some are off by 2 to 3 times"
+            if layout.axes.tp == 32
+            else "",
             replace(NANOTRON, keeps_gathered=False) if layout.axes.tp > 1 else None,
         )
 
@@ -105,8 +124,15 @@ def torchtitan_rows() -> Iterator[MemoryRow]:
             # torchtitan cuts the local batch into microbatches of one row.
             layout = replace(layout, microbatch_rows=1)
         yield MemoryRow(
-            "torchtitan", row.label, job, layout, TORCHTITAN_COMPILED if compiled else TORCHTITAN,
-            float(r["peak_memory"]) * GIB, "reserved", row.stage_blocks, excluded=excluded,
+            "torchtitan",
+            row.label,
+            job,
+            layout,
+            TORCHTITAN_COMPILED if compiled else TORCHTITAN,
+            float(r["peak_memory"]) * GIB,
+            "reserved",
+            row.stage_blocks,
+            excluded=excluded,
         )
 
 
@@ -119,7 +145,9 @@ def simumax_rows() -> Iterator[MemoryRow]:
         layout = Layout(Axes(pp=pp, dp_shard=dp, cp=cp, tp=tp), "zero1", 1, "1f1b" if pp > 1 else None)
         label = f"{r['model']} {shape.layers} blocks tp{tp} pp{pp} cp{cp} dp{dp} x {k} s{r['seq']}"
         blocks = tuple([shape.layers // pp] * pp)
-        yield MemoryRow("simumax", label, job, layout, MEGATRON, float(r["allocated_gib"]) * GIB, "allocated", blocks)
+        yield MemoryRow(
+            "simumax", label, job, layout, MEGATRON, float(r["allocated_gib"]) * GIB, "allocated", blocks
+        )
 
 
 def all_memory_rows() -> list[MemoryRow]:
@@ -154,7 +182,11 @@ def errors(rows: list[MemoryRow]) -> list[Error]:
 
 def fitted_fragmentation(rows: list[MemoryRow], program: Program) -> float:
     """The smallest fragmentation, in steps of 0.01 from 0.05, that under-estimates no calibration row by more than 10%."""
-    own = [row for row in rows if row.program == program and not row.validation and not row.excluded and row.bracket() is None]
+    own = [
+        row
+        for row in rows
+        if row.program == program and not row.validation and not row.excluded and row.bracket() is None
+    ]
     for step in range(5, 60):
         tried = replace(program, fragmentation=step / 100)
         if all(row.predicted(tried) >= 0.9 * row.measured for row in own):
@@ -165,7 +197,9 @@ def fitted_fragmentation(rows: list[MemoryRow], program: Program) -> float:
 def memory_table(every_row: bool) -> str:
     """Errors of the validation half by source, the outcome of every row if asked for, and what is left out and why."""
     outcomes, lines = errors(all_memory_rows()), []
-    lines.append(f"{'source':<12}{'half':<14}{'rows':>5}{'median |error|':>16}{'90th':>8}{'lowest':>9}{'highest':>9}{'in bracket':>13}")
+    lines.append(
+        f"{'source':<12}{'half':<14}{'rows':>5}{'median |error|':>16}{'90th':>8}{'lowest':>9}{'highest':>9}{'in bracket':>13}"
+    )
     for validation, half in ((False, "calibration"), (True, "validation")):
         chosen = [one for one in outcomes if one.row.validation == validation]
         for source in (*dict.fromkeys(one.row.source for one in chosen), "all"):
@@ -175,11 +209,14 @@ def memory_table(every_row: bool) -> str:
             inside = [one.inside for one in own if one.inside is not None]
             lines.append(
                 f"{source:<12}{half:<14}{len(plain):>5}{size[len(size) // 2]:>15.1%}{size[int(0.9 * (len(size) - 1))]:>8.1%}"
-                f"{plain[0]:>9.1%}{plain[-1]:>9.1%}" + (f"{sum(inside):>8} of {len(inside)}" if inside else "")
+                f"{plain[0]:>9.1%}{plain[-1]:>9.1%}"
+                + (f"{sum(inside):>8} of {len(inside)}" if inside else "")
             )
     if every_row:
         for one in outcomes:
-            outcome = f"{one.error:+.1%}" if one.error is not None else ("in bracket" if one.inside else "outside")
+            outcome = (
+                f"{one.error:+.1%}" if one.error is not None else ("in bracket" if one.inside else "outside")
+            )
             half = "validation" if one.row.validation else "calibration"
             lines.append(
                 f"{one.row.source} | {one.row.label} | {half} | {one.row.kind} {one.row.measured / GIB:.2f} GiB | "

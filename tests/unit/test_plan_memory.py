@@ -31,7 +31,9 @@ SHAPES = [
 def cases(draw: Any) -> tuple[Job, Layout, str]:
     shape = draw(st.sampled_from(SHAPES))
     pp = draw(st.sampled_from([1, 1, 2, 3, 4]))
-    schedule = draw(st.sampled_from(["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv"])) if pp > 1 else None
+    schedule = (
+        draw(st.sampled_from(["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv"])) if pp > 1 else None
+    )
     chunks = {"zbv": 2, "interleaved_1f1b": draw(st.sampled_from([2, 3]))}.get(schedule, 1)
     axes = Axes(
         pp=pp,

@@ -42,7 +42,9 @@ def _attention(s: Shape, p: Program, width: int, attention: Attention, keys: int
         Kept("attention output", width * s.query_width, "split"),
     ]
     if s.qk_norm:
-        kept.append(Kept("norms of queries and keys", p.rms_norm_bytes * (s.query_width + s.kv_width), "split"))
+        kept.append(
+            Kept("norms of queries and keys", p.rms_norm_bytes * (s.query_width + s.kv_width), "split")
+        )
     if attention == "flash":
         kept.append(Kept("log-sum-exp of attention", 4 * s.heads, "split"))
     else:
@@ -51,7 +53,9 @@ def _attention(s: Shape, p: Program, width: int, attention: Attention, keys: int
 
 
 @lru_cache(maxsize=1024)
-def block_kept(shape: Shape, p: Program, width: int, attention: Attention, keys: int, cp: int = 1) -> tuple[Kept, ...]:
+def block_kept(
+    shape: Shape, p: Program, width: int, attention: Attention, keys: int, cp: int = 1
+) -> tuple[Kept, ...]:
     """What one block keeps without recomputation. `width`: bytes of the compute dtype. `keys`: tokens of a row."""
     s = shape
     norm_bytes = float(width) if s.norm_bias else p.rms_norm_bytes * width / 2
@@ -67,10 +71,14 @@ def block_kept(shape: Shape, p: Program, width: int, attention: Attention, keys:
     return tuple(kept)
 
 
-def _selective(s: Shape, p: Program, width: int, attention: Attention, keys: int, cp: int) -> tuple[Kept, ...]:
+def _selective(
+    s: Shape, p: Program, width: int, attention: Attention, keys: int, cp: int
+) -> tuple[Kept, ...]:
     """What selective recomputation keeps of a block."""
     if p.selective == "attention":
-        return tuple(one for one in block_kept(s, p, width, attention, keys, cp) if one.name != "attention matrices")
+        return tuple(
+            one for one in block_kept(s, p, width, attention, keys, cp) if one.name != "attention matrices"
+        )
     core = [Kept("attention output", width * s.query_width + 4 * s.heads, "split")]
     if p.selective == "alternate":
         products = [

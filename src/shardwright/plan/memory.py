@@ -123,7 +123,11 @@ class _Walk:
             kept = base + n * saved + a.head + b.cast[1]
             yield self.moment(f"loss of {name}", kept, loss=b.loss, gathered=b.gathered[2])
             yield self.moment(
-                f"backward of {name}, head", kept, loss=b.loss_after, gathered=b.gathered[2], unreduced=sending[2]
+                f"backward of {name}, head",
+                kept,
+                loss=b.loss_after,
+                gathered=b.gathered[2],
+                unreduced=sending[2],
             )
             if reduces:
                 self.gradient(chunk, 2)
@@ -186,7 +190,9 @@ def timeline(
             yield from walk.backward(chunk, kind, name)
     end = walk.moment("optimizer step", 0.0, work=b.step)
     # Nothing is gathered any more.
-    yield Moment(end.label, tuple(0.0 if part == "gathered parameters" else x for part, x in zip(PARTS, end.alive)))
+    yield Moment(
+        end.label, tuple(0.0 if part == "gathered parameters" else x for part, x in zip(PARTS, end.alive))
+    )
 
 
 def _reserved(moment: Moment, at_rest: float, program: Program) -> float:

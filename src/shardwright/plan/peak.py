@@ -65,7 +65,9 @@ def _clamp(schedule: Schedule | None, pp: int, microbatches: int) -> int:
 
 
 @lru_cache(maxsize=8192)
-def states(schedule: Schedule | None, pp: int, chunks: int, microbatches: int, rank: int) -> tuple[State, ...]:
+def states(
+    schedule: Schedule | None, pp: int, chunks: int, microbatches: int, rank: int
+) -> tuple[State, ...]:
     """The backward states of a rank that no other state of it dominates."""
     count = _clamp(schedule, pp, microbatches)
     if schedule in (None, "gpipe", "1f1b"):
@@ -73,7 +75,8 @@ def states(schedule: Schedule | None, pp: int, chunks: int, microbatches: int, r
         limit = {None: 1, "gpipe": count, "1f1b": pp - rank}[schedule]
         kept = {0, min(1, count - 1), count - 1}
         return tuple(
-            State("B", 0, (min(count - k, limit),), (0,), (int(k > 0),), k == 0, k == count - 1) for k in sorted(kept)
+            State("B", 0, (min(count - k, limit),), (0,), (int(k > 0),), k == 0, k == count - 1)
+            for k in sorted(kept)
         )
     own = rank_stages(schedule, pp, chunks, rank)
     alive, deferred, weights = [0] * len(own), [0] * len(own), [0] * len(own)
@@ -192,7 +195,9 @@ def _entries(h: Holding, state: State, late: bool) -> Iterator[Entry]:
     # This microbatch's own logits are counted by the loss once its backward has begun.
     kept_loss = heads - head * (state.kind != "W")
 
-    def entry(at: int, saved: int, heads: int, work: int, loss: int, after: int, place: int, sends: bool) -> Entry:
+    def entry(
+        at: int, saved: int, heads: int, work: int, loss: int, after: int, place: int, sends: bool
+    ) -> Entry:
         counts = (saved, boundaries, heads, kept_loss, deferred, work, loss, after)
         return Entry(counts, _plus((waiting, own[at][0])), _plus((reduced, own[at][1])), place, sends)
 
@@ -290,7 +295,9 @@ class PeakModel:
             self._held[key] = tuple((rank, every[rank]) for rank in sorted(ranks))
         return self._held[key]
 
-    def _elements(self, layout: Layout, degree: int, first: bool, last: bool) -> tuple[Elements, Elements, Elements]:
+    def _elements(
+        self, layout: Layout, degree: int, first: bool, last: bool
+    ) -> tuple[Elements, Elements, Elements]:
         key = (layout.axes.tp, degree, first, last, layout.axes.pp > 1)
         found = self._parts.get(key)
         if found is None:
@@ -301,7 +308,14 @@ class PeakModel:
         axes = layout.axes
         schedule = None if axes.pp == 1 else layout.schedule or "1f1b"
         count = _clamp(schedule, axes.pp, microbatches)
-        split = (axes.tp, axes.cp, axes.pp, layout.microbatch_rows, layout.sequence_parallel, layout.recompute)
+        split = (
+            axes.tp,
+            axes.cp,
+            axes.pp,
+            layout.microbatch_rows,
+            layout.sequence_parallel,
+            layout.recompute,
+        )
         key = (*split, schedule, layout.chunks, count, late, casts)
         found = self._profiles.get(key)
         if found is None:
@@ -368,7 +382,9 @@ class PeakModel:
             if total > moving:
                 moving = total
             if done:
-                total += done * (reduced[0] * block_shard + reduced[1] * embedding_shard + reduced[2] * head_shard)
+                total += done * (
+                    reduced[0] * block_shard + reduced[1] * embedding_shard + reduced[2] * head_shard
+                )
             if total > most:
                 most = total
         return most, moving

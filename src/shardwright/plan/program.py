@@ -78,10 +78,16 @@ SHARDWRIGHT = Program("shardwright")
 TORCHTITAN = Program("torchtitan", rms_norm_bytes=8.0, repeats_kv=True, selective="alternate")
 """Eager torchtitan with torch 2.6 to 2.8: composite RMS norm, K and V repeated, every second product kept."""
 
-TORCHTITAN_COMPILED = Program("torchtitan-compiled", rms_norm_bytes=2.0, gated_bytes=6.0, selective="alternate")
+TORCHTITAN_COMPILED = Program(
+    "torchtitan-compiled", rms_norm_bytes=2.0, gated_bytes=6.0, selective="alternate"
+)
 """torchtitan with each block compiled: norms and SwiGLU fused, recomputed cheaply."""
 
-_IN_PLACE_LOSS = (("logits", 0.0), ("fp32 logits, turned into softmax and gradient in place", 4.0), ("gradient", 2.0))
+_IN_PLACE_LOSS = (
+    ("logits", 0.0),
+    ("fp32 logits, turned into softmax and gradient in place", 4.0),
+    ("gradient", 2.0),
+)
 
 MEGATRON = Program(
     "megatron",
@@ -137,5 +143,13 @@ DEEPSPEED = Program("deepspeed", engine="flat", buffer_bytes=2 * 5e8 * 2)
 
 PROGRAMS = {
     program.name: program
-    for program in (SHARDWRIGHT, TORCHTITAN, TORCHTITAN_COMPILED, MEGATRON, MEGATRON_2022, NANOTRON, DEEPSPEED)
+    for program in (
+        SHARDWRIGHT,
+        TORCHTITAN,
+        TORCHTITAN_COMPILED,
+        MEGATRON,
+        MEGATRON_2022,
+        NANOTRON,
+        DEEPSPEED,
+    )
 }

@@ -116,7 +116,11 @@ class RankBytes:
     def at_rest(self) -> float:
         """Bytes of all gradients once they are reduced."""
         total = sum(self.blocks) * self.resting[0]
-        return total + (self.resting[1] if self.first >= 0 else 0.0) + (self.resting[2] if self.last >= 0 else 0.0)
+        return (
+            total
+            + (self.resting[1] if self.first >= 0 else 0.0)
+            + (self.resting[2] if self.last >= 0 else 0.0)
+        )
 
 
 def stages_of(job: Job, layout: Layout) -> tuple[int, ...]:
@@ -186,7 +190,9 @@ def _unit_blocks(layout: Layout, layers: int) -> int:
     return layers if layout.unit == "root" else min(int(layout.unit), layers)
 
 
-def rank_elements(job: Job, layout: Layout, degree: int, first: bool, last: bool) -> tuple[Elements, Elements, Elements]:
+def rank_elements(
+    job: Job, layout: Layout, degree: int, first: bool, last: bool
+) -> tuple[Elements, Elements, Elements]:
     """Elements of a block, of the embedding and of the head on a rank that does or does not hold the latter two."""
     e = local_elements(job.shape, layout.axes.tp, degree)
     head, none = e.head, Elements(0, 0)
@@ -201,7 +207,11 @@ def holds(
 ) -> tuple[tuple[int, ...], int, int]:
     """(blocks of each of its stages, which of them holds the embedding, which the head; -1 for none)."""
     stages = stage_blocks or stages_of(job, layout)
-    own = (0,) if layout.axes.pp == 1 else rank_stages(layout.schedule or "1f1b", layout.axes.pp, layout.chunks, rank)
+    own = (
+        (0,)
+        if layout.axes.pp == 1
+        else rank_stages(layout.schedule or "1f1b", layout.axes.pp, layout.chunks, rank)
+    )
     final = len(stages) - 1
     return (
         tuple(stages[stage] for stage in own),
