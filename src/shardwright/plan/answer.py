@@ -16,7 +16,6 @@ from shardwright.units import GIB
 
 if TYPE_CHECKING:
     from shardwright.plan.job import Job, Layout
-    from shardwright.plan.program import Program
 
 CHECKPOINT_BYTES = 12
 """Per parameter: fp32 weights and two fp32 moments."""
@@ -58,19 +57,25 @@ def layout_keys(layout: Layout) -> dict[str, Any]:
     return keys
 
 
-def short_peak(job: Job, layout: Layout, program: Program) -> Peak:
-    """The timeline's peak with as many microbatches as it takes to reach the steady state: more do not change it."""
-    microbatches, pp = layout.microbatches(job), layout.axes.pp
+def short_peak(search: Search, layout: Layout) -> Peak:
+    """The timeline's peak, of the pipeline ranks that can be the fullest and of as many microbatches as reach the steady
+    state: more do not change it."""
+    job, pp = search.job, layout.axes.pp
+    microbatches = layout.microbatches(job)
     rounds = max(1, microbatches // pp)
     # Whole rounds, so that interleaved schedules keep their shape; GPipe has no steady state.
-    few = microbatches if layout.schedule == "gpipe" else microbatches // rounds * min(rounds, 4) if pp > 1 else min(microbatches, 3)
+    few = min(microbatches, 3) if pp == 1 else microbatches if layout.schedule == "gpipe" else microbatches // rounds * min(rounds, 4)
     rows = layout.microbatch_rows * layout.axes.data_ranks * few
-    return peak(replace(job, global_batch_size=rows), layout, program)
+    ranks = [rank for rank, _ in search.peaks._holdings(layout)]
+    return peak(replace(job, global_batch_size=rows), layout, search.program, ranks=ranks)
 
 
 @dataclass(frozen=True)
 class Described:
-    """One layout with everything that is printed about it. Bytes, seconds, and fractions."""
+    """One layout with everything that is printed about it. Bytes, seconds, and fractions.
+
+    moment and composition say when its memory is fullest and what is alive then; empty where that was not asked for.
+    """
 
     name: str
     family: str
@@ -90,10 +95,11 @@ class Described:
         return asdict(self)
 
 
-def describe(search: Search, choice: Choice) -> Described:
-    """Everything about one layout that fits."""
+def describe(search: Search, choice: Choice, *, composition: bool = True) -> Described:
+    """Everything about one layout that fits; without `composition`, all but what its peak is made of."""
     job, layout = search.job, choice.layout
-    found = short_peak(job, layout, search.program)
+    found = short_peak(search, layout) if composition else None
+    moment = found.moment if found else ""
     tokens = job.global_batch_size * job.max_length
     rate = tokens / choice.seconds
     flops = model_flops(job.shape, job.max_length).total
@@ -109,10 +115,10 @@ def describe(search: Search, choice: Choice) -> Described:
         tokens_per_second=rate,
         mfu=utilisation(flops, rate, search.devices, peak_flops),
         hfu=utilisation(flops + again, rate, search.devices, peak_flops),
-        allocated_bytes=found.allocated,
-        device_bytes=found.device,
-        moment=f"pipeline rank {found.pipeline_rank}, {found.moment}" if layout.axes.pp > 1 else found.moment,
-        composition=found.composition,
+        allocated_bytes=choice.allocated_bytes,
+        device_bytes=choice.device_bytes,
+        moment=f"pipeline rank {found.pipeline_rank}, {moment}" if found and layout.axes.pp > 1 else moment,
+        composition=found.composition if found else {},
     )
 
 
@@ -152,7 +158,7 @@ def _refusals(search: Search, found: Found, would_fit: tuple[str, ...]) -> list[
             change = f"{nearest.family} fits"
         if not change and would_fit:
             change = would_fit[0].partition(":")[0].rstrip(".")
-        top = short_peak(search.job, rejection.layout, search.program).composition
+        top = short_peak(search, rejection.layout).composition
         name, size = next(iter(top.items()))
         mostly = f"{name} {size / GIB:.1f} GiB"
         result.append(Refused(family, layout_name(rejection.layout), rejection.device_bytes, mostly, change))
@@ -209,7 +215,9 @@ def answer(search: Search, shown: int = 5) -> Answer:
     found = search.run()
     ranked = found.ranked()
     first = first_to_test(found)
-    described = {choice.family: describe(search, choice) for choice in [*ranked[:shown], *([first] if first else [])]}
+    described = {choice.family: describe(search, choice, composition=choice is first) for choice in ranked[:shown]}
+    if first is not None:
+        described.setdefault(first.family, describe(search, first))
     limits: tuple[str, ...] = ()
     if first is not None:
         own = described[first.family]

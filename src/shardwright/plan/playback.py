@@ -33,44 +33,52 @@ def play(
     A forward needs the forward of the stage before, a backward that of the stage after and its own forward; a hop between
     ranks takes `send` seconds beside compute. Raises `ValueError` when the lists never finish.
     """
-    last = len(times) - 1
-    arrived: dict[tuple[int, str, int], float] = {}
-    free, busy = [0.0] * len(lists), [0.0] * len(lists)
-    position = [0] * len(lists)
-    waiting: dict[tuple[int, str, int], int] = {}
+    stages, last = len(times), len(times) - 1
+    owner = [rank_of(stage) for stage in range(stages)]
+    count = 1 + max((action.microbatch for own in lists for action in own), default=0)
+    # What has arrived when: forwards of all stages, then gradients handed back by all stages; -1.0 is not yet.
+    arrived = [-1.0] * (2 * stages * count)
+    gradients = stages * count
+    waiting: dict[int, int] = {}
+    free, busy, position = [0.0] * len(lists), [0.0] * len(lists), [0] * len(lists)
     todo = deque(range(len(lists)))
-    seconds = [{"F": t.forward, "I": t.inputs, "W": t.weights, "B": t.inputs + t.weights} for t in times]
     while todo:
         rank = todo.popleft()
-        own, at, now = lists[rank], position[rank], free[rank]
+        own, at, now, worked = lists[rank], position[rank], free[rank], 0.0
         while at < len(own):
             stage, kind, index = own[at]
+            forward, inputs, weights = times[stage]
+            if kind == "W":
+                now += weights
+                worked += weights
+                at += 1
+                continue
             if kind == "F":
-                need = None if stage == 0 else (stage - 1, "F", index)
-            elif kind == "W":
-                need = None
+                needs, took, done = stage - 1, forward, stage * count + index
+                need = needs * count + index
             else:
-                need = (stage, "F", index) if stage == last else (stage + 1, "G", index)
-            if need is not None:
-                ready = arrived.get(need)
-                if ready is None:
+                # A whole backward hands its input's gradient on at its end, as torch does.
+                took = inputs if kind == "I" else inputs + weights
+                done = gradients + stage * count + index
+                needs = stage if stage == last else stage + 1
+                need = stage * count + index if stage == last else gradients + needs * count + index
+            if needs >= 0:
+                ready = arrived[need]
+                if ready < 0.0:
                     waiting[need] = rank
                     break
-                if rank_of(need[0]) != rank:
+                if owner[needs] != rank:
                     ready += send
-                now = max(now, ready)
-            took = seconds[stage][kind]
+                if ready > now:
+                    now = ready
             now += took
-            busy[rank] += took
+            worked += took
             at += 1
-            if kind != "W":
-                # A whole backward hands its input's gradient on at its end, as torch does.
-                done = (stage, "F" if kind == "F" else "G", index)
-                arrived[done] = now
-                blocked = waiting.pop(done, None)
-                if blocked is not None and blocked != rank:
-                    todo.append(blocked)
+            arrived[done] = now
+            if done in waiting:
+                todo.append(waiting.pop(done))
         position[rank], free[rank] = at, now
+        busy[rank] += worked
     if any(at < len(own) for at, own in zip(position, lists)):
         raise ValueError("these action lists never finish")
     return Played(max(free), tuple(busy))

@@ -116,6 +116,10 @@ class Search:
 
     # ---- memory
 
+    def stage_blocks(self, cell: Cell) -> tuple[int, ...]:
+        """Blocks of each pipeline stage of the cell."""
+        return split_blocks(self.job.shape.layers, cell.shell.pp * cell.chunks)
+
     def needs(self, layout: Layout) -> tuple[float, float]:
         """(allocated, with fragmentation and context) bytes at the peak of the fullest rank."""
         self.found.timed += 1
@@ -219,7 +223,7 @@ class Search:
             del found.rejected[family]
         played: set[str] = set()
         while True:
-            # Playing a pipeline can only make it slower than its closed form, so others may come to the top.
+            # Playing a pipeline changes its time a little, so others may come to the top: until the top has been played.
             rest = [choice for choice in found.ranked()[:REFINED] if choice.family not in played]
             if not rest:
                 return found
@@ -286,7 +290,7 @@ class Search:
                 continue
             if not self._lean_fits(cell, kind):
                 continue
-            stage_blocks = split_blocks(self.job.shape.layers, pp * cell.chunks)
+            stage_blocks = self.stage_blocks(cell)
             for layout in variants(cell, kind):
                 time = self.clock.step(layout, stage_blocks)
                 if (replicate and layout.axes.dp_replicate != replicate) or (best and time.total >= best.seconds):
@@ -320,7 +324,7 @@ class Search:
         if not self._lean_fits(cell, kind):
             return False
         family = self._family(cell.shell, kind)
-        stage_blocks = split_blocks(self.job.shape.layers, cell.shell.pp * cell.chunks)
+        stage_blocks = self.stage_blocks(cell)
         best = self._limit(cell.shell, kind)
         for layout in variants(cell, kind):
             time = self.clock.step(layout, stage_blocks)

@@ -117,6 +117,7 @@ class Clock:
         self._blocks: dict[tuple, BlockSeconds] = {}
         self._edges: dict[tuple, tuple[float, float, float, float]] = {}
         self._rank_seconds: dict[tuple, list[RankSeconds]] = {}
+        self._played: dict[tuple, float] = {}
         self._gathers: dict[tuple[int, int], Line] = {}
         self._reduces: dict[tuple[int, int], tuple[Line, Line]] = {}
         number = counts(job.shape)
@@ -351,8 +352,11 @@ class Clock:
             idle = (others + (pp - 1) * gathers) / chunks + idle_rounds(pp, chunks, microbatches) * whole
         if chunks > 1:
             b = self.block(layout)
-            rounds = sum(max(stage_blocks[i * pp : (i + 1) * pp]) for i in range(chunks))
-            idle += microbatches * max(rounds - worst.blocks, 0) * (b.forward + b.backward)
+            heaviest = [max(stage_blocks[i * pp : (i + 1) * pp]) for i in range(chunks)]
+            # A rank does a forward of one chunk and a backward of the opposite one in turn, all ranks in step: each turn
+            # takes as long as the longest kind of turn.
+            turn = max(b.forward * i + b.backward * j for i, j in zip(heaviest, reversed(heaviest)))
+            idle += microbatches * max(chunks * turn - worst.blocks * (b.forward + b.backward), 0.0)
         steps = 2 * (pp - 1)
         if not self.software.overlap_pipeline:
             steps += 2 * (microbatches - 1) * chunks
@@ -373,8 +377,12 @@ class Clock:
         stages = [self.rank(layout, RankKind(blocks, stage == 0, stage == last)) for stage, blocks in enumerate(stage_blocks)]
         waits = [wait.microbatch / 2 for wait in self._waits(layout, stages)]
         times = [StageSeconds(r.forward + wait, r.backward + wait - r.weights, r.weights) for r, wait in zip(stages, waits)]
-        ran = play(actions(schedule, a.pp, chunks, played), lambda stage: stage_rank(schedule, a.pp, stage), times)
-        return closed._replace(bubble=max(ran.total - max(ran.busy), 0.0))
+        key = (schedule, a.pp, chunks, played, *times)
+        idle = self._played.get(key)
+        if idle is None:
+            ran = play(actions(schedule, a.pp, chunks, played), lambda stage: stage_rank(schedule, a.pp, stage), times)
+            idle = self._played[key] = max(ran.total - max(ran.busy), 0.0)
+        return closed._replace(bubble=idle)
 
     def _optimizer(self, layout: Layout, local_parameters: float) -> float:
         if layout.offload == "params":
