@@ -17,6 +17,10 @@ from shardwright.errors import ConfigError, did_you_mean
 class Family:
     """Names of modules (`{}` is the block's number) and traits of one family.
 
+    mlp_tensors: tensors of the inner width that a plain MLP keeps for backward: 2 with a fused GELU, 5 with the tanh GELU
+    written out, 1 with ReLU. copies_attention: partial rotary leaves heads and tokens in an order that costs a copy of
+    the attention output. keeps_fused_qkv: V is a view, so all of a fused Q, K, V is kept beside rotated Q and K. All three
+    as Transformers writes the family; measured by a test.
     qkv: three modules, or one that holds all three. up: the matrices from hidden to ffn; one name in a gated
     family holds gate and up. norms: the norms in a block over the hidden width.
     """
@@ -43,6 +47,9 @@ class Family:
     parallel_block: bool = False
     extra_positions: int = 0
     matrix_in_first: bool = False
+    mlp_tensors: int = 2
+    copies_attention: bool = False
+    keeps_fused_qkv: bool = False
     keys: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
@@ -158,12 +165,16 @@ _FAMILIES = (
         mlp_bias=True,
         head_bias=True,
         parallel_block=True,
+        mlp_tensors=5,
+        copies_attention=True,
         defaults=_defaults(51200, 2048, 8192, 24, 32, None, 2048),
     ),
     Family(
         "phi3",
         qkv=("self_attn.qkv_proj",),
         up=("mlp.gate_up_proj",),
+        copies_attention=True,
+        keeps_fused_qkv=True,
         defaults=_defaults(32064, 3072, 8192, 32, 32, None, 4096),
     ),
     Family(
@@ -183,6 +194,7 @@ _FAMILIES = (
         out_bias=True,
         mlp_bias=True,
         matrix_in_first=True,
+        mlp_tensors=5,
         keys={
             "hidden_size": "n_embd",
             "num_hidden_layers": "n_layer",
@@ -214,6 +226,8 @@ _FAMILIES = (
         out_bias="attention_bias",
         mlp_bias=True,
         parallel_block=True,
+        copies_attention=True,
+        keeps_fused_qkv=True,
         defaults=_defaults(50432, 6144, 24576, 44, 64, None, 2048, attention_bias=True),
     ),
     Family(
@@ -258,6 +272,7 @@ _FAMILIES = (
         out_bias=True,
         mlp_bias=True,
         extra_positions=2,
+        mlp_tensors=1,
         keys={"intermediate_size": "ffn_dim"},
         defaults={
             **_defaults(50272, 768, 0, 12, 12, None, 2048, tie_word_embeddings=True),

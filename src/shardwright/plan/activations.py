@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
+from shardwright.arch.families import family_of
 from shardwright.arch.inventory import Shape
 from shardwright.plan.job import Attention, Recompute
 from shardwright.plan.program import Program
@@ -33,17 +34,33 @@ class Kept:
     where: Where
 
 
+def norm_bytes(s: Shape, p: Program, width: int) -> float:
+    """Bytes that a norm keeps per element of its input. LayerNorm is one kernel everywhere.
+
+    Gemma multiplies by its weight in fp32, so the normalised product is fp32 too.
+    """
+    if s.norm_bias or p.rms_norm == "fused":
+        return width
+    return 8 if p.rms_norm == "composite" or s.family.startswith("gemma") else 4 + width
+
+
 def _attention(s: Shape, p: Program, width: int, attention: Attention, keys: int, cp: int) -> list[Kept]:
-    kv = s.query_width if p.repeats_kv else s.kv_width
+    # Written out, attention's products need K and V for every query head.
+    kv = s.query_width if p.repeats_kv or attention == "eager" else s.kv_width
     spread = cp if p.gathers_kv else 1
     kept = [
         Kept("queries", width * s.query_width, "split"),
         Kept("keys and values", 2 * width * kv * spread, "split"),
         Kept("attention output", width * s.query_width, "split"),
     ]
+    family = family_of(s.family)
+    if family.copies_attention:
+        kept.append(Kept("copied attention output", width * s.query_width, "split"))
+    if family.keeps_fused_qkv:
+        kept.append(Kept("fused queries and keys", width * (s.query_width + s.kv_width), "split"))
     if s.qk_norm:
         kept.append(
-            Kept("norms of queries and keys", p.rms_norm_bytes * (s.query_width + s.kv_width), "split")
+            Kept("norms of queries and keys", norm_bytes(s, p, width) * (s.query_width + s.kv_width), "split")
         )
     if attention == "flash":
         kept.append(Kept("log-sum-exp of attention", 4 * s.heads, "split"))
@@ -58,13 +75,12 @@ def block_kept(
 ) -> tuple[Kept, ...]:
     """What one block keeps without recomputation. `width`: bytes of the compute dtype. `keys`: tokens of a row."""
     s = shape
-    norm_bytes = float(width) if s.norm_bias else p.rms_norm_bytes * width / 2
-    kept = [Kept("norm inputs", s.norms_per_block * norm_bytes * s.hidden, "whole")]
+    kept = [Kept("norm inputs", s.norms_per_block * norm_bytes(s, p, width) * s.hidden, "whole")]
     kept.append(Kept("input of q, k, v", width * s.hidden, "gathered"))
     kept += _attention(s, p, width, attention, keys, cp)
     if not s.parallel_block:
         kept.append(Kept("input of the MLP", width * s.hidden, "gathered"))
-    inner = p.gated_bytes * width / 2 if s.gated else 2 * width
+    inner = width * (p.gated_tensors if s.gated else family_of(s.family).mlp_tensors)
     kept.append(Kept("MLP inner", inner * s.ffn, "split"))
     if p.dropout:
         kept.append(Kept("dropout masks", 2 * s.hidden, "whole"))

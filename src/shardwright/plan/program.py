@@ -19,9 +19,9 @@ class Program:
     engine: `torch` is DDP over stored weights and `fully_shard`; `flat` keeps weights in the compute dtype whole on each
     rank, adds gradients up in one fp32 buffer, and shards master weights and moments with zero1 and above.
     flat_gradient_copies: bytes per parameter of gradients beside that buffer (buckets in the compute dtype).
-    rms_norm_bytes: bytes kept per element of an RMS norm's input: 2 fused (the input); 6 as Transformers writes it
-    (an fp32 copy and the normalised product); 8 as torch decomposed it before 2.9 (two fp32 copies).
-    gated_bytes: bytes kept per element of a gated MLP's inner width: 6 fused (gate, up, product), 8 with silu(gate) too.
+    rms_norm: how an RMS norm is written. `fused` keeps its input; `transformers` an fp32 copy and the normalised product;
+    `composite` two fp32 copies (torch before 2.9).
+    gated_tensors: kept tensors of a gated MLP's inner width: 3 fused (gate, up, product), 4 with silu(gate) too.
     repeats_kv: K and V are copied to every query head before attention.
     attention_matrix_bytes: per head, query and key without flash attention: 5 is softmax, dropout mask and dropped out
     (Korthikanti et al. 2022); 6 is an fp32 softmax and its narrow copy (Transformers' eager attention).
@@ -45,8 +45,8 @@ class Program:
     name: str
     engine: Literal["torch", "flat"] = "torch"
     flat_gradient_copies: float = 0.0
-    rms_norm_bytes: float = 6.0
-    gated_bytes: float = 8.0
+    rms_norm: Literal["fused", "transformers", "composite"] = "transformers"
+    gated_tensors: int = 4
     repeats_kv: bool = False
     attention_matrix_bytes: float = 6.0
     dropout: bool = False
@@ -75,11 +75,11 @@ class Program:
 
 SHARDWRIGHT = Program("shardwright")
 
-TORCHTITAN = Program("torchtitan", rms_norm_bytes=8.0, repeats_kv=True, selective="alternate")
+TORCHTITAN = Program("torchtitan", rms_norm="composite", repeats_kv=True, selective="alternate")
 """Eager torchtitan with torch 2.6 to 2.8: composite RMS norm, K and V repeated, every second product kept."""
 
 TORCHTITAN_COMPILED = Program(
-    "torchtitan-compiled", rms_norm_bytes=2.0, gated_bytes=6.0, selective="alternate"
+    "torchtitan-compiled", rms_norm="fused", gated_tensors=3, selective="alternate"
 )
 """torchtitan with each block compiled: norms and SwiGLU fused, recomputed cheaply."""
 
@@ -92,8 +92,8 @@ _IN_PLACE_LOSS = (
 MEGATRON = Program(
     "megatron",
     engine="flat",
-    rms_norm_bytes=2.0,
-    gated_bytes=6.0,
+    rms_norm="fused",
+    gated_tensors=3,
     keeps_gathered=False,
     selective="attention",
     loss_copies=_IN_PLACE_LOSS,
@@ -106,8 +106,8 @@ MEGATRON = Program(
 MEGATRON_2022 = Program(
     "megatron-2022",
     engine="flat",
-    rms_norm_bytes=2.0,
-    gated_bytes=6.0,
+    rms_norm="fused",
+    gated_tensors=3,
     attention_matrix_bytes=5.0,
     dropout=True,
     keeps_gathered=False,
@@ -125,8 +125,8 @@ NANOTRON = Program(
     "nanotron",
     engine="flat",
     flat_gradient_copies=2.0,
-    rms_norm_bytes=2.0,
-    gated_bytes=8.0,
+    rms_norm="fused",
+    gated_tensors=4,
     loss_copies=_SHIFTED_LOSS,
     split_loss_copies=_SHIFTED_LOSS,
     selective="attention",

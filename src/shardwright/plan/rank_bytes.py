@@ -17,6 +17,7 @@ from shardwright.plan.activations import (
     block_kept,
     kept_tensors,
     loss_copies,
+    norm_bytes,
     total_per_token,
     workspace_per_token,
 )
@@ -64,7 +65,7 @@ def block_bytes(job: Job, program: Program, layout_key: tuple[int, int, int, boo
     workspace = tokens * workspace_per_token(s, width, tp, sequence_parallel)
     divided = tp if sequence_parallel else 1
     stream = width * s.hidden * tokens / divided
-    norm = float(width) if s.norm_bias else program.rms_norm_bytes * width / 2
+    norm = norm_bytes(s, program, width)
     head = tokens * s.hidden * (norm / divided + width / (1 if program.keeps_gathered else divided))
     products = width * (2 * s.hidden + s.query_width + s.ffn)
     outputs = width * (s.query_width + 2 * s.kv_width + 2 * s.hidden + (2 if s.gated else 1) * s.ffn)
