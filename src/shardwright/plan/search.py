@@ -110,6 +110,7 @@ class Search:
         self._total = counts(job.shape).total
         self._fastest = float("inf")
         self._lean: dict[tuple[object, ...], bool] = {}
+        self._blocks: dict[tuple[object, ...], int] = {}
         self._saved: dict[tuple[object, ...], float] = {}
         self._probes: dict[tuple[Shell, int, str], Layout] = {}
         self.found = Found()
@@ -150,18 +151,36 @@ class Search:
             flight = cell.microbatches
         elif cell.schedule == "interleaved_1f1b":
             flight = min(flight * (cell.chunks + 1) / cell.chunks - 1, cell.microbatches)
-        return saved * (self.job.shape.layers // s.pp) * flight
+        return saved * self._first_blocks(cell) * flight
+
+    def _first_blocks(self, cell: Cell) -> int:
+        """Blocks of pipeline rank 0."""
+        key = (cell.shell.pp, cell.schedule, cell.chunks)
+        found = self._blocks.get(key)
+        if found is None:
+            stages, pp = self.stage_blocks(cell), cell.shell.pp
+            found = stages[0] + stages[-1] if cell.schedule == "zbv" else sum(stages[::pp])
+            self._blocks[key] = found
+        return found
 
     def least(self, shell: Shell, kind: str) -> tuple[Layout, float] | None:
-        """The layout of the family that needs least on this shell, and what it needs; None when the family is empty."""
+        """The layout of the family that needs least on this shell, and what it needs; None when the family is empty.
+
+        One row a microbatch and everything recomputed; or all rows in one microbatch, which keeps no unreduced gradients.
+        """
         rows = self.job.global_batch_size // shell.data
-        schedule, chunks = (None, 1) if shell.pp == 1 else (("1f1b", 1) if rows >= shell.pp else ("gpipe", 1))
-        cell = Cell(shell, schedule, chunks, 1, rows, "full")  # type: ignore[arg-type]
-        if kind not in kinds_of(cell):
-            return None
-        # For every kind the first variant shards most, and comes with reshard_after_forward where there is a choice.
-        layout = next(iter(variants(cell, kind)), None)
-        return None if layout is None else (layout, self.needs(layout)[1])
+        best: tuple[Layout, float] | None = None
+        for microbatch in {1, rows}:
+            count = rows // microbatch
+            schedule = None if shell.pp == 1 else "1f1b" if count >= shell.pp else "gpipe"
+            cell = Cell(shell, schedule, 1, microbatch, count, "full")  # type: ignore[arg-type]
+            # For every kind the first variant shards most, and drops parameters after forward where there is a choice.
+            layout = next(iter(variants(cell, kind)), None) if kind in kinds_of(cell) else None
+            if layout is not None:
+                needed = self.needs(layout)[1]
+                if best is None or needed < best[1]:
+                    best = (layout, needed)
+        return best
 
     # ---- bounds
 
@@ -273,9 +292,11 @@ class Search:
             open_kinds = [kind for kind in open_kinds if kept <= room[kind]]
             allowed = kinds_of(cell)
             for kind in open_kinds:
-                # What does not fit with fewer rows, or with more recomputed, does not fit with more.
+                # What does not fit with fewer rows, or with more recomputed, does not fit with more; as long as there are
+                # more microbatches than ranks, so that the pipeline is full.
                 key = (kind, cell.schedule, cell.chunks, cell.recompute)
-                if kind in allowed and cell.microbatch_rows < too_many.get(key, 1 << 60) and not self._cell(cell, kind):
+                hopeless = cell.microbatches > shell.pp and cell.microbatch_rows >= too_many.get(key, 1 << 60)
+                if kind in allowed and not hopeless and not self._cell(cell, kind) and cell.microbatches > shell.pp:
                     for recompute in RECOMPUTE[: RECOMPUTE.index(cell.recompute) + 1]:
                         key = (kind, cell.schedule, cell.chunks, recompute)
                         too_many[key] = min(too_many.get(key, 1 << 60), cell.microbatch_rows)
@@ -303,13 +324,8 @@ class Search:
     def _lean_fits(self, cell: Cell, kind: str) -> bool:
         """Whether the leanest layout of the cell fits: finest sharding, parameters dropped after forward.
 
-        zero3 needs least of all kinds on the device, and 1F1B least of all schedules with whole stages; asking these first
-        settles most cells.
+        zero3 needs least of all kinds on the device; asking it first settles most cells.
         """
-        if cell.schedule == "interleaved_1f1b" and cell.microbatches >= cell.shell.pp:
-            plain = cell._replace(schedule="1f1b", chunks=1)
-            if not self._lean_fits(plain, kind):
-                return False
         if kind not in ("zero3", "offload") and "zero3" in kinds_of(cell) and not self._lean_fits(cell, "zero3"):
             return False
         key = (*cell, kind)
