@@ -13,20 +13,18 @@ from __future__ import annotations
 import csv
 import hashlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from planner_rows import nanotron, torchtitan
 
-from shardwright.arch.inventory import counts
 from shardwright.arch.known import known_shape
 from shardwright.layout.axes import Axes
 from shardwright.plan.job import Job, Layout
 from shardwright.plan.memory import Peak, peak
 from shardwright.plan.program import (
     MEGATRON,
-    MEGATRON_2022,
     NANOTRON,
     TORCHTITAN,
     TORCHTITAN_COMPILED,
@@ -62,10 +60,12 @@ class MemoryRow:
         return int(hashlib.sha256(f"{self.source}|{self.label}".encode()).hexdigest()[0], 16) >= 8
 
     def peak(self, program: Program | None = None) -> Peak:
-        """The predicted peak of the ranks that were measured."""
-        return peak(
-            self.job, self.layout, program or self.program, ranks=self.ranks, stage_blocks=self.stage_blocks
-        )
+        """The predicted peak of the ranks that were measured; as many microbatches as reach the steady state do."""
+        job, layout = self.job, self.layout
+        if layout.schedule != "gpipe":
+            few = min(layout.microbatches(job), 2 * layout.axes.pp + 2)
+            job = replace(job, global_batch_size=layout.microbatch_rows * layout.axes.data_ranks * few)
+        return peak(job, layout, program or self.program, ranks=self.ranks, stage_blocks=self.stage_blocks)
 
     def predicted(self, program: Program | None = None) -> float:
         """The prediction of the kind that was measured, in bytes."""
@@ -228,6 +228,12 @@ def memory_table(every_row: bool) -> str:
             reasons[row.excluded] = reasons.get(row.excluded, 0) + 1
     lines += [f"left out: {count} rows: {reason}" for reason, count in reasons.items()]
     return "\n".join(lines)
+
+
+def memory_tables(write: Callable[[str], None], every_row: bool = False) -> None:
+    """Writes the table line by line."""
+    for line in memory_table(every_row).splitlines():
+        write(line)
 
 
 if __name__ == "__main__":

@@ -104,9 +104,9 @@ def test_gpt3_has_175_billion_parameters() -> None:
     shape = generic_shape(layers=96, hidden=12288, heads=96, vocab=50257, learned_positions=2048)
     blocks = 96 * (12 * 12288**2 + 13 * 12288)
     assert counts(shape).total == blocks + (50257 + 2048) * 12288 + 2 * 12288
-    assert {group.name for group in parameters(shape)} == set(
+    assert {group.name for group in parameters(shape)} == {
         name.replace(".0.", ".{}.") for name in named_sizes(shape) if ".0." in name or "blocks" not in name
-    )
+    }
 
 
 def test_a_family_that_is_not_known_is_refused(tmp_path: Path) -> None:

@@ -33,19 +33,29 @@ CASES: dict[str, dict[str, Any]] = {
     "Phi3": {**LLAMA, "pad_token_id": 0},
     "GPT2": {"n_embd": 64, "n_head": 4, "resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0},
     "GPTNeoX": {"hidden_size": 64, "intermediate_size": 256, "num_attention_heads": 4},
-    "OPT": {"hidden_size": 64, "ffn_dim": 256, "num_attention_heads": 4, "word_embed_proj_dim": 64, "dropout": 0.0},
+    "OPT": {
+        "hidden_size": 64,
+        "ffn_dim": 256,
+        "num_attention_heads": 4,
+        "word_embed_proj_dim": 64,
+        "dropout": 0.0,
+    },
 }
 
 
 def config_of(kind: str, layers: int) -> Any:
     count = "n_layer" if kind == "GPT2" else "num_hidden_layers"
     tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    return getattr(transformers, f"{kind}Config")(**{"vocab_size": 100, count: layers, **tokens, **CASES[kind]})
+    return getattr(transformers, f"{kind}Config")(
+        **{"vocab_size": 100, count: layers, **tokens, **CASES[kind]}
+    )
 
 
 def kept_bytes(kind: str, layers: int, dtype: torch.dtype, attention: str) -> int:
     """Bytes of distinct storages, parameters left out, that autograd saves in a forward pass."""
-    model = transformers.AutoModelForCausalLM.from_config(config_of(kind, layers), attn_implementation=attention).to(dtype)
+    model = transformers.AutoModelForCausalLM.from_config(
+        config_of(kind, layers), attn_implementation=attention
+    ).to(dtype)
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     saved: dict[int, Tensor] = {}
 
@@ -69,7 +79,9 @@ def kept_bytes(kind: str, layers: int, dtype: torch.dtype, attention: str) -> in
 )
 def test_a_block_keeps_what_autograd_saves(kind: str, dtype: torch.dtype, attention: str) -> None:
     """Within 1% (statistics of norms are left out): the second block's storages, on this machine."""
-    measured = (kept_bytes(kind, 2, dtype, attention) - kept_bytes(kind, 1, dtype, attention)) / (ROWS * TOKENS)
+    measured = (kept_bytes(kind, 2, dtype, attention) - kept_bytes(kind, 1, dtype, attention)) / (
+        ROWS * TOKENS
+    )
     shape = shape_from_config(config_of(kind, 1).to_dict())
     how: Any = "flash" if attention == "sdpa" else "eager"
     kept = block_kept(shape, SHARDWRIGHT, dtype.itemsize, how, TOKENS)

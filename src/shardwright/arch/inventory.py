@@ -285,8 +285,8 @@ def _block(s: Shape, family: Family) -> Iterator[Group]:
     at, first = family.block, family.matrix_in_first
     for name in family.norms:
         yield from _norm(f"{at}.{name}", s.hidden, s.norm_bias, s.layers)
-    widths = (s.query_width, s.kv_width, s.kv_width)
-    pieces = (s.heads, s.kv_heads, s.kv_heads)
+    widths: tuple[int, ...] = (s.query_width, s.kv_width, s.kv_width)
+    pieces: tuple[int, ...] = (s.heads, s.kv_heads, s.kv_heads)
     if len(family.qkv) == 1:
         widths, pieces = (sum(widths),), (s.kv_heads,)
     for name, width, units in zip(family.qkv, widths, pieces):

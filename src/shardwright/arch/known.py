@@ -5,6 +5,7 @@ Sizes are those of the published config.json, or of the table in the paper where
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 
 from shardwright.arch.inventory import Shape, generic_shape, shape_from_config
@@ -32,7 +33,7 @@ _SMOLLM2 = {
     "max_position_embeddings": 8192,
 }
 
-_PUBLISHED: dict[str, tuple[_Sizes, dict[str, object]]] = {
+_PUBLISHED: dict[str, tuple[_Sizes, Mapping[str, object]]] = {
     "llama-2-7b": ((32, 4096, 32, 32, 11008), _LLAMA2),
     "llama-2-13b": ((40, 5120, 40, 40, 13824), _LLAMA2),
     "llama-2-70b": ((80, 8192, 64, 8, 28672), _LLAMA2),

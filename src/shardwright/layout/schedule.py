@@ -72,7 +72,9 @@ def legality(schedule: Schedule, pp: int, chunks: int, microbatches: int) -> str
 
 
 @lru_cache(maxsize=4096)
-def rank_actions(schedule: Schedule, pp: int, chunks: int, microbatches: int, rank: int) -> tuple[Action, ...]:
+def rank_actions(
+    schedule: Schedule, pp: int, chunks: int, microbatches: int, rank: int
+) -> tuple[Action, ...]:
     """The compute actions of one pipeline rank, in order. Raises `ConfigError` where torch would refuse."""
     reason = legality(schedule, pp, chunks, microbatches)
     if reason:

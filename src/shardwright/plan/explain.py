@@ -66,8 +66,8 @@ def _memory(s: Subject) -> list[str]:
     lines += [f"  {name:<28}{_gib(size):>12}" for name, size in p.composition.items()]
     lines.append(f"  {'allocated':<28}{_gib(p.allocated):>12}")
     lines += [
-        f"  {'reserved besides':<28}{_gib(p.reserved - p.allocated):>12}  fragmentation, {s.program.fragmentation:.0%} of all but "
-        "model states, and room that gradients at rest keep  [published peaks: benchmarks/planner_validation.py]",
+        f"  {'reserved besides':<28}{_gib(p.reserved - p.allocated):>12}  fragmentation, {s.program.fragmentation:.0%} of "
+        "all but model states, and room that gradients at rest keep  [published peaks: benchmarks/planner_validation.py]",
         f"  {'CUDA context and libraries':<28}{_gib(s.program.context_bytes):>12}  [allowance]",
         f"  {'on the device':<28}{_gib(p.device):>12}  of {_gib(s.device.memory_bytes)}",
     ]
@@ -108,7 +108,8 @@ def _gradients(s: Subject) -> list[str]:
         whole += b.accumulated[2] if b.last >= 0 else 0
         lines.append(f"until the last microbatch they stay whole in {s.job.reduce_dtype}: {_gib(whole)}")
     lines.append(
-        f"one unit on its way: {rule.compute} bytes as autograd made it + {rule.reduce} bytes to be reduced = {_gib(b.transient[0])}"
+        f"one unit on its way: {rule.compute} bytes as autograd made it + {rule.reduce} bytes to be reduced = "
+        f"{_gib(b.transient[0])}"
     )
     return lines
 
@@ -137,7 +138,8 @@ def _activations(s: Subject) -> list[str]:
     b = rank_bytes(job, layout, s.program, s.peak().pipeline_rank)
     coefficient = per_token / job.shape.hidden
     lines += [
-        f"  a block keeps {per_token:,.0f} bytes per token = {coefficient:.1f} s b h with recompute {layout.recompute}  [{KORTHIKANTI}]",
+        f"  a block keeps {per_token:,.0f} bytes per token = {coefficient:.1f} s b h with recompute {layout.recompute}  "
+        f"[{KORTHIKANTI}]",
         f"  x {tokens:,} tokens = {_gib(b.activations.saved)} per block and microbatch; {sum(b.blocks)} blocks on this rank",
         f"  in one block's backward besides: {_gib(b.activations.work)} (recomputed, and gradients of activations)",
     ]
@@ -173,8 +175,8 @@ def _traffic(s: Subject) -> list[str]:
             else f" x {'2 x ' if one.collective == 'all-reduce' else ''}{one.size - 1}/{one.size}"
         )
         lines.append(
-            f"  {one.axis:<13}{one.collective:<15}{one.what:<28}{one.count:>8,.0f} x {format_bytes_binary(one.payload_bytes)}{factor}"
-            f" = {_gib(one.sent_bytes)}"
+            f"  {one.axis:<13}{one.collective:<15}{one.what:<28} {one.count:>7,.0f} x "
+            f"{format_bytes_binary(one.payload_bytes)}{factor} = {_gib(one.sent_bytes)}"
         )
     return lines
 
@@ -219,8 +221,8 @@ def _utilisation(s: Subject, counts_recompute: bool) -> list[str]:
     job, length = s.job, s.job.max_length
     flops = model_flops(job.shape, length)
     lines = [
-        f"FLOPs per token: blocks {flops.blocks:.4g} + attention 12 L H d_h S = {flops.attention:.4g} (full, not halved for causal) "
-        f"+ head {flops.head:.4g} = {flops.total:.4g}; embedding lookup 0  [arch/flops.py]"
+        f"FLOPs per token: blocks {flops.blocks:.4g} + attention 12 L H d_h S = {flops.attention:.4g} (full, not halved for "
+        f"causal) + head {flops.head:.4g} = {flops.total:.4g}; embedding lookup 0  [arch/flops.py]"
     ]
     total = flops.total
     if counts_recompute:
@@ -260,8 +262,8 @@ def _interruptions(s: Subject) -> list[str]:
     i = interruptions(s.devices, size, nodes)
     return [
         f"{FAILURES_SOURCE}: one in {format_seconds(i.mtbf_seconds)} on {s.devices:,} devices, {i.failures_per_day:.3g} a day",
-        f"checkpoint 12 bytes x parameters = {_gib(size)} written by {nodes} nodes in {format_seconds(i.save_seconds)} (assumed 1 GB/s each)",
-        f"interval = sqrt(2 x save x MTBF) with Daly's higher order = {format_seconds(i.interval_seconds)}  [Young 1974; Daly 2006]",
+        f"checkpoint 12 bytes x parameters = {_gib(size)}, {nodes} nodes at 1 GB/s (assumed): {format_seconds(i.save_seconds)}",
+        f"interval = sqrt(2 x save x MTBF), Daly's higher order: {format_seconds(i.interval_seconds)}  [Young 1974; Daly 2006]",
         f"effective training time {i.effective:.1%} with a restart of {format_seconds(i.restart_seconds)} (assumed)",
     ]
 

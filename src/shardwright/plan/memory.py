@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+
 from shardwright.layout.schedule import Action, rank_actions, rank_stages
 from shardwright.plan.job import Job, Layout
 from shardwright.plan.program import SHARDWRIGHT, Program

@@ -156,7 +156,8 @@ def _plus(terms: Iterable[Units]) -> Units:
 
 def _others(h: Holding, state: State, late: bool) -> tuple[Units, Units]:
     """Gradients of the other stages: put off while these are at work, reduced once they are done (or at once)."""
-    waiting, reduced = [], []
+    waiting: list[Units] = []
+    reduced: list[Units] = []
     for chunk, phase in enumerate(state.gradients):
         if phase and chunk != state.chunk:
             (waiting if late and phase == 1 else reduced).append(h.units(chunk))
@@ -264,9 +265,9 @@ def _largest(entries: tuple[Entry, ...], weight: tuple[float, ...]) -> tuple[Mom
     kept: list[Moment] = []
     for new in sized:
         for old in kept:
-            if old.place == new.place and old.sends >= new.sends:
-                if all(map(ge, old.waiting + old.reduced, new.waiting + new.reduced)):
-                    break
+            alike = old.place == new.place and old.sends >= new.sends
+            if alike and all(map(ge, old.waiting + old.reduced, new.waiting + new.reduced)):
+                break
         else:
             kept.append(new)
     return tuple(kept)
@@ -367,8 +368,7 @@ class PeakModel:
         group = units(self.job, layout, rule, blocks, (block, embedding, head))
         c = rule.compute if rule.sharded else 0
         if rule.resident:
-            whole = c * (blocks * block + embedding + head)
-            gathered = (whole, whole, whole)
+            gathered = (float(c * (blocks * block + embedding + head)),) * 3
         else:
             gathered = (min(1 + layout.prefetch, blocks) * c * group[0], c * group[1], c * group[2])
         send, late, done = rule.sent, rule.accumulated, rule.resting

@@ -78,9 +78,7 @@ SHARDWRIGHT = Program("shardwright")
 TORCHTITAN = Program("torchtitan", rms_norm="composite", repeats_kv=True, selective="alternate")
 """Eager torchtitan with torch 2.6 to 2.8: composite RMS norm, K and V repeated, every second product kept."""
 
-TORCHTITAN_COMPILED = Program(
-    "torchtitan-compiled", rms_norm="fused", gated_tensors=3, selective="alternate"
-)
+TORCHTITAN_COMPILED = Program("torchtitan-compiled", rms_norm="fused", gated_tensors=3, selective="alternate")
 """torchtitan with each block compiled: norms and SwiGLU fused, recomputed cheaply."""
 
 _IN_PLACE_LOSS = (

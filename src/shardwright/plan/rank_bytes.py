@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from shardwright.arch.inventory import Shape
 from shardwright.layout.schedule import rank_stages, split_blocks
 from shardwright.layout.zero import STAGES
 from shardwright.plan.activations import (
+    Kept,
     block_kept,
     kept_tensors,
     loss_copies,
@@ -21,7 +21,7 @@ from shardwright.plan.activations import (
     total_per_token,
     workspace_per_token,
 )
-from shardwright.plan.job import DTYPE_BYTES, Job, Layout
+from shardwright.plan.job import DTYPE_BYTES, Job, Layout, Recompute
 from shardwright.plan.program import Program
 from shardwright.plan.states import Elements, local_elements
 
@@ -29,6 +29,9 @@ MOMENT_BYTES = {"adamw": 2, "muon": 1, "sgd": 1}
 """Optimizer states per parameter, in the master dtype; sgd with momentum."""
 
 LOSS_CHUNKS = 16
+
+ActivationKey = tuple[int, int, int, bool, Recompute, bool]
+"""tp, cp, microbatch rows, sequence parallel, recompute, pipelined."""
 
 
 class BlockBytes(NamedTuple):
@@ -49,7 +52,7 @@ class BlockBytes(NamedTuple):
 
 
 @lru_cache(maxsize=65536)
-def block_bytes(job: Job, program: Program, layout_key: tuple[int, int, int, bool, str, bool]) -> BlockBytes:
+def block_bytes(job: Job, program: Program, layout_key: ActivationKey) -> BlockBytes:
     """Activation bytes for (tp, cp, microbatch rows, sequence parallel, recompute, pipelined)."""
     tp, cp, rows, sequence_parallel, recompute, pipelined = layout_key
     s, width = job.shape, DTYPE_BYTES[job.param_dtype]
@@ -57,11 +60,11 @@ def block_bytes(job: Job, program: Program, layout_key: tuple[int, int, int, boo
     tokens = rows * (-(-job.max_length // cp))
     keys = job.max_length
 
-    def total(kept: tuple[object, ...]) -> float:
-        return tokens * total_per_token(kept, tp, sequence_parallel, program.keeps_gathered)  # type: ignore[arg-type]
+    def total(kept: tuple[Kept, ...]) -> float:
+        return tokens * total_per_token(kept, tp, sequence_parallel, program.keeps_gathered)
 
     whole = total(block_kept(s, program, width, job.attention, keys, cp))
-    saved = total(kept_tensors(s, program, width, job.attention, keys, recompute, cp))  # type: ignore[arg-type]
+    saved = total(kept_tensors(s, program, width, job.attention, keys, recompute, cp))
     workspace = tokens * workspace_per_token(s, width, tp, sequence_parallel)
     divided = tp if sequence_parallel else 1
     stream = width * s.hidden * tokens / divided
@@ -86,9 +89,9 @@ class RankBytes:
 
     blocks: blocks of each of its stages. first, last: which of its stages (by local number) holds the embedding, the
     head; -1 for none. resting: of one block, the embedding and the head, gradients once reduced. accumulated: the same
-    before reduction, when it is put off. transient: gradient and reduction input of one unit in backward. gathered: of one
-    unit. late: gradients are put off. resident: gathered parameters stay for the whole update. loss: all copies in the backward of the loss;
-    loss_kept: those kept from forward to backward; loss_after: those alive in the head's backward.
+    before reduction, when it is put off. transient: gradient and reduction input of one unit in backward. gathered: of
+    one unit. late: gradients are put off. resident: gathered parameters stay for the whole update. loss: all copies in the
+    backward of the loss; loss_kept: those kept from forward to backward; loss_after: those alive in the head's backward.
     """
 
     blocks: tuple[int, ...]
@@ -281,7 +284,7 @@ def rank_bytes(
     )
 
 
-def activation_key(layout: Layout) -> tuple[int, int, int, bool, str, bool]:
+def activation_key(layout: Layout) -> ActivationKey:
     """What of a layout decides the activations of one block."""
     axes = layout.axes
     return (axes.tp, axes.cp, layout.microbatch_rows, layout.sequence_parallel, layout.recompute, axes.pp > 1)
