@@ -12,6 +12,7 @@ from shardwright.plan.memory import Peak, peak
 from shardwright.plan.reliability import Interruptions, interruptions
 from shardwright.plan.search import Choice, Found, Search
 from shardwright.plan.space import KINDS
+from shardwright.plan.traffic import sent_by_axis, traffic
 from shardwright.units import GIB
 
 if TYPE_CHECKING:
@@ -66,15 +67,14 @@ def short_peak(search: Search, layout: Layout) -> Peak:
     # Whole rounds, so that interleaved schedules keep their shape; GPipe has no steady state.
     few = min(microbatches, 3) if pp == 1 else microbatches if layout.schedule == "gpipe" else microbatches // rounds * min(rounds, 4)
     rows = layout.microbatch_rows * layout.axes.data_ranks * few
-    ranks = [rank for rank, _ in search.peaks._holdings(layout)]
-    return peak(replace(job, global_batch_size=rows), layout, search.program, ranks=ranks)
+    return peak(replace(job, global_batch_size=rows), layout, search.program, ranks=[rank for rank, _ in search.peaks._holdings(layout)])
 
 
 @dataclass(frozen=True)
 class Described:
     """One layout with everything that is printed about it. Bytes, seconds, and fractions.
 
-    moment and composition say when its memory is fullest and what is alive then; empty where that was not asked for.
+    sent_bytes: what pipeline rank 0 sends in one update, by axis. moment and composition say when its memory is fullest and what is alive then; empty where that was not asked for.
     """
 
     name: str
@@ -90,6 +90,7 @@ class Described:
     device_bytes: float
     moment: str
     composition: dict[str, float]
+    sent_bytes: dict[str, float]
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -119,6 +120,7 @@ def describe(search: Search, choice: Choice, *, composition: bool = True) -> Des
         device_bytes=choice.device_bytes,
         moment=f"pipeline rank {found.pipeline_rank}, {moment}" if found and layout.axes.pp > 1 else moment,
         composition=found.composition if found else {},
+        sent_bytes=sent_by_axis(traffic(job, layout, 0, search.program)),
     )
 
 

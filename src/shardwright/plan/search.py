@@ -22,6 +22,7 @@ from shardwright.plan.space import (
     ON_DEVICE,
     PREFETCH,
     RECOMPUTE,
+    SPLIT_WEIGHTS,
     UNITS,
     Cell,
     Shell,
@@ -107,7 +108,7 @@ class Search:
         self.clock = Clock(job, device, software)
         self.peaks = PeakModel(job, program)
         self.capacity = device.memory_bytes
-        self._total = counts(job.shape).total
+        self._total, self._block = counts(job.shape).total, counts(job.shape).block_split
         self._fastest = float("inf")
         self._lean: dict[tuple[object, ...], bool] = {}
         self._blocks: dict[tuple[object, ...], int] = {}
@@ -133,7 +134,9 @@ class Search:
         part = self._total / (shell.tp * shell.pp)
         shard = shell.data * shell.cp
         if kind == "ddp":
-            return 4 * m * part
+            # `_kept` counts gathered parameters and whole gradients under a pipeline for every kind: not twice.
+            twice = (DTYPE_BYTES[self.job.param_dtype] + r) * (1 + self.program.fragmentation) if shell.pp > 1 else 0.0
+            return max(4 * m - twice, 0.0) * part
         if kind == "offload":
             return 0.0
         # Parameters and moments are shards for every zero*; gradients too once they are reduced.
@@ -151,7 +154,15 @@ class Search:
             flight = cell.microbatches
         elif cell.schedule == "interleaved_1f1b":
             flight = min(flight * (cell.chunks + 1) / cell.chunks - 1, cell.microbatches)
-        return saved * self._first_blocks(cell) * flight
+        blocks = self._first_blocks(cell)
+        kept = saved * blocks * flight
+        if s.pp > 1 and self.program.pipeline_keeps_gathered and cell.schedule not in SPLIT_WEIGHTS and s.data * s.cp > 1:
+            # Under a pipeline gathered parameters stay, and gradients stay whole until the last microbatch. (ddp keeps
+            # whole parameters and gradients anyway, in wider dtypes.)
+            job = self.job
+            width = DTYPE_BYTES[job.param_dtype] + (DTYPE_BYTES[job.reduce_dtype] if cell.microbatches > 1 else 0)
+            kept += width * blocks * self._block / s.tp
+        return kept * (1 + self.program.fragmentation)
 
     def _first_blocks(self, cell: Cell) -> int:
         """Blocks of pipeline rank 0."""

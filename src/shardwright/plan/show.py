@@ -79,6 +79,8 @@ def first(a: Answer) -> Iterator[str]:
     yield f"Test first: {path.name} ({path.situation})"
     yield f"  {d.name}: {keys_line(d)}"
     yield f"  {format_seconds(d.seconds)} per update: {parts_line(d)}"
+    if d.sent_bytes:
+        yield "  Sends per update and device: " + ", ".join(f"{axis} {gib(size)}" for axis, size in d.sent_bytes.items())
     yield f"  Check besides: {path.checks}"
     yield from bar(d, a.capacity_bytes)
 

@@ -11,7 +11,11 @@ from typing import TYPE_CHECKING, Any
 from shardwright.arch.inventory import generic_shape, shape_from_config
 from shardwright.arch.known import known_shape
 from shardwright.errors import ConfigError, ExitCode
-from shardwright.plan.answer import answer, describe
+from shardwright.plan.advice import first_to_test
+from shardwright.plan.answer import answer, describe, layout_keys, layout_name
+from shardwright.plan.examples import worked_examples
+from shardwright.plan.explain import Subject, explain as explain_field
+from shardwright.plan.explain_time import time_lines
 from shardwright.plan.hardware import find_device
 from shardwright.plan.job import Job
 from shardwright.plan.kernels import Software
@@ -158,6 +162,30 @@ def _compare(search: Search, names: tuple[str, str], write: Callable[[str], obje
     return ExitCode.DONE if fitting else ExitCode.NOTHING_FITS
 
 
+def _explain(search: Search, field: str, tokens: float | None, write: Callable[[str], object]) -> int:
+    """The arithmetic of the layout to test first; where nothing fits, of the one that needs least."""
+    found = search.run()
+    choice = first_to_test(found)
+    name = None if field == "all" else field
+    if choice is not None:
+        layout, time = choice.layout, choice.time
+    else:
+        rejections = [r for r in found.rejected.values() if r.layout is not None]
+        if not rejections:
+            raise ConfigError("No layout is legal.", "; ".join(found.refused), "Change the devices or the batch.")
+        least = min(rejections, key=lambda r: r.device_bytes)
+        assert least.layout is not None
+        layout, time = least.layout, None
+        write("Nothing fits; this is the layout that needs least.")
+    write(f"{layout_name(layout)}: " + " ".join(f"{key} {value}" for key, value in layout_keys(layout).items()))
+    subject = Subject(search.job, layout, search.device, search.devices, time=time, program=search.program, tokens=tokens)
+    for line in explain_field(name, subject):
+        write(line)
+    for line in time_lines(name, search.clock, layout):
+        write(f"  {line}")
+    return ExitCode.DONE if choice is not None else ExitCode.NOTHING_FITS
+
+
 def run_plan(
     request: Request,
     *,
@@ -166,8 +194,18 @@ def run_plan(
     explain: str | None = None,
     write: Callable[[str], object] = print,
 ) -> int:
-    """Prints the plan and returns the exit code: 4 when nothing fits with all state on the devices."""
+    """Prints the plan and returns the exit code: 4 when nothing fits with all state on the devices.
+
+    compare: two layout names. explain: a field of the answer, `all`, or `examples` for the notes' worked examples, which need
+    no job. write: gets each line.
+    """
+    if explain == "examples":
+        for line in worked_examples():
+            write(line)
+        return ExitCode.DONE
     search, _ = make_search(request)
+    if explain is not None:
+        return _explain(search, explain, request.tokens, write)
     if compare is not None:
         return _compare(search, compare, write)
     result = answer(search)
