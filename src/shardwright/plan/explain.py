@@ -17,7 +17,7 @@ from shardwright.plan.activations import kept_tensors, loss_copies, total_per_to
 from shardwright.plan.job import DTYPE_BYTES
 from shardwright.plan.memory import Peak, peak
 from shardwright.plan.program import SHARDWRIGHT, Program
-from shardwright.plan.rank_bytes import Rules, holds, rank_bytes, rank_elements, rules
+from shardwright.plan.rank_bytes import Rules, holds, moments_of, rank_bytes, rank_elements, rules
 from shardwright.plan.reliability import FAILURES_SOURCE, interruptions, training_flops
 from shardwright.plan.traffic import traffic
 from shardwright.units import format_bytes_binary, format_seconds
@@ -116,7 +116,7 @@ def _gradients(s: Subject) -> list[str]:
 
 def _optimizer(s: Subject) -> list[str]:
     b = rank_bytes(s.job, s.layout, s.program, s.peak().pipeline_rank)
-    what = {"adamw": "two moments", "muon": "one momentum", "sgd": "one momentum"}[s.job.optimizer]
+    what = "two moments" if moments_of(s.job.optimizer) == 2 else "one momentum"
     shared = f"over {s.rules.degree} ranks" if s.rules.degree > 1 else "on every rank"
     return [f"{s.job.optimizer}: {what} in {s.job.master_dtype} {shared}: {_gib(b.optimizer)}  [{ZERO}]"]
 

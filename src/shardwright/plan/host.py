@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from shardwright.arch.families import family_of
 from shardwright.arch.inventory import parameters
 from shardwright.plan.program import SHARDWRIGHT, Program
-from shardwright.plan.rank_bytes import MOMENT_BYTES, holds, rules
+from shardwright.plan.rank_bytes import holds, moments_of, rules
 from shardwright.plan.states import local_size
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def host_bytes(job: Job, layout: Layout, rank: int = 0, program: Program = SHARD
         shard = -(-size[0] // rule.degree) * prod(size[1:])
         pinned += count * 2 * pinned_bytes(shard * rule.master)
         elements += count * shard
-    moments = MOMENT_BYTES[job.optimizer] * rule.master
+    moments = moments_of(job.optimizer) * rule.master
     save = elements * (rule.master + moments)
     if layout.offload == "none":
         return HostBytes(0, 0, save)

@@ -109,7 +109,7 @@ class _Walk:
         b, a = self.b, self.b.activations
         base = self.in_flight()
         for block in range(b.blocks[chunk]):
-            kept = base + a.boundary + (block + 1) * (a.saved + b.cast[0])
+            kept = base + a.boundary + (block + 1) * a.saved
             gathered = min(b.ahead, sum(b.blocks)) * b.gathered[0]
             yield self.moment(f"forward of {name}, block {block}", kept, gathered=gathered, work=a.forward)
         self.alive[chunk] += 1
@@ -118,10 +118,10 @@ class _Walk:
         b, a, n = self.b, self.b.activations, self.b.blocks[chunk]
         self.alive[chunk] -= 1
         base = self.in_flight() + a.boundary
-        saved, reduces = a.saved + b.cast[0], kind == "B"
+        saved, reduces = a.saved, kind == "B"
         sending = b.transient if reduces else (0.0, 0.0, 0.0)
         if chunk == b.last:
-            kept = base + n * saved + a.head + b.cast[1]
+            kept = base + n * saved + a.head
             yield self.moment(f"loss of {name}", kept, loss=b.loss, gathered=b.gathered[2])
             yield self.moment(
                 f"backward of {name}, head",

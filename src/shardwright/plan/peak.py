@@ -26,6 +26,7 @@ from shardwright.plan.rank_bytes import (
     rules,
     state_bytes,
     units,
+    with_casts,
 )
 from shardwright.plan.states import Elements
 
@@ -128,10 +129,10 @@ class Entry(NamedTuple):
 
 
 def weights(job: Job, layout: Layout, program: Program, cast: tuple[float, float]) -> tuple[float, ...]:
-    """Bytes of what `Entry.activations` counts. `cast`: of a block's and the head's weights that ddp keeps with them."""
-    a = block_bytes(job, program, activation_key(layout))
+    """Bytes of what `Entry.activations` counts. `cast`: of a block's and the head's weights, see `with_casts`."""
+    a = with_casts(block_bytes(job, program, activation_key(layout)), layout.recompute, *cast)
     loss, kept, after = loss_bytes(job, program, a.logits, layout.axes.tp > 1)
-    return (a.saved + cast[0], a.boundary, a.head + cast[1], kept, a.deferred, a.work, loss, after)
+    return (a.saved, a.boundary, a.head, kept, a.deferred, a.work, loss, after)
 
 
 class Holding(NamedTuple):

@@ -74,6 +74,10 @@ class Program:
 
 
 SHARDWRIGHT = Program("shardwright")
+"""Our own engines on Transformers' models, eager."""
+
+SHARDWRIGHT_COMPILED = Program("shardwright-compiled", rms_norm="fused", gated_tensors=3)
+"""The same with memory.compile: norms and SwiGLU fused, their intermediates made again in backward."""
 
 TORCHTITAN = Program("torchtitan", rms_norm="composite", repeats_kv=True, selective="alternate")
 """Eager torchtitan with torch 2.6 to 2.8: composite RMS norm, K and V repeated, every second product kept."""
@@ -143,6 +147,7 @@ PROGRAMS = {
     program.name: program
     for program in (
         SHARDWRIGHT,
+        SHARDWRIGHT_COMPILED,
         TORCHTITAN,
         TORCHTITAN_COMPILED,
         MEGATRON,

@@ -25,13 +25,18 @@ from shardwright.plan.job import DTYPE_BYTES, Job, Layout, Recompute
 from shardwright.plan.program import Program
 from shardwright.plan.states import Elements, local_elements
 
-MOMENT_BYTES = {"adamw": 2, "muon": 1, "sgd": 1}
-"""Optimizer states per parameter, in the master dtype; sgd with momentum."""
+_MOMENTS = {"adamw": 2, "muon": 1, "sgd": 1}
+
 
 LOSS_CHUNKS = 16
 
 ActivationKey = tuple[int, int, int, bool, Recompute, bool]
 """tp, cp, microbatch rows, sequence parallel, recompute, pipelined."""
+
+
+def moments_of(optimizer: str) -> int:
+    """Optimizer states per parameter, in the master dtype: sgd with momentum; 2 for an optimizer that is not ours."""
+    return _MOMENTS.get(optimizer, 2)
 
 
 class BlockBytes(NamedTuple):
@@ -83,6 +88,16 @@ def block_bytes(job: Job, program: Program, layout_key: ActivationKey) -> BlockB
     )
 
 
+def with_casts(a: BlockBytes, recompute: Recompute, block_bytes: float, head_bytes: float) -> BlockBytes:
+    """`a` with the casts of a block's and the head's weights that ddp makes in forward and autograd keeps.
+
+    With recomputation a block's casts are made again in its backward.
+    """
+    if recompute == "none":
+        return a._replace(saved=a.saved + block_bytes, head=a.head + head_bytes)
+    return a._replace(work=a.work + block_bytes, head=a.head + head_bytes)
+
+
 @dataclass(frozen=True)
 class RankBytes:
     """Everything the memory of one pipeline rank is made of, in bytes.
@@ -111,7 +126,6 @@ class RankBytes:
     ahead: int
     step: float
     activations: BlockBytes
-    cast: tuple[float, float]
     loss: float
     loss_kept: float
     loss_after: float
@@ -256,6 +270,8 @@ def rank_bytes(
     count, c = sum(blocks), rule.compute
     total, total_shard = count * whole[0] + whole[1] + whole[2], count * shard[0] + shard[1] + shard[2]
     a = block_bytes(job, program, activation_key(layout))
+    if rule.casts:
+        a = with_casts(a, layout.recompute, c * whole[0], c * whole[2])
     state = state_bytes(job, layout, program, rule, total, total_shard)
     group = units(job, layout, rule, count, whole)
     loss, kept, after = loss_bytes(job, program, a.logits, layout.axes.tp > 1)
@@ -277,7 +293,6 @@ def rank_bytes(
         ahead=1 + layout.prefetch,
         step=program.optimizer_temporary_bytes * (0.0 if layout.offload != "none" else total_shard),
         activations=a,
-        cast=(c * whole[0], c * whole[2]) if rule.casts else (0.0, 0.0),
         loss=loss,
         loss_kept=kept,
         loss_after=after,
@@ -306,7 +321,7 @@ def state_bytes(
     job: Job, layout: Layout, program: Program, rule: Rules, total: float, total_shard: float
 ) -> tuple[float, float, float, float]:
     """(parameters, optimizer states with any master copy, gradients that are always there, buffers) of one rank."""
-    moments = MOMENT_BYTES[job.optimizer] * rule.master
+    moments = moments_of(job.optimizer) * rule.master
     buffers = program.buffer_bytes
     if program.engine == "flat":
         master = rule.master if rule.compute < rule.master else 0
@@ -324,5 +339,5 @@ def state_bytes(
 def stage_saved(b: RankBytes, chunk: int) -> float:
     """Bytes that one microbatch in flight keeps on a stage."""
     a = b.activations
-    saved = b.blocks[chunk] * (a.saved + b.cast[0]) + a.boundary
-    return saved + (a.head + b.cast[1] + b.loss_kept if chunk == b.last else 0.0)
+    saved = b.blocks[chunk] * a.saved + a.boundary
+    return saved + (a.head + b.loss_kept if chunk == b.last else 0.0)
