@@ -32,7 +32,9 @@ COMMAND = (
 
 def one_by_one(seconds: float = 1.0) -> float:
     """Layouts per CPU second when each is timed and its peak asked for, without any bound."""
-    search, _ = make_search(Request(model="llama-3.1-405b", devices=16384, max_length=8192, global_batch_size=2048))
+    search, _ = make_search(
+        Request(model="llama-3.1-405b", devices=16384, max_length=8192, global_batch_size=2048)
+    )
     done, start = 0, time.process_time()
     legal, _ = shells(search.job, search.devices)
     for shell in reversed(legal):
@@ -49,9 +51,13 @@ def one_by_one(seconds: float = 1.0) -> float:
 
 
 def main() -> None:
-    print(f"{'model':<16}{'devices':>8}{'considered':>12}{'timed':>8}{'search CPU s':>14}{'layouts/s':>12}{'command wall s':>16}")
+    print(
+        f"{'model':<16}{'devices':>8}{'considered':>12}{'timed':>8}{'search CPU s':>14}{'layouts/s':>12}{'command wall s':>16}"
+    )
     for model, devices, length, batch in CASES:
-        search, _ = make_search(Request(model=model, devices=devices, max_length=length, global_batch_size=batch))
+        search, _ = make_search(
+            Request(model=model, devices=devices, max_length=length, global_batch_size=batch)
+        )
         start = time.process_time()
         found = search.run()
         cpu = time.process_time() - start
@@ -59,10 +65,14 @@ def main() -> None:
         for _ in range(3):
             start = time.perf_counter()
             subprocess.run(
-                [sys.executable, "-c", COMMAND, model, str(devices), str(length), str(batch)], check=True, cwd=Path(__file__).parent.parent
+                [sys.executable, "-c", COMMAND, model, str(devices), str(length), str(batch)],
+                check=True,
+                cwd=Path(__file__).parent.parent,
             )
             walls.append(time.perf_counter() - start)
-        print(f"{model:<16}{devices:>8,}{found.considered:>12,}{found.timed:>8,}{cpu:>14.2f}{found.considered / cpu:>12,.0f}{min(walls):>16.2f}")
+        print(
+            f"{model:<16}{devices:>8,}{found.considered:>12,}{found.timed:>8,}{cpu:>14.2f}{found.considered / cpu:>12,.0f}{min(walls):>16.2f}"
+        )
     print(f"one by one, no bounds: {one_by_one():,.0f} layouts per CPU second (time and peak of each)")
 
 

@@ -21,7 +21,12 @@ def test_every_figure_has_a_source() -> None:
 
 @pytest.mark.parametrize(
     ("name", "bf16", "memory_gib", "link"),
-    [("h100-sxm-80gb", 989.4, 80, 450), ("a100-sxm-80gb", 312, 80, 300), ("l40s", 362, None, 31), ("b200", 2250, None, 900)],
+    [
+        ("h100-sxm-80gb", 989.4, 80, 450),
+        ("a100-sxm-80gb", 312, 80, 300),
+        ("l40s", 362, None, 31),
+        ("b200", 2250, None, 900),
+    ],
 )
 def test_datasheet_figures(name: str, bf16: float, memory_gib: int | None, link: float) -> None:
     device = find_device(name)

@@ -10,12 +10,16 @@ from shardwright.layout.schedule import actions, legality, stage_rank
 from shardwright.plan.playback import Played, StageSeconds, play
 
 
-def run(schedule: str, pp: int, chunks: int, microbatches: int, times: list[StageSeconds], send: float = 0.0) -> Played:
+def run(
+    schedule: str, pp: int, chunks: int, microbatches: int, times: list[StageSeconds], send: float = 0.0
+) -> Played:
     lists = actions(schedule, pp, chunks, microbatches)  # type: ignore[arg-type]
     return play(lists, lambda stage: stage_rank(schedule, pp, stage), times, send)  # type: ignore[arg-type]
 
 
-def longest_path(schedule: str, pp: int, chunks: int, microbatches: int, times: list[StageSeconds], send: float) -> float:
+def longest_path(
+    schedule: str, pp: int, chunks: int, microbatches: int, times: list[StageSeconds], send: float
+) -> float:
     """The end of the last action, by relaxing every edge until nothing moves: order on a rank, and data between stages."""
     lists = actions(schedule, pp, chunks, microbatches)  # type: ignore[arg-type]
     nodes = [(action.stage, action.kind, action.microbatch) for own in lists for action in own]
@@ -33,9 +37,13 @@ def longest_path(schedule: str, pp: int, chunks: int, microbatches: int, times: 
         for after, kinds in ((stage + 1, "F"), (stage - 1, "BI")):
             if (kind == "F") == (kinds == "F") and kind in "FBI" and 0 <= after <= last:
                 hop = send if stage_rank(schedule, pp, after) != stage_rank(schedule, pp, stage) else 0.0  # type: ignore[arg-type]
-                edges += [((stage, kind, index), (after, k, index), hop) for k in kinds if (after, k, index) in took]
+                edges += [
+                    ((stage, kind, index), (after, k, index), hop) for k in kinds if (after, k, index) in took
+                ]
         if kind == "F" and stage == last:
-            edges += [((stage, "F", index), (stage, k, index), 0.0) for k in "BI" if (stage, k, index) in took]
+            edges += [
+                ((stage, "F", index), (stage, k, index), 0.0) for k in "BI" if (stage, k, index) in took
+            ]
     end = dict(took)
     moved = True
     while moved:
@@ -81,7 +89,10 @@ def test_unequal_stages_and_sends_equal_the_longest_path() -> None:
         ("zero_bubble", 4, 1, 8),
         ("zbv", 3, 2, 7),
     ):
-        times = [StageSeconds(dice.uniform(0.5, 2), dice.uniform(0.5, 2), dice.uniform(0.5, 2)) for _ in range(pp * chunks)]
+        times = [
+            StageSeconds(dice.uniform(0.5, 2), dice.uniform(0.5, 2), dice.uniform(0.5, 2))
+            for _ in range(pp * chunks)
+        ]
         send = dice.uniform(0, 0.3)
         assert run(schedule, pp, chunks, microbatches, times, send).total == pytest.approx(
             longest_path(schedule, pp, chunks, microbatches, times, send)

@@ -36,7 +36,10 @@ def test_default_rate_is_llama_3s_table() -> None:
 
 @pytest.mark.parametrize(("save", "mtbf"), [(2.0, 11135.0), (60.0, 11135.0), (300.0, 3600.0), (30.0, 1e6)])
 def test_daly_interval_is_the_minimum_of_the_expected_time(save: float, mtbf: float) -> None:
-    best = max((effective_fraction(t, save, 600, mtbf), t) for t in (daly_interval(save, mtbf) * f / 1000 for f in range(200, 3000)))
+    best = max(
+        (effective_fraction(t, save, 600, mtbf), t)
+        for t in (daly_interval(save, mtbf) * f / 1000 for f in range(200, 3000))
+    )
     assert effective_fraction(daly_interval(save, mtbf), save, 600, mtbf) == pytest.approx(best[0], rel=1e-3)
     assert daly_interval(save, mtbf) == pytest.approx(best[1], rel=0.06)
 

@@ -15,7 +15,17 @@ from shardwright.plan.hardware import find_device
 from shardwright.plan.job import Job
 from shardwright.plan.kernels import Software
 from shardwright.plan.search import FAR, Search
-from shardwright.plan.space import ON_DEVICE, PREFETCH, RECOMPUTE, UNITS, cells, count_layouts, kinds_of, shells, variants
+from shardwright.plan.space import (
+    ON_DEVICE,
+    PREFETCH,
+    RECOMPUTE,
+    UNITS,
+    cells,
+    count_layouts,
+    kinds_of,
+    shells,
+    variants,
+)
 
 
 def make(model: str, devices: int, length: int, batch: int, device: str = "h100-sxm-80gb") -> Search:
@@ -24,7 +34,11 @@ def make(model: str, devices: int, length: int, batch: int, device: str = "h100-
 
 @pytest.mark.parametrize(
     ("model", "devices", "length", "batch", "device"),
-    [("llama-3.2-1b", 4, 4096, 8, "rtx4090-24gb"), ("llama-3-8b", 8, 4096, 8, "a100-sxm-80gb"), ("llama-2-13b", 16, 2048, 16, "a100-sxm-40gb")],
+    [
+        ("llama-3.2-1b", 4, 4096, 8, "rtx4090-24gb"),
+        ("llama-3-8b", 8, 4096, 8, "a100-sxm-80gb"),
+        ("llama-2-13b", 16, 2048, 16, "a100-sxm-40gb"),
+    ],
 )
 def test_equals_brute_force(model: str, devices: int, length: int, batch: int, device: str) -> None:
     """Every legal layout timed and weighed one by one gives no faster one in any family that the search looks at closely."""

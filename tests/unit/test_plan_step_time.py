@@ -20,22 +20,45 @@ from shardwright.plan.step_time import Clock, StepTime
 
 H100 = find_device("h100-sxm-80gb")
 IDEAL = Software(
-    host_forward=0, host_backward=0, host_tensor_parallel=0, hidden_passes=0, mlp_passes=0, logits_bytes=0, accumulate_bytes=0,
-    optimizer_bytes=0, overlap_slowdown=0, pipeline_seconds=0, update_seconds=0,
+    host_forward=0,
+    host_backward=0,
+    host_tensor_parallel=0,
+    hidden_passes=0,
+    mlp_passes=0,
+    logits_bytes=0,
+    accumulate_bytes=0,
+    optimizer_bytes=0,
+    overlap_slowdown=0,
+    pipeline_seconds=0,
+    update_seconds=0,
 )
 SHAPE = generic_shape(layers=32, hidden=4096, heads=32, vocab=1024, ffn=16384, biases=False)
 
 
 def ideal_device() -> Device:
     """An H100 whose products run at the peak, whatever their size, and whose links take no time."""
-    e = replace(H100.efficiency, matmul=1.0, wave=0.0, depth=0.0, attention_forward=1e9, attention_backward=1e9, bandwidth=1e9)
-    node = replace(H100.node, link_bandwidth=1e30, network_bandwidth=1e30, link_latency=0.0, network_latency=0.0)
+    e = replace(
+        H100.efficiency,
+        matmul=1.0,
+        wave=0.0,
+        depth=0.0,
+        attention_forward=1e9,
+        attention_backward=1e9,
+        bandwidth=1e9,
+    )
+    node = replace(
+        H100.node, link_bandwidth=1e30, network_bandwidth=1e30, link_latency=0.0, network_latency=0.0
+    )
     return replace(H100, efficiency=e, node=node)
 
 
-def time_of(layout: Layout, batch: int, *, device: Device = H100, software: Software = IDEAL, length: int = 4096) -> StepTime:
+def time_of(
+    layout: Layout, batch: int, *, device: Device = H100, software: Software = IDEAL, length: int = 4096
+) -> StepTime:
     job = Job(SHAPE, length, batch)
-    return Clock(job, device, software).step(layout, split_blocks(SHAPE.layers, layout.axes.pp * layout.chunks))
+    return Clock(job, device, software).step(
+        layout, split_blocks(SHAPE.layers, layout.axes.pp * layout.chunks)
+    )
 
 
 def test_product_law() -> None:
@@ -67,7 +90,11 @@ def test_a119_mfu_does_not_change_when_devices_and_tokens_double() -> None:
     """A119: the denominator is devices x peak."""
     flops = model_flops(SHAPE, 4096).total
     one = utilisation(flops, 1000.0, 8, 989e12)
-    assert utilisation(flops, 2000.0, 16, 989e12) == pytest.approx(one) == pytest.approx(flops * 1000 / (8 * 989e12))
+    assert (
+        utilisation(flops, 2000.0, 16, 989e12)
+        == pytest.approx(one)
+        == pytest.approx(flops * 1000 / (8 * 989e12))
+    )
 
 
 @pytest.mark.parametrize("kind", ["ddp", "zero1", "zero2", "zero3"])
@@ -80,14 +107,20 @@ def test_ideal_data_parallel_divides_the_time(kind: str) -> None:
 def test_ideal_tensor_and_context_parallel_divide_the_blocks_time() -> None:
     device = ideal_device()
     one = time_of(Layout(Axes(), "ddp", 1), 8, device=device)
-    assert time_of(Layout(Axes(tp=4), "ddp", 1), 8, device=device).total == pytest.approx(one.total / 4, rel=1e-6)
-    assert time_of(Layout(Axes(cp=4), "ddp", 1), 8, device=device).total == pytest.approx(one.total / 4, rel=1e-6)
+    assert time_of(Layout(Axes(tp=4), "ddp", 1), 8, device=device).total == pytest.approx(
+        one.total / 4, rel=1e-6
+    )
+    assert time_of(Layout(Axes(cp=4), "ddp", 1), 8, device=device).total == pytest.approx(
+        one.total / 4, rel=1e-6
+    )
 
 
 def test_full_recomputation_adds_one_forward() -> None:
     plain = time_of(Layout(Axes(), "ddp", 1), 8, device=ideal_device())
     full = time_of(Layout(Axes(), "ddp", 1, recompute="full"), 8, device=ideal_device())
-    assert full.recompute == pytest.approx(model_flops(SHAPE, 4096).blocks / 3 * 8 * 4096 / 989.4e12, rel=1e-6)
+    assert full.recompute == pytest.approx(
+        model_flops(SHAPE, 4096).blocks / 3 * 8 * 4096 / 989.4e12, rel=1e-6
+    )
     assert full.total - plain.total == pytest.approx(full.recompute)
 
 
@@ -102,7 +135,9 @@ def test_zero3_exposes_what_does_not_fit_under_compute() -> None:
     clock = Clock(job, H100, IDEAL)
     layout = Layout(Axes(dp_shard=8), "zero3", 1, sequence_parallel=False)
     hidden = clock.step(layout, (32,)).gathers
-    assert hidden == pytest.approx(32 * (max(gather - b.forward, 0) + max(gather + reduce - b.backward, 0)) + ends)
+    assert hidden == pytest.approx(
+        32 * (max(gather - b.forward, 0) + max(gather + reduce - b.backward, 0)) + ends
+    )
     assert hidden > ends
     bare = clock.step(replace(layout, prefetch=0), (32,)).gathers
     assert bare == pytest.approx(32 * (2 * gather + reduce) + ends)
@@ -116,7 +151,9 @@ def test_ddp_exposes_what_does_not_fit_under_the_last_backward() -> None:
     few = clock.step(Layout(Axes(dp_shard=64), "ddp", 1), (32,))
     whole = clock.step(Layout(Axes(dp_shard=8), "ddp", 1), (32,))
     assert few.reduction > 0 and whole.reduction > 0
-    late = Clock(job, H100, replace(IDEAL, overlap_data_parallel=False)).step(Layout(Axes(dp_shard=8), "ddp", 1), (32,))
+    late = Clock(job, H100, replace(IDEAL, overlap_data_parallel=False)).step(
+        Layout(Axes(dp_shard=8), "ddp", 1), (32,)
+    )
     volume = counts(SHAPE).total * 4.0
     assert late.reduction == pytest.approx(2 * gather_seconds(H100, Group(8, 8), volume), rel=1e-6)
 
@@ -130,7 +167,16 @@ def test_host_time_is_a_floor() -> None:
 @settings(max_examples=60, deadline=None)
 @given(
     pp=st.sampled_from([2, 4, 8]),
-    option=st.sampled_from([("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 4), ("zero_bubble", 1), ("zbv", 2)]),
+    option=st.sampled_from(
+        [
+            ("gpipe", 1),
+            ("1f1b", 1),
+            ("interleaved_1f1b", 2),
+            ("interleaved_1f1b", 4),
+            ("zero_bubble", 1),
+            ("zbv", 2),
+        ]
+    ),
     microbatches=st.integers(1, 24),
     tp=st.sampled_from([1, 2, 4]),
     kind=st.sampled_from(["ddp", "zero1", "zero2", "zero3"]),

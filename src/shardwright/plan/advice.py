@@ -35,13 +35,25 @@ class Path(NamedTuple):
 
 
 PATHS = {
-    "ddp": Path("DDP", "A useful batch fits; scale data throughput", "Loading, global token weighting, synchronization"),
-    "fsdp": Path("FSDP2", "Replicated state does not fit; retain a PyTorch model", "Grouping, dtypes, peaks, save and restart"),
+    "ddp": Path(
+        "DDP",
+        "A useful batch fits; scale data throughput",
+        "Loading, global token weighting, synchronization",
+    ),
+    "fsdp": Path(
+        "FSDP2",
+        "Replicated state does not fit; retain a PyTorch model",
+        "Grouping, dtypes, peaks, save and restart",
+    ),
     "offload": Path(
-        "ZeRO-3 with offload", "State fits only with shards on the host", "Actual sharding, versions, checkpoint compatibility"
+        "ZeRO-3 with offload",
+        "State fits only with shards on the host",
+        "Actual sharding, versions, checkpoint compatibility",
     ),
     "parallel": Path(
-        "TP / PP", "Layer compute or scale needs more partitioning", "Model support, topology, communication, layouts"
+        "TP / PP",
+        "Layer compute or scale needs more partitioning",
+        "Model support, topology, communication, layouts",
     ),
 }
 
@@ -77,7 +89,9 @@ class Limits:
 
 def will_not_fix(search: Search, choice: Choice, composition: dict[str, float], allocated: float) -> Limits:
     """Loading and padding; activations that no data rank divides; the number of ranks beyond which local work is too small."""
-    lines = ["Slow loading, preprocessing or padding: no layout changes them. Look at data/wait_seconds and data/padding_fraction."]
+    lines = [
+        "Slow loading, preprocessing or padding: no layout changes them. Look at data/wait_seconds and data/padding_fraction."
+    ]
     activations = composition.get("activations", 0.0) + composition.get("recomputation and workspace", 0.0)
     if allocated and activations > 0.3 * allocated and choice.layout.axes.cp == 1:
         lines.append(
@@ -109,9 +123,7 @@ def useful_ranks(search: Search, choice: Choice) -> str:
             return f"More than {devices:,} devices with these axes: fewer microbatches than pipeline stages would be left."
         faster = search.clock.step(wider, choice.stage_blocks).total
         if seconds / faster < STILL_USEFUL:
-            return (
-                f"Beyond {devices:,} devices local work is small: {2 * devices:,} are predicted {seconds / faster:.2f} times as fast, not 2."
-            )
+            return f"Beyond {devices:,} devices local work is small: {2 * devices:,} are predicted {seconds / faster:.2f} times as fast, not 2."
         devices, seconds, layout = 2 * devices, faster, wider
 
 
@@ -134,14 +146,22 @@ def _anything_fits(search: Search, kinds: tuple[str, ...]) -> bool:
     return False
 
 
-def _try(search: Search, job: Job, devices: int, device_name: str = "", kinds: tuple[str, ...] = ("zero3", "zero1", "ddp")) -> bool:
+def _try(
+    search: Search,
+    job: Job,
+    devices: int,
+    device_name: str = "",
+    kinds: tuple[str, ...] = ("zero3", "zero1", "ddp"),
+) -> bool:
     device = CATALOGUE[device_name] if device_name else search.device
     return _anything_fits(Search(job, device, devices, search.clock.software, search.program), kinds)
 
 
 def offloaded(search: Search) -> Choice | None:
     """The best layout with shards and optimizer on the host, if that fits."""
-    wide = Search(search.job, search.device, search.devices, search.clock.software, search.program, ("offload",))
+    wide = Search(
+        search.job, search.device, search.devices, search.clock.software, search.program, ("offload",)
+    )
     ranked = wide.run().ranked()
     return ranked[0] if ranked else None
 
@@ -160,11 +180,14 @@ def what_would_fit(search: Search) -> list[str]:
     if more:
         lines.append(f"{more:,} devices instead of {devices:,}: the states are then divided finely enough.")
     larger = sorted(
-        (d for d in CATALOGUE.values() if d.memory_bytes > search.capacity and d.name != "cpu"), key=lambda d: d.memory_bytes
+        (d for d in CATALOGUE.values() if d.memory_bytes > search.capacity and d.name != "cpu"),
+        key=lambda d: d.memory_bytes,
     )
     bigger = next((d for d in larger if _try(search, job, devices, d.name)), None)
     if bigger:
-        lines.append(f"A device with {format_bytes(bigger.memory_bytes)}, such as {bigger.name}, at the same number.")
+        lines.append(
+            f"A device with {format_bytes(bigger.memory_bytes)}, such as {bigger.name}, at the same number."
+        )
     length = job.max_length // 2
     while length >= 256:
         if _try(search, replace(job, max_length=length), devices):

@@ -36,8 +36,16 @@ def layout_name(layout: Layout) -> str:
 def layout_keys(layout: Layout) -> dict[str, Any]:
     """The keys of the run file that differ from its defaults, so that the layout can be run."""
     a = layout.axes
-    keys: dict[str, Any] = {"training.per_device_train_batch_size": layout.microbatch_rows, "parallelism.data_parallel": layout.data_parallel}
-    for key, size in (("dp_replicate_size", a.dp_replicate), ("tp_size", a.tp), ("cp_size", a.cp), ("pp_size", a.pp)):
+    keys: dict[str, Any] = {
+        "training.per_device_train_batch_size": layout.microbatch_rows,
+        "parallelism.data_parallel": layout.data_parallel,
+    }
+    for key, size in (
+        ("dp_replicate_size", a.dp_replicate),
+        ("tp_size", a.tp),
+        ("cp_size", a.cp),
+        ("pp_size", a.pp),
+    ):
         if size > 1:
             keys[f"parallelism.{key}"] = size
     if a.pp > 1:
@@ -65,9 +73,20 @@ def short_peak(search: Search, layout: Layout) -> Peak:
     microbatches = layout.microbatches(job)
     rounds = max(1, microbatches // pp)
     # Whole rounds, so that interleaved schedules keep their shape; GPipe has no steady state.
-    few = min(microbatches, 3) if pp == 1 else microbatches if layout.schedule == "gpipe" else microbatches // rounds * min(rounds, 4)
+    few = (
+        min(microbatches, 3)
+        if pp == 1
+        else microbatches
+        if layout.schedule == "gpipe"
+        else microbatches // rounds * min(rounds, 4)
+    )
     rows = layout.microbatch_rows * layout.axes.data_ranks * few
-    return peak(replace(job, global_batch_size=rows), layout, search.program, ranks=[rank for rank, _ in search.peaks._holdings(layout)])
+    return peak(
+        replace(job, global_batch_size=rows),
+        layout,
+        search.program,
+        ranks=[rank for rank, _ in search.peaks._holdings(layout)],
+    )
 
 
 @dataclass(frozen=True)
@@ -104,7 +123,9 @@ def describe(search: Search, choice: Choice, *, composition: bool = True) -> Des
     tokens = job.global_batch_size * job.max_length
     rate = tokens / choice.seconds
     flops = model_flops(job.shape, job.max_length).total
-    again = recompute_flops(job.shape, job.max_length, layout.recompute) if layout.recompute == "full" else 0.0
+    again = (
+        recompute_flops(job.shape, job.max_length, layout.recompute) if layout.recompute == "full" else 0.0
+    )
     peak_flops = search.device.peak(job.param_dtype)
     return Described(
         name=layout_name(layout),
@@ -136,7 +157,11 @@ class Refused:
 
 
 _NEXT = {
-    "ddp": (("zero1", "shard optimizer states"), ("zero2", "shard gradients too"), ("zero3", "shard parameters too")),
+    "ddp": (
+        ("zero1", "shard optimizer states"),
+        ("zero2", "shard gradients too"),
+        ("zero3", "shard parameters too"),
+    ),
     "zero1": (("zero2", "shard gradients too"), ("zero3", "shard parameters too")),
     "zero2": (("zero3", "shard parameters too"),),
     "hsdp": (("zero3", "shard over all data ranks instead of replicating"),),
@@ -146,7 +171,9 @@ _NEXT = {
 def _refusals(search: Search, found: Found, would_fit: tuple[str, ...]) -> list[Refused]:
     order = {kind: index for index, kind in enumerate(KINDS)}
     result = []
-    for family, rejection in sorted(found.rejected.items(), key=lambda item: (item[0].count("+"), order[item[0].partition("+")[0]])):
+    for family, rejection in sorted(
+        found.rejected.items(), key=lambda item: (item[0].count("+"), order[item[0].partition("+")[0]])
+    ):
         if rejection.layout is None:
             continue
         kind, _, split = family.partition("+")
@@ -194,7 +221,11 @@ class Answer:
         """Everything as plain data for --json."""
         path = PATHS.get(self.path)
         return {
-            "model": {"name": self.job.shape.name or self.job.shape.family, "parameters": self.parameters, **asdict(self.job.shape)},
+            "model": {
+                "name": self.job.shape.name or self.job.shape.family,
+                "parameters": self.parameters,
+                **asdict(self.job.shape),
+            },
             "job": {key: value for key, value in asdict(self.job).items() if key != "shape"},
             "device": self.device,
             "devices": self.devices,
@@ -217,7 +248,9 @@ def answer(search: Search, shown: int = 5) -> Answer:
     found = search.run()
     ranked = found.ranked()
     first = first_to_test(found)
-    described = {choice.family: describe(search, choice, composition=choice is first) for choice in ranked[:shown]}
+    described = {
+        choice.family: describe(search, choice, composition=choice is first) for choice in ranked[:shown]
+    }
     if first is not None:
         described.setdefault(first.family, describe(search, first))
     limits: tuple[str, ...] = ()

@@ -36,10 +36,19 @@ def compute_lines(clock: Clock, layout: Layout) -> Iterator[str]:
             f"{format_seconds(forward)} ({flops / forward / peak:.0%} of peak)"
         )
     forward, backward = attention_seconds(
-        device, layout.microbatch_rows, job.max_length / a.cp, job.max_length, s.heads / a.tp, s.head_dim, job.param_dtype, job.attention,
+        device,
+        layout.microbatch_rows,
+        job.max_length / a.cp,
+        job.max_length,
+        s.heads / a.tp,
+        s.head_dim,
+        job.param_dtype,
+        job.attention,
         clock.software.attention_rate,
     )
-    flops = attention_flops(layout.microbatch_rows, job.max_length / a.cp, job.max_length, s.heads / a.tp, s.head_dim)
+    flops = attention_flops(
+        layout.microbatch_rows, job.max_length / a.cp, job.max_length, s.heads / a.tp, s.head_dim
+    )
     yield f"  attention ({job.attention}, causal): {format_flops(flops)} forward in {format_seconds(forward)}, backward {format_seconds(backward)}"
     element = clock.software.hidden_passes, clock.software.mlp_passes
     yield (
@@ -73,7 +82,9 @@ def collective_lines(clock: Clock, layout: Layout) -> Iterator[str]:
     )
     tokens = layout.microbatch_rows * job.max_length / a.cp
     if a.tp > 1:
-        yield _line(clock, "tp, one gather of tokens x hidden", group_of(a.tp, 1, per_node), tokens * s.hidden * size)
+        yield _line(
+            clock, "tp, one gather of tokens x hidden", group_of(a.tp, 1, per_node), tokens * s.hidden * size
+        )
     if a.cp > 1:
         kv = layout.microbatch_rows * job.max_length * 2 * s.kv_width / a.tp * size
         yield _line(clock, "cp, keys and values of the row", group_of(a.cp, a.tp, per_node), kv)
@@ -84,7 +95,12 @@ def collective_lines(clock: Clock, layout: Layout) -> Iterator[str]:
         group = group_of(shard, a.tp, per_node)
         if layout.data_parallel != "ddp":
             yield _line(clock, f"gather of one block in {job.param_dtype}", group, block * size)
-        yield _line(clock, f"reduction of one block in {job.reduce_dtype}", group, block * DTYPE_BYTES[job.reduce_dtype])
+        yield _line(
+            clock,
+            f"reduction of one block in {job.reduce_dtype}",
+            group,
+            block * DTYPE_BYTES[job.reduce_dtype],
+        )
         yield f"  hidden under the block before where it fits; compute loses {clock.software.overlap_slowdown:g} s for each second of overlap"
 
 

@@ -91,10 +91,17 @@ _MAMF = "stas00/ml-engineering, maximum achievable matmul FLOPS table at 744d01e
 
 
 def _sheet(name: str, **more: str) -> dict[str, str]:
-    return {"memory_bytes": name, "memory_bandwidth": name, "peak_flops": name, "host_bandwidth": "PCIe or C2C, " + _ML} | more
+    return {
+        "memory_bytes": name,
+        "memory_bandwidth": name,
+        "peak_flops": name,
+        "host_bandwidth": "PCIe or C2C, " + _ML,
+    } | more
 
 
-def _rates(fp16: float, fp32: float, tf32: float | None = None, fp8: float | None = None, bf16: bool = True) -> dict[str, float]:
+def _rates(
+    fp16: float, fp32: float, tf32: float | None = None, fp8: float | None = None, bf16: bool = True
+) -> dict[str, float]:
     rates = {"fp16": fp16, "fp32": fp32, "fp64": fp32 / 2}
     if bf16:
         rates["bf16"] = fp16
@@ -110,9 +117,21 @@ _NV2 = Node(8, 150 * GB, 12.5 * GB, source="DGX-1V: NVLink 2, 4 x 100 Gbit/s for
 _NV3 = Node(8, 300 * GB, 25 * GB, 26e-6, 27e-6, source="DGX A100: NVLink 3, 8 x 200 Gbit/s; " + _ML)
 _NV4 = Node(8, 450 * GB, 50 * GB, 13e-6, 86e-6, source="DGX H100: NVLink 4, 8 x 400 Gbit/s; " + _ML)
 _NV5 = Node(8, 900 * GB, 50 * GB, 13e-6, 86e-6, source="DGX B200: NVLink 5, 8 x 400 Gbit/s; " + _ML)
-_NVL72 = Node(72, 900 * GB, 50 * GB, 13e-6, 86e-6, source="GB200 NVL72: NVLink 5 over 72 devices, 400 Gbit/s each; " + _ML)
+_NVL72 = Node(
+    72,
+    900 * GB,
+    50 * GB,
+    13e-6,
+    86e-6,
+    source="GB200 NVL72: NVLink 5 over 72 devices, 400 Gbit/s each; " + _ML,
+)
 _XGMI = Node(8, 448 * GB, 50 * GB, source="MI300X platform: 7 xGMI links of 64 GB/s, 8 x 400 Gbit/s; " + _ML)
-_BRIDGE = Node(2, 300 * GB, 50 * GB, source="H100 NVL: NVLink bridge of a pair, 600 GB/s both ways; NVIDIA H100 data sheet")
+_BRIDGE = Node(
+    2,
+    300 * GB,
+    50 * GB,
+    source="H100 NVL: NVLink bridge of a pair, 600 GB/s both ways; NVIDIA H100 data sheet",
+)
 _PCI4 = Node(8, _PCIE4, 12.5 * GB, 10e-6, source="PCIe 4 x16, 100 Gbit/s each; " + _ML)
 _PCI5 = Node(8, _PCIE5, 25 * GB, 10e-6, source="PCIe 5 x16, 200 Gbit/s each; " + _ML)
 
@@ -152,36 +171,217 @@ def _catalogue() -> tuple[Device, ...]:
     """Every device. The memory is what the device reports as total, rounded to the sheet where that is not published."""
     mamf = {"matmul_measured": _MAMF}
     return (
-        Device("v100-sxm-16gb", 16 * GIB, 900 * GB, _rates(125, 15.7, bf16=False), _NV2, 12 * GB, None, _LIKE_A100, _sheet(_V100_SHEET)),
-        Device("v100-sxm-32gb", 32 * GIB, 900 * GB, _rates(125, 15.7, bf16=False), _NV2, 12 * GB, None, _LIKE_A100, _sheet(_V100_SHEET)),
-        Device("a100-pcie-40gb", 40 * GIB, 1555 * GB, _A100_RATES, _PCI4, 25 * GB, 252.9 * TERA, _A100_PCIE, _sheet(_A100_SHEET, **mamf)),
-        Device("a100-sxm-40gb", 40 * GIB, 1555 * GB, _A100_RATES, _NV3, 25 * GB, _MAMF_A100, _A100, _sheet(_A100_SHEET, **mamf)),
-        Device("a100-pcie-80gb", 80 * GIB, 1935 * GB, _A100_RATES, _PCI4, 25 * GB, 252.9 * TERA, _A100_PCIE, _sheet(_A100_SHEET, **mamf)),
-        Device("a100-sxm-80gb", 80 * GIB, 2039 * GB, _A100_RATES, _NV3, 25 * GB, _MAMF_A100, _A100, _sheet(_A100_SHEET, **mamf)),
-        Device("h100-pcie-80gb", 80 * GIB, 2000 * GB, _rates(756, 51, 378, 1513), _PCI5, 55 * GB, None, _LIKE_H100, _sheet(_H100_SHEET)),
-        Device("h100-sxm-80gb", 80 * GIB, 3350 * GB, _H100_RATES, _NV4, 55 * GB, _MAMF_H100, _H100, _sheet(_H100_SHEET, **mamf)),
-        Device("h100-sxm-96gb", 96 * GIB, 2400 * GB, _H100_RATES, _NV4, 55 * GB, _MAMF_H100, _H100_500W,
-               _sheet("torchtitan benchmarks/llama3_h100_202412_torchtitan.md: 96 GB HBM2e, 2.4 TB/s, 500 W", **mamf)),
-        Device("h100-nvl-94gb", 94 * GIB, 3900 * GB, _rates(835, 60, 417, 1671), _BRIDGE, 55 * GB, None, _LIKE_H100, _sheet(_H100_SHEET)),
-        Device("h200-sxm-141gb", 141 * GB, 4800 * GB, _H100_RATES, _NV4, 55 * GB, _MAMF_H100, _LIKE_H100, _sheet(_H200_SHEET, **mamf)),
-        Device("b200-sxm-180gb", 180 * GB, 7700 * GB, _rates(2250, 75, 1125, 4500), _NV5, 55 * GB, 1745 * TERA, _B200, _sheet(_B200_SHEET, **mamf)),
-        Device("gb200-186gb", 186 * GB, 8000 * GB, _rates(2500, 80, 1250, 5000), _NVL72, 400 * GB, 1822 * TERA, _GB200, _sheet(_GB200_SHEET, **mamf)),
-        Device("mi300x-192gb", 192 * GB, 5300 * GB, _rates(1307.4, 163.4, 653.7, 2614.9), _XGMI, 55 * GB, 668.4 * TERA, _MI300X,
-               _sheet(_MI300X_SHEET, **mamf)),
-        Device("l40s-48gb", 48 * GB, 864 * GB, _rates(362, 91.6, 183, 733), _PCI4, 25 * GB, None, _LIKE_A100, _sheet(_L40S_SHEET)),
-        Device("rtx4090-24gb", 24 * GIB, 1008 * GB, _rates(165.2, 82.6, 82.6, 330.3), _PCI4, 25 * GB, None, _LIKE_A100, _sheet(_4090_SHEET)),
-        Device("cpu", 16 * GIB, 20 * GB, {"fp32": 95e9, "bf16": 210e9, "fp64": 45e9}, Node(1, 1 * GB, 0.125 * GB, 50e-6, 100e-6, "default"),
-               10 * GB, None, Efficiency(0.9, 1e3, 16, 0.5, 0.5, 16, 0.8, 0.8, 0.8, "default, not measured"),
-               _sheet("default for one core, not this machine: run `shardwright doctor` and give its hardware file")),
+        Device(
+            "v100-sxm-16gb",
+            16 * GIB,
+            900 * GB,
+            _rates(125, 15.7, bf16=False),
+            _NV2,
+            12 * GB,
+            None,
+            _LIKE_A100,
+            _sheet(_V100_SHEET),
+        ),
+        Device(
+            "v100-sxm-32gb",
+            32 * GIB,
+            900 * GB,
+            _rates(125, 15.7, bf16=False),
+            _NV2,
+            12 * GB,
+            None,
+            _LIKE_A100,
+            _sheet(_V100_SHEET),
+        ),
+        Device(
+            "a100-pcie-40gb",
+            40 * GIB,
+            1555 * GB,
+            _A100_RATES,
+            _PCI4,
+            25 * GB,
+            252.9 * TERA,
+            _A100_PCIE,
+            _sheet(_A100_SHEET, **mamf),
+        ),
+        Device(
+            "a100-sxm-40gb",
+            40 * GIB,
+            1555 * GB,
+            _A100_RATES,
+            _NV3,
+            25 * GB,
+            _MAMF_A100,
+            _A100,
+            _sheet(_A100_SHEET, **mamf),
+        ),
+        Device(
+            "a100-pcie-80gb",
+            80 * GIB,
+            1935 * GB,
+            _A100_RATES,
+            _PCI4,
+            25 * GB,
+            252.9 * TERA,
+            _A100_PCIE,
+            _sheet(_A100_SHEET, **mamf),
+        ),
+        Device(
+            "a100-sxm-80gb",
+            80 * GIB,
+            2039 * GB,
+            _A100_RATES,
+            _NV3,
+            25 * GB,
+            _MAMF_A100,
+            _A100,
+            _sheet(_A100_SHEET, **mamf),
+        ),
+        Device(
+            "h100-pcie-80gb",
+            80 * GIB,
+            2000 * GB,
+            _rates(756, 51, 378, 1513),
+            _PCI5,
+            55 * GB,
+            None,
+            _LIKE_H100,
+            _sheet(_H100_SHEET),
+        ),
+        Device(
+            "h100-sxm-80gb",
+            80 * GIB,
+            3350 * GB,
+            _H100_RATES,
+            _NV4,
+            55 * GB,
+            _MAMF_H100,
+            _H100,
+            _sheet(_H100_SHEET, **mamf),
+        ),
+        Device(
+            "h100-sxm-96gb",
+            96 * GIB,
+            2400 * GB,
+            _H100_RATES,
+            _NV4,
+            55 * GB,
+            _MAMF_H100,
+            _H100_500W,
+            _sheet(
+                "torchtitan benchmarks/llama3_h100_202412_torchtitan.md: 96 GB HBM2e, 2.4 TB/s, 500 W", **mamf
+            ),
+        ),
+        Device(
+            "h100-nvl-94gb",
+            94 * GIB,
+            3900 * GB,
+            _rates(835, 60, 417, 1671),
+            _BRIDGE,
+            55 * GB,
+            None,
+            _LIKE_H100,
+            _sheet(_H100_SHEET),
+        ),
+        Device(
+            "h200-sxm-141gb",
+            141 * GB,
+            4800 * GB,
+            _H100_RATES,
+            _NV4,
+            55 * GB,
+            _MAMF_H100,
+            _LIKE_H100,
+            _sheet(_H200_SHEET, **mamf),
+        ),
+        Device(
+            "b200-sxm-180gb",
+            180 * GB,
+            7700 * GB,
+            _rates(2250, 75, 1125, 4500),
+            _NV5,
+            55 * GB,
+            1745 * TERA,
+            _B200,
+            _sheet(_B200_SHEET, **mamf),
+        ),
+        Device(
+            "gb200-186gb",
+            186 * GB,
+            8000 * GB,
+            _rates(2500, 80, 1250, 5000),
+            _NVL72,
+            400 * GB,
+            1822 * TERA,
+            _GB200,
+            _sheet(_GB200_SHEET, **mamf),
+        ),
+        Device(
+            "mi300x-192gb",
+            192 * GB,
+            5300 * GB,
+            _rates(1307.4, 163.4, 653.7, 2614.9),
+            _XGMI,
+            55 * GB,
+            668.4 * TERA,
+            _MI300X,
+            _sheet(_MI300X_SHEET, **mamf),
+        ),
+        Device(
+            "l40s-48gb",
+            48 * GB,
+            864 * GB,
+            _rates(362, 91.6, 183, 733),
+            _PCI4,
+            25 * GB,
+            None,
+            _LIKE_A100,
+            _sheet(_L40S_SHEET),
+        ),
+        Device(
+            "rtx4090-24gb",
+            24 * GIB,
+            1008 * GB,
+            _rates(165.2, 82.6, 82.6, 330.3),
+            _PCI4,
+            25 * GB,
+            None,
+            _LIKE_A100,
+            _sheet(_4090_SHEET),
+        ),
+        Device(
+            "cpu",
+            16 * GIB,
+            20 * GB,
+            {"fp32": 95e9, "bf16": 210e9, "fp64": 45e9},
+            Node(1, 1 * GB, 0.125 * GB, 50e-6, 100e-6, "default"),
+            10 * GB,
+            None,
+            Efficiency(0.9, 1e3, 16, 0.5, 0.5, 16, 0.8, 0.8, 0.8, "default, not measured"),
+            _sheet(
+                "default for one core, not this machine: run `shardwright doctor` and give its hardware file"
+            ),
+        ),
     )
 
 
 CATALOGUE = {device.name: device for device in _catalogue()}
 _ALIASES = {
-    "v100": "v100-sxm-32gb", "a100": "a100-sxm-80gb", "a100-40gb": "a100-sxm-40gb", "a100-80gb": "a100-sxm-80gb",
-    "h100": "h100-sxm-80gb", "h100-80gb": "h100-sxm-80gb", "h100-pcie": "h100-pcie-80gb", "h100-nvl": "h100-nvl-94gb",
-    "h200": "h200-sxm-141gb", "b200": "b200-sxm-180gb", "gb200": "gb200-186gb", "mi300x": "mi300x-192gb",
-    "l40s": "l40s-48gb", "4090": "rtx4090-24gb", "rtx4090": "rtx4090-24gb",
+    "v100": "v100-sxm-32gb",
+    "a100": "a100-sxm-80gb",
+    "a100-40gb": "a100-sxm-40gb",
+    "a100-80gb": "a100-sxm-80gb",
+    "h100": "h100-sxm-80gb",
+    "h100-80gb": "h100-sxm-80gb",
+    "h100-pcie": "h100-pcie-80gb",
+    "h100-nvl": "h100-nvl-94gb",
+    "h200": "h200-sxm-141gb",
+    "b200": "b200-sxm-180gb",
+    "gb200": "gb200-186gb",
+    "mi300x": "mi300x-192gb",
+    "l40s": "l40s-48gb",
+    "4090": "rtx4090-24gb",
+    "rtx4090": "rtx4090-24gb",
 }
 
 
@@ -211,7 +411,11 @@ def read_hardware(path: Path) -> Device:
     refused with the nearest known one.
     """
     if not path.is_file():
-        raise ConfigError(f"The hardware file {path} does not exist.", "", "Give a device of the catalogue or the path of a YAML file.")
+        raise ConfigError(
+            f"The hardware file {path} does not exist.",
+            "",
+            "Give a device of the catalogue or the path of a YAML file.",
+        )
     import yaml  # only here: planning on a device of the catalogue does not pay for it
 
     data = yaml.safe_load(path.read_text())
@@ -222,13 +426,25 @@ def read_hardware(path: Path) -> Device:
     known = [f.name for f in fields(Device) if f.name != "sources"]
     _refuse_unknown(path, "", data, [*known, "like", "source"])
     if base is None:
-        missing = [name for name in ("memory_bytes", "memory_bandwidth", "peak_flops", "node") if name not in data]
+        missing = [
+            name for name in ("memory_bytes", "memory_bandwidth", "peak_flops", "node") if name not in data
+        ]
         if missing:
-            raise ConfigError(f"{path}: {', '.join(missing)} missing.", "Without `like` nothing else gives them.", "Add them or `like: h100-sxm-80gb`.")
+            raise ConfigError(
+                f"{path}: {', '.join(missing)} missing.",
+                "Without `like` nothing else gives them.",
+                "Add them or `like: h100-sxm-80gb`.",
+            )
         base = Device(path.stem, 0, 0.0, {}, Node(1, 0.0, 0.0))
-    changed: dict[str, Any] = {key: _number(path, key, value) for key, value in data.items() if key not in ("name", "node", "efficiency", "peak_flops")}
+    changed: dict[str, Any] = {
+        key: _number(path, key, value)
+        for key, value in data.items()
+        if key not in ("name", "node", "efficiency", "peak_flops")
+    }
     if "peak_flops" in data:
-        changed["peak_flops"] = base.peak_flops | {str(k): _number(path, f"peak_flops.{k}", v) for k, v in data["peak_flops"].items()}
+        changed["peak_flops"] = base.peak_flops | {
+            str(k): _number(path, f"peak_flops.{k}", v) for k, v in data["peak_flops"].items()
+        }
     for key, cls in (("node", Node), ("efficiency", Efficiency)):
         if key in data:
             names = [f.name for f in fields(cls) if f.name not in ("source", "fitted")]
@@ -247,14 +463,20 @@ def read_hardware(path: Path) -> Device:
 def _refuse_unknown(path: Path, prefix: str, data: dict[str, Any], known: list[str]) -> None:
     for key in data:
         if key not in known:
-            raise ConfigError(f"{path}: `{prefix}{key}` is not a key of a hardware file.", did_you_mean(str(key), known))
+            raise ConfigError(
+                f"{path}: `{prefix}{key}` is not a key of a hardware file.", did_you_mean(str(key), known)
+            )
 
 
 def _number(path: Path, key: str, value: object) -> float:
     try:
         number = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
-        raise ConfigError(f"{path}: `{key}` is {value!r}, not a number.", "", "Give bytes, bytes/s, FLOP/s or seconds, for example 3.35e12.") from None
+        raise ConfigError(
+            f"{path}: `{key}` is {value!r}, not a number.",
+            "",
+            "Give bytes, bytes/s, FLOP/s or seconds, for example 3.35e12.",
+        ) from None
     if number <= 0:
         raise ConfigError(f"{path}: `{key}` is {value}, but must be more than 0.")
     return number

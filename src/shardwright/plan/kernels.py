@@ -89,7 +89,10 @@ class BlockTime:
 
     @property
     def backward(self) -> float:
-        return max(self.backward_matmul + self.backward_attention + self.backward_elementwise + self.recompute, self.host_backward)
+        return max(
+            self.backward_matmul + self.backward_attention + self.backward_elementwise + self.recompute,
+            self.host_backward,
+        )
 
 
 def matmul_seconds(device: Device, m: float, n: float, k: float, dtype: str) -> float:
@@ -104,17 +107,29 @@ def matmul_seconds(device: Device, m: float, n: float, k: float, dtype: str) -> 
 def _products(device: Device, m: float, fan_in: float, fan_out: float, dtype: str) -> tuple[float, float]:
     """(forward, backward) seconds of a linear layer: the backward pass is the input's and the weight's gradient."""
     forward = matmul_seconds(device, m, fan_out, fan_in, dtype)
-    backward = matmul_seconds(device, m, fan_in, fan_out, dtype) + matmul_seconds(device, fan_out, fan_in, m, dtype)
+    backward = matmul_seconds(device, m, fan_in, fan_out, dtype) + matmul_seconds(
+        device, fan_out, fan_in, m, dtype
+    )
     return forward, backward
 
 
-def attention_flops(rows: float, queries: float, keys: float, heads: float, head_dim: int, causal: bool = True) -> float:
+def attention_flops(
+    rows: float, queries: float, keys: float, heads: float, head_dim: int, causal: bool = True
+) -> float:
     """FLOPs of the two products of attention, forward: 4 B Sq Sk heads head_dim, half of it when causal."""
     return 4.0 * rows * queries * keys * heads * head_dim * (0.5 if causal else 1.0)
 
 
 def attention_seconds(
-    device: Device, rows: float, queries: float, keys: float, heads: float, head_dim: int, dtype: str, kind: Attention, rate: float = 1.0
+    device: Device,
+    rows: float,
+    queries: float,
+    keys: float,
+    heads: float,
+    head_dim: int,
+    dtype: str,
+    kind: Attention,
+    rate: float = 1.0,
 ) -> tuple[float, float]:
     """(forward, backward) seconds of attention's core, causal.
 
@@ -125,20 +140,36 @@ def attention_seconds(
     e = device.efficiency
     if kind == "flash":
         flops = attention_flops(rows, queries, keys, heads, head_dim)
-        shape = (head_dim / (head_dim + HEAD_RAMP)) * ((128 + HEAD_RAMP) / 128) * (keys / (keys + e.attention_ramp))
+        shape = (
+            (head_dim / (head_dim + HEAD_RAMP))
+            * ((128 + HEAD_RAMP) / 128)
+            * (keys / (keys + e.attention_ramp))
+        )
         peak = device.peak(dtype) * shape * rate
         return flops / (peak * e.attention_forward), 2.5 * flops / (peak * e.attention_backward)
     scores = rows * heads * queries * keys
     batch = rows * heads
-    forward = batch * (matmul_seconds(device, queries, keys, head_dim, dtype) + matmul_seconds(device, queries, head_dim, keys, dtype))
+    forward = batch * (
+        matmul_seconds(device, queries, keys, head_dim, dtype)
+        + matmul_seconds(device, queries, head_dim, keys, dtype)
+    )
     moved = scores / (device.memory_bandwidth * e.bandwidth)
     return forward + 13 * moved, 2 * forward + 19 * moved
 
 
 @lru_cache(maxsize=4096)
 def block_time(
-    device: Device, software: Software, shape: Shape, rows: int, length: int, tp: int, cp: int,
-    sequence_parallel: bool, recompute: Recompute, attention: Attention, dtype: str,
+    device: Device,
+    software: Software,
+    shape: Shape,
+    rows: int,
+    length: int,
+    tp: int,
+    cp: int,
+    sequence_parallel: bool,
+    recompute: Recompute,
+    attention: Attention,
+    dtype: str,
 ) -> BlockTime:
     """Times of one block for `rows` rows of `length` tokens, split over tp and cp ranks."""
     s, e = shape, device.efficiency
@@ -147,7 +178,9 @@ def block_time(
     out_f, out_b = _products(device, m, s.query_width / tp, s.hidden, dtype)
     up_f, up_b = _products(device, m, s.hidden, (2 if s.gated else 1) * s.ffn / tp, dtype)
     down_f, down_b = _products(device, m, s.ffn / tp, s.hidden, dtype)
-    att_f, att_b = attention_seconds(device, rows, length / cp, length, s.heads / tp, s.head_dim, dtype, attention, software.attention_rate)
+    att_f, att_b = attention_seconds(
+        device, rows, length / cp, length, s.heads / tp, s.head_dim, dtype, attention, software.attention_rate
+    )
     size = DTYPE_BYTES[dtype]
     hidden = m * s.hidden / (tp if sequence_parallel else 1) * software.hidden_passes
     inner = m * s.ffn / tp * software.mlp_passes
@@ -161,24 +194,41 @@ def block_time(
     host_tp = software.host_tensor_parallel if tp > 1 else 0.0
     host_f = software.host_forward + host_tp
     return BlockTime(
-        qkv_f + out_f + up_f + down_f, att_f, element, qkv_b + out_b + up_b + down_b, att_b, 2 * element, again,
-        host_f, software.host_backward + host_tp + (host_f if recompute == "full" else 0.0),
+        qkv_f + out_f + up_f + down_f,
+        att_f,
+        element,
+        qkv_b + out_b + up_b + down_b,
+        att_b,
+        2 * element,
+        again,
+        host_f,
+        software.host_backward + host_tp + (host_f if recompute == "full" else 0.0),
     )
 
 
 @lru_cache(maxsize=4096)
-def head_time(device: Device, software: Software, shape: Shape, rows: int, length: int, tp: int, cp: int, dtype: str) -> tuple[float, float]:
+def head_time(
+    device: Device, software: Software, shape: Shape, rows: int, length: int, tp: int, cp: int, dtype: str
+) -> tuple[float, float]:
     """(forward, backward) seconds of final norm, head and loss of one microbatch."""
     m = rows * length / cp
     forward, backward = _products(device, m, shape.hidden, shape.vocab / tp, dtype)
-    logits = m * shape.vocab / tp * software.logits_bytes / (device.memory_bandwidth * device.efficiency.bandwidth)
-    return max(forward + logits / 2, software.host_forward / 2), max(backward + logits / 2, software.host_backward / 2)
+    logits = (
+        m * shape.vocab / tp * software.logits_bytes / (device.memory_bandwidth * device.efficiency.bandwidth)
+    )
+    return max(forward + logits / 2, software.host_forward / 2), max(
+        backward + logits / 2, software.host_backward / 2
+    )
 
 
 @lru_cache(maxsize=4096)
-def embedding_time(device: Device, shape: Shape, rows: int, length: int, tp: int, cp: int, dtype: str) -> tuple[float, float]:
+def embedding_time(
+    device: Device, shape: Shape, rows: int, length: int, tp: int, cp: int, dtype: str
+) -> tuple[float, float]:
     """(forward, backward) seconds of the token embedding: a gather, and a scatter into a zeroed gradient."""
     m = rows * length / cp
     speed = device.memory_bandwidth * device.efficiency.bandwidth
     size = DTYPE_BYTES[dtype]
-    return 2 * m * shape.hidden * size / speed, (3 * m * shape.hidden + counts(shape).embedding / tp) * size / speed
+    return 2 * m * shape.hidden * size / speed, (
+        3 * m * shape.hidden + counts(shape).embedding / tp
+    ) * size / speed

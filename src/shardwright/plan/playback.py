@@ -26,7 +26,10 @@ class StageSeconds(NamedTuple):
 
 
 def play(
-    lists: Sequence[Sequence[Action]], rank_of: Callable[[int], int], times: Sequence[StageSeconds], send: float = 0.0
+    lists: Sequence[Sequence[Action]],
+    rank_of: Callable[[int], int],
+    times: Sequence[StageSeconds],
+    send: float = 0.0,
 ) -> Played:
     """Plays the lists: an action starts when its rank is free and what it needs has arrived.
 

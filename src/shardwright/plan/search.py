@@ -84,7 +84,8 @@ class Found:
             return []
         fastest = min(choice.seconds for choice in self.best.values())
         return sorted(
-            self.best.values(), key=lambda c: (int(log(c.seconds / fastest) / log(BAND)), complexity(c.layout), c.seconds)
+            self.best.values(),
+            key=lambda c: (int(log(c.seconds / fastest) / log(BAND)), complexity(c.layout), c.seconds),
         )
 
 
@@ -102,7 +103,13 @@ class Search:
     """Searches the layouts of a job on a number of equal devices."""
 
     def __init__(
-        self, job: Job, device: Device, devices: int, software: Software, program: Program = SHARDWRIGHT, kinds: tuple[str, ...] = ON_DEVICE
+        self,
+        job: Job,
+        device: Device,
+        devices: int,
+        software: Software,
+        program: Program = SHARDWRIGHT,
+        kinds: tuple[str, ...] = ON_DEVICE,
     ) -> None:
         self.job, self.device, self.devices, self.program, self.kinds = job, device, devices, program, kinds
         self.clock = Clock(job, device, software)
@@ -135,7 +142,11 @@ class Search:
         shard = shell.data * shell.cp
         if kind == "ddp":
             # `_kept` counts gathered parameters and whole gradients under a pipeline for every kind: not twice.
-            twice = (DTYPE_BYTES[self.job.param_dtype] + r) * (1 + self.program.fragmentation) if shell.pp > 1 else 0.0
+            twice = (
+                (DTYPE_BYTES[self.job.param_dtype] + r) * (1 + self.program.fragmentation)
+                if shell.pp > 1
+                else 0.0
+            )
             return max(4 * m - twice, 0.0) * part
         if kind == "offload":
             return 0.0
@@ -156,11 +167,18 @@ class Search:
             flight = min(flight * (cell.chunks + 1) / cell.chunks - 1, cell.microbatches)
         blocks = self._first_blocks(cell)
         kept = saved * blocks * flight
-        if s.pp > 1 and self.program.pipeline_keeps_gathered and cell.schedule not in SPLIT_WEIGHTS and s.data * s.cp > 1:
+        if (
+            s.pp > 1
+            and self.program.pipeline_keeps_gathered
+            and cell.schedule not in SPLIT_WEIGHTS
+            and s.data * s.cp > 1
+        ):
             # Under a pipeline gathered parameters stay, and gradients stay whole until the last microbatch. (ddp keeps
             # whole parameters and gradients anyway, in wider dtypes.)
             job = self.job
-            width = DTYPE_BYTES[job.param_dtype] + (DTYPE_BYTES[job.reduce_dtype] if cell.microbatches > 1 else 0)
+            width = DTYPE_BYTES[job.param_dtype] + (
+                DTYPE_BYTES[job.reduce_dtype] if cell.microbatches > 1 else 0
+            )
             kept += width * blocks * self._block / s.tp
         return kept * (1 + self.program.fragmentation)
 
@@ -207,7 +225,9 @@ class Search:
             elif cell.schedule == "zero_bubble":
                 idle = (one - 2 * b.weights * layers / shell.pp) * (shell.pp - 1)
             else:
-                idle = one * ((shell.pp - 1) / cell.chunks + idle_rounds(shell.pp, cell.chunks, cell.microbatches))
+                idle = one * (
+                    (shell.pp - 1) / cell.chunks + idle_rounds(shell.pp, cell.chunks, cell.microbatches)
+                )
         return cell.microbatches * one + max(idle, 0.0) * (1 - shell.pp / layers)
 
     def _shell_bound(self, shell: Shell) -> float:
@@ -287,7 +307,9 @@ class Search:
 
     def _shell(self, shell: Shell, kinds: list[str]) -> None:
         # GPipe idles as long as 1F1B and keeps more: where both run, it cannot be the better of the two.
-        room = {kind: self.capacity - self._states(shell, kind) + self.program.context_bytes for kind in kinds}
+        room = {
+            kind: self.capacity - self._states(shell, kind) + self.program.context_bytes for kind in kinds
+        }
         most = max(room.values())
         bounded = []
         for cell in cells(self.job, shell):
@@ -307,25 +329,38 @@ class Search:
                 # more microbatches than ranks, so that the pipeline is full.
                 key = (kind, cell.schedule, cell.chunks, cell.recompute)
                 hopeless = cell.microbatches > shell.pp and cell.microbatch_rows >= too_many.get(key, 1 << 60)
-                if kind in allowed and not hopeless and not self._cell(cell, kind) and cell.microbatches > shell.pp:
+                if (
+                    kind in allowed
+                    and not hopeless
+                    and not self._cell(cell, kind)
+                    and cell.microbatches > shell.pp
+                ):
                     for recompute in RECOMPUTE[: RECOMPUTE.index(cell.recompute) + 1]:
                         key = (kind, cell.schedule, cell.chunks, recompute)
                         too_many[key] = min(too_many.get(key, 1 << 60), cell.microbatch_rows)
 
-    def only(self, tp: int, cp: int, pp: int, kind: str, replicate: int | None = None, schedule: str | None = None) -> Choice | None:
+    def only(
+        self, tp: int, cp: int, pp: int, kind: str, replicate: int | None = None, schedule: str | None = None
+    ) -> Choice | None:
         """The fastest layout that fits with these axes and this data-parallel family (and schedule, and replicas)."""
         data = self.devices // (tp * cp * pp)
         shell = Shell(tp, cp, pp, data)
         best: Choice | None = None
         for bound, cell in sorted((self._cell_bound(cell), cell) for cell in cells(self.job, shell)):
-            if (best and bound >= best.seconds) or (schedule and cell.schedule != schedule) or kind not in kinds_of(cell):
+            if (
+                (best and bound >= best.seconds)
+                or (schedule and cell.schedule != schedule)
+                or kind not in kinds_of(cell)
+            ):
                 continue
             if not self._lean_fits(cell, kind):
                 continue
             stage_blocks = self.stage_blocks(cell)
             for layout in variants(cell, kind):
                 time = self.clock.step(layout, stage_blocks)
-                if (replicate and layout.axes.dp_replicate != replicate) or (best and time.total >= best.seconds):
+                if (replicate and layout.axes.dp_replicate != replicate) or (
+                    best and time.total >= best.seconds
+                ):
                     continue
                 allocated, device = self.needs(layout)
                 if device <= self.capacity:
@@ -337,7 +372,11 @@ class Search:
 
         zero3 needs least of all kinds on the device; asking it first settles most cells.
         """
-        if kind not in ("zero3", "offload") and "zero3" in kinds_of(cell) and not self._lean_fits(cell, "zero3"):
+        if (
+            kind not in ("zero3", "offload")
+            and "zero3" in kinds_of(cell)
+            and not self._lean_fits(cell, "zero3")
+        ):
             return False
         key = (*cell, kind)
         known = self._lean.get(key)

@@ -22,7 +22,11 @@ def gib(size: float) -> str:
 
 def keys_line(described: Described) -> str:
     """`--training.per_device_train_batch_size 2 ...`: what sets this layout in a run."""
-    flags = [f"--{key} {str(value).lower() if isinstance(value, bool) else value}" for key, value in described.keys.items() if "." in key]
+    flags = [
+        f"--{key} {str(value).lower() if isinstance(value, bool) else value}"
+        for key, value in described.keys.items()
+        if "." in key
+    ]
     rest = [f"{key} {value}" for key, value in described.keys.items() if "." not in key]
     return " ".join(flags) + (f"  ({', '.join(rest)})" if rest else "")
 
@@ -46,7 +50,11 @@ def bar(described: Described, capacity: float) -> Iterator[str]:
 def parts_line(described: Described) -> str:
     """`compute 72%, recompute 23%, gathers 5%`."""
     shares = sorted(described.parts.items(), key=lambda part: -part[1])
-    return ", ".join(f"{name} {seconds / described.seconds:.0%}" for name, seconds in shares if seconds >= 0.005 * described.seconds)
+    return ", ".join(
+        f"{name} {seconds / described.seconds:.0%}"
+        for name, seconds in shares
+        if seconds >= 0.005 * described.seconds
+    )
 
 
 def head(a: Answer) -> Iterator[str]:
@@ -80,7 +88,9 @@ def first(a: Answer) -> Iterator[str]:
     yield f"  {d.name}: {keys_line(d)}"
     yield f"  {format_seconds(d.seconds)} per update: {parts_line(d)}"
     if d.sent_bytes:
-        yield "  Sends per update and device: " + ", ".join(f"{axis} {gib(size)}" for axis, size in d.sent_bytes.items())
+        yield "  Sends per update and device: " + ", ".join(
+            f"{axis} {gib(size)}" for axis, size in d.sent_bytes.items()
+        )
     yield f"  Check besides: {path.checks}"
     yield from bar(d, a.capacity_bytes)
 
@@ -97,7 +107,9 @@ def refused(a: Answer, most: int = 8) -> Iterator[str]:
     yield "Does not fit, at its leanest (one row, everything recomputed, finest sharding):"
     width = max(len(r.family) for r in a.refused[:most]) + 2
     for r in a.refused[:most]:
-        yield f"  {r.family:<{width}}{gib(r.device_bytes):>12}  mostly {r.mostly}" + (f"  -> {r.change}" if r.change else "")
+        yield f"  {r.family:<{width}}{gib(r.device_bytes):>12}  mostly {r.mostly}" + (
+            f"  -> {r.change}" if r.change else ""
+        )
     if len(a.refused) > most:
         yield f"  and {len(a.refused) - most} more families (--json lists them)"
 
@@ -138,7 +150,9 @@ def text(a: Answer, tokens: float | None = None) -> Iterator[str]:
         yield ""
         yield from refused(a)
     if a.illegal:
-        reasons = "; ".join(f"{reason} ({number})" for reason, number in sorted(a.illegal.items(), key=lambda item: -item[1]))
+        reasons = "; ".join(
+            f"{reason} ({number})" for reason, number in sorted(a.illegal.items(), key=lambda item: -item[1])
+        )
         yield f"Not legal: {reasons}"
     if a.limits:
         yield ""
@@ -149,5 +163,3 @@ def text(a: Answer, tokens: float | None = None) -> Iterator[str]:
     yield from interruption_lines(a)
     if tokens:
         yield from training_lines(a, tokens)
-
-

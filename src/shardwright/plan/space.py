@@ -69,7 +69,11 @@ def divisors(number: int) -> tuple[int, ...]:
 
 def tensor_reason(shape: Shape, tp: int) -> str:
     """Why the model cannot be split over `tp` ranks, or an empty string: whole heads and equal MLP columns."""
-    for name, value in (("num_attention_heads", shape.heads), ("num_key_value_heads", shape.kv_heads), ("intermediate_size", shape.ffn)):
+    for name, value in (
+        ("num_attention_heads", shape.heads),
+        ("num_key_value_heads", shape.kv_heads),
+        ("intermediate_size", shape.ffn),
+    ):
         if value % tp:
             return f"{name} = {value} is not divisible by tp_size = {tp}"
     return ""
@@ -141,8 +145,15 @@ def variants(cell: Cell, kind: str) -> Iterator[Layout]:
 
     def layout(data_parallel: DataParallel, replicate: int, reshard: bool, offload: str = "none") -> Layout:
         return Layout(
-            Axes(shell.pp, replicate, shell.data // replicate, shell.cp, shell.tp), data_parallel, cell.microbatch_rows,
-            cell.schedule, cell.chunks, shell.tp > 1, cell.recompute, reshard, offload=offload,  # type: ignore[arg-type]
+            Axes(shell.pp, replicate, shell.data // replicate, shell.cp, shell.tp),
+            data_parallel,
+            cell.microbatch_rows,
+            cell.schedule,
+            cell.chunks,
+            shell.tp > 1,
+            cell.recompute,
+            reshard,
+            offload=offload,  # type: ignore[arg-type]
         )
 
     if kind == "ddp":

@@ -13,7 +13,15 @@ from shardwright.arch.inventory import counts
 from shardwright.layout.schedule import actions, legality, rank_stages, stage_rank
 from shardwright.plan.job import DTYPE_BYTES, Job, Layout
 from shardwright.plan.kernels import Software, block_time, embedding_time, head_time
-from shardwright.plan.network import Line, all_reduce_lines, all_reduce_seconds, gather_line, gather_seconds, group_of, send_seconds
+from shardwright.plan.network import (
+    Line,
+    all_reduce_lines,
+    all_reduce_seconds,
+    gather_line,
+    gather_seconds,
+    group_of,
+    send_seconds,
+)
 from shardwright.plan.playback import StageSeconds, play
 
 if TYPE_CHECKING:
@@ -91,7 +99,9 @@ class RankKind(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def rank_kinds(stage_blocks: tuple[int, ...], schedule: str | None, pp: int, chunks: int) -> tuple[tuple[RankKind, int], ...]:
+def rank_kinds(
+    stage_blocks: tuple[int, ...], schedule: str | None, pp: int, chunks: int
+) -> tuple[tuple[RankKind, int], ...]:
     """The distinct kinds of pipeline ranks and how many there are of each."""
     found: dict[RankKind, int] = {}
     for rank in range(pp):
@@ -142,8 +152,17 @@ class Clock:
     def _block(self, layout: Layout, crosses: bool) -> BlockSeconds:
         job, device, a, s, software = self.job, self.device, layout.axes, self.job.shape, self.software
         time = block_time(
-            device, software, s, layout.microbatch_rows, job.max_length, a.tp, a.cp,
-            layout.sequence_parallel, layout.recompute, job.attention, job.param_dtype,
+            device,
+            software,
+            s,
+            layout.microbatch_rows,
+            job.max_length,
+            a.tp,
+            a.cp,
+            layout.sequence_parallel,
+            layout.recompute,
+            job.attention,
+            job.param_dtype,
         )
         tokens = layout.microbatch_rows * job.max_length / a.cp
         tp = group_of(a.tp, 1, device.node.devices)
@@ -163,9 +182,21 @@ class Clock:
         cp_b = cp_f * (2 + again)
         host = software.host_tensor_pipeline * a.tp if a.tp > 1 and crosses else 0.0
         forward = max(time.matmul + time.attention + time.elementwise + tp_f + cp_f, time.host_forward + host)
-        backward = time.backward_matmul + time.backward_attention + time.backward_elementwise + time.recompute + tp_b + cp_b
+        backward = (
+            time.backward_matmul
+            + time.backward_attention
+            + time.backward_elementwise
+            + time.recompute
+            + tp_b
+            + cp_b
+        )
         return BlockSeconds(
-            forward, max(backward, time.host_backward + host), time.backward_matmul / 2, time.recompute, tp_f + tp_b, cp_f + cp_b
+            forward,
+            max(backward, time.host_backward + host),
+            time.backward_matmul / 2,
+            time.recompute,
+            tp_f + tp_b,
+            cp_f + cp_b,
         )
 
     def _edge(self, layout: Layout) -> tuple[float, float, float, float]:
@@ -175,8 +206,12 @@ class Clock:
         found = self._edges.get(key)
         if found is None:
             job, rows = self.job, layout.microbatch_rows
-            head = head_time(self.device, self.software, job.shape, rows, job.max_length, a.tp, a.cp, job.param_dtype)
-            embedding = embedding_time(self.device, job.shape, rows, job.max_length, a.tp, a.cp, job.param_dtype)
+            head = head_time(
+                self.device, self.software, job.shape, rows, job.max_length, a.tp, a.cp, job.param_dtype
+            )
+            embedding = embedding_time(
+                self.device, job.shape, rows, job.max_length, a.tp, a.cp, job.param_dtype
+            )
             payload = rows * job.max_length / a.cp * job.shape.hidden * self._size
             one = gather_seconds(self.device, group_of(a.tp, 1, self.device.node.devices), payload)
             found = self._edges[key] = (head[0] + one, head[1] + one, embedding[0] + one, embedding[1] + one)
@@ -203,8 +238,17 @@ class Clock:
         a = layout.axes
         crosses = a.pp > 1 and a.world_size > self.device.node.devices
         key = (
-            a.tp, a.cp, a.pp, layout.microbatch_rows, layout.sequence_parallel, layout.recompute, crosses,
-            layout.schedule, layout.chunks, stage_blocks, self._each_microbatch(layout),
+            a.tp,
+            a.cp,
+            a.pp,
+            layout.microbatch_rows,
+            layout.sequence_parallel,
+            layout.recompute,
+            crosses,
+            layout.schedule,
+            layout.chunks,
+            stage_blocks,
+            self._each_microbatch(layout),
         )
         found = self._rank_seconds.get(key)
         if found is None:
@@ -216,14 +260,18 @@ class Clock:
         key = (size, stride)
         found = self._gathers.get(key)
         if found is None:
-            found = self._gathers[key] = gather_line(self.device, group_of(size, stride, self.device.node.devices))
+            found = self._gathers[key] = gather_line(
+                self.device, group_of(size, stride, self.device.node.devices)
+            )
         return found
 
     def _reduce(self, size: int, stride: int, payload: float) -> float:
         key = (size, stride)
         lines = self._reduces.get(key)
         if lines is None:
-            lines = self._reduces[key] = all_reduce_lines(self.device, group_of(size, stride, self.device.node.devices))
+            lines = self._reduces[key] = all_reduce_lines(
+                self.device, group_of(size, stride, self.device.node.devices)
+            )
         ring, tree = lines
         return min(ring.fixed + ring.per_byte * payload, tree.fixed + tree.per_byte * payload)
 
@@ -242,7 +290,10 @@ class Clock:
             shard = Line(shard.fixed, shard.per_byte + 1 / (a.dp_shard * a.cp * self.device.host_bandwidth))
         edge_bytes = shard.per_byte * (self._size + self._reduce_size)
         unit = self._unit_waits(layout, shard)
-        return [Waits(rank.blocks * unit + 2 * shard.fixed + rank.edge_parameters * edge_bytes, 0.0) for rank in ranks]
+        return [
+            Waits(rank.blocks * unit + 2 * shard.fixed + rank.edge_parameters * edge_bytes, 0.0)
+            for rank in ranks
+        ]
 
     def _unit_waits(self, layout: Layout, shard: Line) -> float:
         """Seconds per block and microbatch that wait for parameters to come or gradients to leave, window by window.
@@ -253,7 +304,13 @@ class Clock:
         """
         a, b, slow = layout.axes, self.block(layout), self.software.overlap_slowdown
         layers = self.job.shape.layers // a.pp
-        size = 1 if layout.unit == "block" else layers if layout.unit == "root" else min(int(layout.unit), layers)
+        size = (
+            1
+            if layout.unit == "block"
+            else layers
+            if layout.unit == "root"
+            else min(int(layout.unit), layers)
+        )
         parameters = size * (self._block_split / a.tp + self._block_whole)
         hidden = layout.prefetch > 0 and size < layers
         forward, backward = (b.forward * size, b.backward * size) if hidden else (0.0, 0.0)
@@ -266,12 +323,19 @@ class Clock:
             leave += gather
         elif layout.reshard_after_forward is not False:
             leave += self._gather(int(layout.reshard_after_forward), a.tp).seconds(parameters * self._size)
-        waits = max(gather - forward, 0.0) + slow * min(gather, forward) + max(leave - backward, 0.0) + slow * min(leave, backward)
+        waits = (
+            max(gather - forward, 0.0)
+            + slow * min(gather, forward)
+            + max(leave - backward, 0.0)
+            + slow * min(leave, backward)
+        )
         return waits / size
 
     def _each_microbatch(self, layout: Layout) -> bool:
         """Whether units are gathered and reduced at every microbatch: zero3, but not where a pipeline keeps them."""
-        return layout.data_parallel == "zero3" and (layout.axes.pp == 1 or not self.software.pipeline_keeps_gathered)
+        return layout.data_parallel == "zero3" and (
+            layout.axes.pp == 1 or not self.software.pipeline_keeps_gathered
+        )
 
     def _once(self, layout: Layout, rank: RankSeconds, reductions: int) -> float:
         """Exposed seconds of so many gradient reductions and one gather of the parameters."""
@@ -304,7 +368,8 @@ class Clock:
             worst, gathers = ranks[0], waits[0].microbatch
         else:
             worst, gathers = max(
-                ((rank, wait.microbatch) for rank, wait in zip(ranks, waits)), key=lambda pair: pair[0].forward + pair[0].backward + pair[1]
+                ((rank, wait.microbatch) for rank, wait in zip(ranks, waits)),
+                key=lambda pair: pair[0].forward + pair[0].backward + pair[1],
             )
         bubble = sends = 0.0
         if layout.axes.pp > 1:
@@ -314,7 +379,13 @@ class Clock:
         compute = worst.forward + worst.backward - recompute - tensor - context
         shard = layout.axes.dp_shard * layout.axes.cp if layout.data_parallel != "ddp" else 1
         return StepTime(
-            k * compute, k * recompute, k * tensor, k * context, k * gathers, bubble, sends,
+            k * compute,
+            k * recompute,
+            k * tensor,
+            k * context,
+            k * gathers,
+            bubble,
+            sends,
             max(wait.update for wait in waits),
             self._optimizer(layout, max(rank.parameters for rank in ranks) / shard),
             self.software.update_seconds,
@@ -325,10 +396,19 @@ class Clock:
         tokens = layout.microbatch_rows * self.job.max_length / a.cp
         payload = tokens * self.job.shape.hidden * self._size / (a.tp if layout.sequence_parallel else 1)
         inner = a.world_size // a.pp
-        return send_seconds(self.device, inner >= self.device.node.devices, payload) + self.software.pipeline_seconds
+        return (
+            send_seconds(self.device, inner >= self.device.node.devices, payload)
+            + self.software.pipeline_seconds
+        )
 
     def _pipeline(
-        self, layout: Layout, stage_blocks: tuple[int, ...], ranks: list[RankSeconds], worst: RankSeconds, gathers: float, microbatches: int
+        self,
+        layout: Layout,
+        stage_blocks: tuple[int, ...],
+        ranks: list[RankSeconds],
+        worst: RankSeconds,
+        gathers: float,
+        microbatches: int,
     ) -> tuple[float, float]:
         """(idle seconds of the busiest rank, exposed sends) of one update.
 
@@ -341,10 +421,14 @@ class Clock:
         schedule, chunks, pp = layout.schedule, layout.chunks, layout.axes.pp
         whole = worst.forward + worst.backward + gathers
         if schedule == "zero_bubble":
-            idle = sum(r.number * (r.forward + r.backward - 2 * r.weights) for r in ranks) + worst.weights * max(pp - microbatches, 0)
+            idle = sum(
+                r.number * (r.forward + r.backward - 2 * r.weights) for r in ranks
+            ) + worst.weights * max(pp - microbatches, 0)
             idle -= worst.forward + worst.backward - 2 * worst.weights
         elif schedule == "zbv":
-            inputs = sum(r.number * (r.backward - r.weights) for r in ranks) - (worst.backward - worst.weights)
+            inputs = sum(r.number * (r.backward - r.weights) for r in ranks) - (
+                worst.backward - worst.weights
+            )
             missing, more = max(pp - microbatches, 0), max(microbatches - pp, 0)
             idle = max(inputs / 2, inputs + missing * worst.forward - more * worst.weights)
         else:
@@ -374,13 +458,23 @@ class Clock:
         if legality(schedule, a.pp, chunks, played):
             return closed
         last = len(stage_blocks) - 1
-        stages = [self.rank(layout, RankKind(blocks, stage == 0, stage == last)) for stage, blocks in enumerate(stage_blocks)]
+        stages = [
+            self.rank(layout, RankKind(blocks, stage == 0, stage == last))
+            for stage, blocks in enumerate(stage_blocks)
+        ]
         waits = [wait.microbatch / 2 for wait in self._waits(layout, stages)]
-        times = [StageSeconds(r.forward + wait, r.backward + wait - r.weights, r.weights) for r, wait in zip(stages, waits)]
+        times = [
+            StageSeconds(r.forward + wait, r.backward + wait - r.weights, r.weights)
+            for r, wait in zip(stages, waits)
+        ]
         key = (schedule, a.pp, chunks, played, *times)
         idle = self._played.get(key)
         if idle is None:
-            ran = play(actions(schedule, a.pp, chunks, played), lambda stage: stage_rank(schedule, a.pp, stage), times)
+            ran = play(
+                actions(schedule, a.pp, chunks, played),
+                lambda stage: stage_rank(schedule, a.pp, stage),
+                times,
+            )
             idle = self._played[key] = max(ran.total - max(ran.busy), 0.0)
         return closed._replace(bubble=idle)
 

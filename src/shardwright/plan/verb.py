@@ -58,17 +58,32 @@ class Request:
 
 def _shape(request: Request, run: Any) -> Shape:
     if request.layers is not None:
-        sizes = {"layers": request.layers, "hidden": request.hidden, "heads": request.heads, "vocab": request.vocab}
+        sizes = {
+            "layers": request.layers,
+            "hidden": request.hidden,
+            "heads": request.heads,
+            "vocab": request.vocab,
+        }
         missing = [f"--{name}" for name, value in sizes.items() if value is None]
         if missing:
-            raise ConfigError(f"--layers needs {', '.join(missing)} too.", "Together they give the shape of the model.")
+            raise ConfigError(
+                f"--layers needs {', '.join(missing)} too.", "Together they give the shape of the model."
+            )
         return generic_shape(
             **{name: int(value) for name, value in sizes.items() if value is not None},
-            ffn=request.ffn, kv_heads=request.kv_heads, gated=request.gated, tied=False, biases=False,
+            ffn=request.ffn,
+            kv_heads=request.kv_heads,
+            gated=request.gated,
+            tied=False,
+            biases=False,
         )
     name = request.model or (run.model.model_name_or_path if run else None)
     if name is None:
-        raise ConfigError("No model is given.", "", "Give a run file, --model (a known name, config.json or its directory) or --layers --hidden --heads --vocab.")
+        raise ConfigError(
+            "No model is given.",
+            "",
+            "Give a run file, --model (a known name, config.json or its directory) or --layers --hidden --heads --vocab.",
+        )
     if Path(name).exists():
         from shardwright.arch.inventory import read_config
 
@@ -77,7 +92,11 @@ def _shape(request: Request, run: Any) -> Shape:
             config |= run.model.config_overrides
         return replace(shape_from_config(config), name=name)
     if ":" in name:
-        raise ConfigError(f"`{name}` is Python code.", "plan loads no torch and runs no model.", "Give its sizes: --layers --hidden --heads --vocab --ffn.")
+        raise ConfigError(
+            f"`{name}` is Python code.",
+            "plan loads no torch and runs no model.",
+            "Give its sizes: --layers --hidden --heads --vocab --ffn.",
+        )
     return known_shape(name)
 
 
@@ -96,7 +115,11 @@ def make_search(request: Request) -> tuple[Search, Any]:
     for key, value in needed.items():
         if value is None:
             flag = "--" + key.replace("_", "-")
-            raise ConfigError(f"{flag} is not given.", "The planner holds the objective fixed and needs its sizes.", f"Add {flag}, or a run file.")
+            raise ConfigError(
+                f"{flag} is not given.",
+                "The planner holds the objective fixed and needs its sizes.",
+                f"Add {flag}, or a run file.",
+            )
         if value < 1:
             raise ConfigError(f"{key} = {value}, but must be at least 1.")
     precision = run.precision if run else None
@@ -110,11 +133,15 @@ def make_search(request: Request) -> tuple[Search, Any]:
         optimizer=run.training.optimizer if run else "adamw",
         attention="eager" if run and run.model.attn_implementation == "eager" else "flash",
     )
-    device = find_device(request.device or ("cpu" if run and run.hardware.device == "cpu" else "h100-sxm-80gb"))
+    device = find_device(
+        request.device or ("cpu" if run and run.hardware.device == "cpu" else "h100-sxm-80gb")
+    )
     compiled = request.compiled or bool(run and run.memory.compile)
     software = Software(**COMPILED) if compiled else Software()  # type: ignore[arg-type]
     offload = request.offload or bool(run and run.memory.cpu_offload != "none")
-    return Search(job, device, int(needed["devices"] or 0), software, kinds=KINDS if offload else ON_DEVICE), run
+    return Search(
+        job, device, int(needed["devices"] or 0), software, kinds=KINDS if offload else ON_DEVICE
+    ), run
 
 
 def named(search: Search, name: str) -> Choice | None:
@@ -129,14 +156,19 @@ def named(search: Search, name: str) -> Choice | None:
         kind = "hsdp"
     taken = tp * cp * pp * (replicate or 1)
     if search.devices % taken:
-        raise ConfigError(f"`{name}` takes multiples of {taken} devices, not {search.devices}.", "", "Change --devices or a size.")
+        raise ConfigError(
+            f"`{name}` takes multiples of {taken} devices, not {search.devices}.",
+            "",
+            "Change --devices or a size.",
+        )
     reason = tensor_reason(search.job.shape, tp)
     if reason:
         raise ConfigError(f"`{name}`: {reason}.", "Each rank must hold whole heads and equal columns.")
     data = search.devices // (tp * cp * pp)
     if search.job.global_batch_size % data:
         raise ConfigError(
-            f"`{name}`: {data} data ranks do not divide the {search.job.global_batch_size} rows of an update.", "The batch is part of the objective."
+            f"`{name}`: {data} data ranks do not divide the {search.job.global_batch_size} rows of an update.",
+            "The batch is part of the objective.",
         )
     return search.only(tp, cp, pp, kind, replicate, keys.get("pp_schedule"))
 
@@ -149,7 +181,9 @@ def _compare(search: Search, names: tuple[str, str], write: Callable[[str], obje
             write(line)
     for name, choice in found.items():
         if choice is None:
-            write(f"  {name}: does not fit {search.device.name} with any microbatch, recomputation or schedule")
+            write(
+                f"  {name}: does not fit {search.device.name} with any microbatch, recomputation or schedule"
+            )
             continue
         d = describe(search, choice)
         write(f"\n{name}: {keys_line(d)}")
@@ -158,7 +192,9 @@ def _compare(search: Search, names: tuple[str, str], write: Callable[[str], obje
             write(line)
     if len(fitting) == 2:
         a, b = fitting
-        write(f"\n{a.name} takes {a.seconds / b.seconds:.2f} times the time and {a.device_bytes / b.device_bytes:.2f} times the memory of {b.name}")
+        write(
+            f"\n{a.name} takes {a.seconds / b.seconds:.2f} times the time and {a.device_bytes / b.device_bytes:.2f} times the memory of {b.name}"
+        )
     return ExitCode.DONE if fitting else ExitCode.NOTHING_FITS
 
 
@@ -172,13 +208,19 @@ def _explain(search: Search, field: str, tokens: float | None, write: Callable[[
     else:
         rejections = [r for r in found.rejected.values() if r.layout is not None]
         if not rejections:
-            raise ConfigError("No layout is legal.", "; ".join(found.refused), "Change the devices or the batch.")
+            raise ConfigError(
+                "No layout is legal.", "; ".join(found.refused), "Change the devices or the batch."
+            )
         least = min(rejections, key=lambda r: r.device_bytes)
         assert least.layout is not None
         layout, time = least.layout, None
         write("Nothing fits; this is the layout that needs least.")
-    write(f"{layout_name(layout)}: " + " ".join(f"{key} {value}" for key, value in layout_keys(layout).items()))
-    subject = Subject(search.job, layout, search.device, search.devices, time=time, program=search.program, tokens=tokens)
+    write(
+        f"{layout_name(layout)}: " + " ".join(f"{key} {value}" for key, value in layout_keys(layout).items())
+    )
+    subject = Subject(
+        search.job, layout, search.device, search.devices, time=time, program=search.program, tokens=tokens
+    )
     for line in explain_field(name, subject):
         write(line)
     for line in time_lines(name, search.clock, layout):
