@@ -11,7 +11,9 @@ import transformers
 
 from shardwright.arch import counts, generic_shape, parameters, shape_from_config
 from shardwright.arch.families import FAMILIES
+from shardwright.arch.flops import block_matmul_weights
 from shardwright.arch.inventory import named_sizes
+from shardwright.arch.measured import shape_from_inventory
 from shardwright.errors import ConfigError
 
 SMALL = {
@@ -116,3 +118,38 @@ def test_a_family_that_is_not_known_is_refused(tmp_path: Path) -> None:
     assert "llama" in FAMILIES
     with pytest.raises(ConfigError, match="num_local_experts = 8"):
         shape_from_config({"model_type": "mistral", "num_local_experts": 8})
+
+
+def test_an_unknown_architecture_is_counted_from_its_parameters() -> None:
+    """A family that is not in the table: parameters exact, matrix elements those of the model."""
+    config = transformers.Olmo2Config(**SMALL, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    sizes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    shape = shape_from_inventory(
+        {
+            "config": config.to_dict(),
+            "parameters": sizes,
+            "blocks": [f"model.layers.{index}" for index in range(3)],
+            "embedding": "model.embed_tokens",
+            "head": "lm_head",
+        }
+    )
+    assert counts(shape).total == sum(parameter.numel() for parameter in model.parameters())
+    assert (shape.layers, shape.hidden, shape.heads, shape.kv_heads, shape.vocab) == (3, 64, 4, 2, 100)
+    inside = [size for name, size in sizes.items() if ".layers.0." in name and len(size) == 2]
+    assert block_matmul_weights(shape) == sum(rows * columns for rows, columns in inside)
+
+
+def test_a_plain_module_is_counted_too() -> None:
+    """No config and no embedding: three blocks of unequal size are spread evenly, nothing is lost."""
+    inventory = {
+        "config": {},
+        "parameters": {"head.weight": (10, 8), **{f"net.{i}.weight": (8, 8 + i) for i in range(3)}},
+        "blocks": ["net.0", "net.1", "net.2"],
+        "embedding": None,
+        "head": "head",
+    }
+    shape = shape_from_inventory(inventory)
+    assert counts(shape).total == 80 + 8 * (8 + 9 + 10)
+    assert shape.hidden == 8

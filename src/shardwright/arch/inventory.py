@@ -21,12 +21,36 @@ Split = Literal["column", "row", "vocabulary"]
 
 
 @dataclass(frozen=True)
+class Group:
+    """Parameters that are alike: one name pattern, one size.
+
+    name: fully qualified, `{}` where the block's number stands. count: how many there are (layers, or 1).
+    split: how tensor parallelism cuts it: `column` (output dim), `row` (input dim), `vocabulary` (rows of the embedding
+    or head), None: every tensor-parallel rank holds all of it. split_units: the whole pieces along that dim (heads for
+    attention, so that no head is cut).
+    """
+
+    name: str
+    size: tuple[int, ...]
+    count: int
+    part: Part
+    split: Split | None = None
+    split_units: int = 0
+
+    @property
+    def numel(self) -> int:
+        """Elements of one of them."""
+        return prod(self.size)
+
+
+@dataclass(frozen=True)
 class Shape:
     """What decides a decoder-only model's parameters, activations and FLOPs.
 
     ffn is the inner width of the MLP; gated: two matrices go up (gate and up). vocab is the number of rows of the
     embedding as stored. learned_positions is the number of rows of the position table, 0 with rotary or ALiBi.
-    window: keys that a windowed layer sees; window_layers: how many layers are windowed.
+    window: keys that a windowed layer sees; window_layers: how many layers are windowed. measured: the parameters of a model
+    that was built to be counted, in place of those that follow from the family.
     """
 
     family: str
@@ -52,6 +76,7 @@ class Shape:
     parallel_block: bool = False
     max_positions: int = 0
     name: str = ""
+    measured: tuple[Group, ...] | None = None
 
     @property
     def query_width(self) -> int:
@@ -62,29 +87,6 @@ class Shape:
     def kv_width(self) -> int:
         """kv_heads x head_dim: the width of K, and of V."""
         return self.kv_heads * self.head_dim
-
-
-@dataclass(frozen=True)
-class Group:
-    """Parameters that are alike: one name pattern, one size.
-
-    name: fully qualified, `{}` where the block's number stands. count: how many there are (layers, or 1).
-    split: how tensor parallelism cuts it: `column` (output dim), `row` (input dim), `vocabulary` (rows of the embedding
-    or head), None: every tensor-parallel rank holds all of it. split_units: the whole pieces along that dim (heads for
-    attention, so that no head is cut).
-    """
-
-    name: str
-    size: tuple[int, ...]
-    count: int
-    part: Part
-    split: Split | None = None
-    split_units: int = 0
-
-    @property
-    def numel(self) -> int:
-        """Elements of one of them."""
-        return prod(self.size)
 
 
 @dataclass(frozen=True)
@@ -323,6 +325,8 @@ def parameters(shape: Shape) -> tuple[Group, ...]:
 
     A tied head is the embedding and is not listed again. Names and sizes equal those of the Transformers model.
     """
+    if shape.measured is not None:
+        return shape.measured
     s, family = shape, family_of(shape.family)
     groups = [Group(f"{family.embedding}.weight", (s.vocab, s.hidden), 1, "embedding", "vocabulary", s.vocab)]
     if s.learned_positions:
