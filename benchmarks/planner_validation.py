@@ -129,7 +129,7 @@ def main(arguments: list[str]) -> int:
     if "--rows" in arguments:
         print("\nEvery row: error, measured s, predicted s, half, source, setting")
         for e in sorted(errors, key=lambda e: (e.row.source, e.row.label)):
-            half = e.row.excluded and "excluded" or ("validation" if e.row.validation else "calibration")
+            half = (e.row.excluded and "excluded") or ("validation" if e.row.validation else "calibration")
             print(
                 f"{e.error:>+8.1%} {e.row.measured_seconds:>10.3f} {e.predicted:>10.3f}  {half:<12}{e.row.source:<22}{e.row.label}"
             )

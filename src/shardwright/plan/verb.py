@@ -14,7 +14,8 @@ from shardwright.errors import ConfigError, ExitCode
 from shardwright.plan.advice import first_to_test
 from shardwright.plan.answer import answer, describe, layout_keys, layout_name
 from shardwright.plan.examples import worked_examples
-from shardwright.plan.explain import Subject, explain as explain_field
+from shardwright.plan.explain import Subject
+from shardwright.plan.explain import explain as explain_field
 from shardwright.plan.explain_time import time_lines
 from shardwright.plan.hardware import find_device
 from shardwright.plan.job import Job
