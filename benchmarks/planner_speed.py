@@ -2,8 +2,9 @@
 
     python benchmarks/planner_speed.py
 
-`considered` is every legal layout of the space; `timed` those that were not ruled out by a bound and asked one by one.
-CPU seconds are what the work takes on one core; wall time also depends on what else the machine does.
+`considered` is every legal layout of the space; `timed` those that were not ruled out by a bound and asked
+one by one. CPU seconds are what the work takes on one core; wall time also depends on what else the machine
+does.
 """
 
 from __future__ import annotations

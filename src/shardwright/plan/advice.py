@@ -1,8 +1,8 @@
 """Which path to test first, what it needs checking, what it will not fix, and what would make a job fit.
 
-The situations and their paths are those of the project's notes on distributed training (October 2026): DDP when a useful
-batch fits; FSDP2 when replicated state does not; a ZeRO stage with offload where that is set up; tensor and pipeline
-parallelism when layer compute or scale needs more partitioning.
+The situations and their paths are those of the project's notes on distributed training (October 2026): DDP
+when a useful batch fits; FSDP2 when replicated state does not; a ZeRO stage with offload where that is set
+up; tensor and pipeline parallelism when layer compute or scale needs more partitioning.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardwright.arch.inventory import counts
-from shardwright.plan.hardware import CATALOGUE
+from shardwright.plan.catalogue import CATALOGUE
 from shardwright.plan.job import DTYPE_BYTES, Job, Layout
 from shardwright.plan.search import Choice, Found, Search
 from shardwright.plan.space import shells
@@ -88,7 +88,9 @@ class Limits:
 
 
 def will_not_fix(search: Search, choice: Choice, composition: dict[str, float], allocated: float) -> Limits:
-    """Loading and padding; activations that no data rank divides; the number of ranks beyond which local work is too small."""
+    """Loading and padding; activations that no data rank divides; the number of ranks beyond which local work
+    is too small.
+    """
     lines = [
         "Slow loading, preprocessing or padding: no layout changes them. Look at data/wait_seconds and data/padding_fraction."
     ]
@@ -105,7 +107,9 @@ def will_not_fix(search: Search, choice: Choice, composition: dict[str, float], 
 
 
 def useful_ranks(search: Search, choice: Choice) -> str:
-    """The number of devices beyond which doubling the data ranks gives less than 1.5 times the speed, as a sentence."""
+    """The number of devices beyond which doubling the data ranks gives less than 1.5 times the speed, as a
+    sentence.
+    """
     job, layout = search.job, choice.layout
     devices, seconds = search.devices, choice.seconds
     while True:
@@ -167,7 +171,9 @@ def offloaded(search: Search) -> Choice | None:
 
 
 def what_would_fit(search: Search) -> list[str]:
-    """Changes, nearest first, each of which alone would make some layout fit with all state on the devices."""
+    """Changes, nearest first, each of which alone would make some layout fit with all state on the
+    devices.
+    """
     job, devices = search.job, search.devices
     lines = []
     unit = largest_unit_bytes(job)

@@ -14,7 +14,8 @@ from shardwright.errors import ConfigError, ExitCode
 from shardwright.plan.advice import first_to_test
 from shardwright.plan.answer import answer, describe, layout_keys, layout_name
 from shardwright.plan.examples import worked_examples
-from shardwright.plan.explain import Subject, explain as explain_field
+from shardwright.plan.explain import Subject
+from shardwright.plan.explain import explain as explain_field
 from shardwright.plan.explain_time import time_lines
 from shardwright.plan.hardware import find_device
 from shardwright.plan.job import Job
@@ -101,7 +102,9 @@ def _shape(request: Request, run: Any) -> Shape:
 
 
 def make_search(request: Request) -> tuple[Search, Any]:
-    """The search of a request, and its run file if there is one. Raises `ConfigError` for what is missing or unknown."""
+    """The search of a request, and its run file if there is one. Raises `ConfigError` for what is missing or
+    unknown.
+    """
     run = None
     if request.run_file is not None:
         from shardwright.config.load import load_run_file, parse_overrides
@@ -145,7 +148,9 @@ def make_search(request: Request) -> tuple[Search, Any]:
 
 
 def named(search: Search, name: str) -> Choice | None:
-    """The fastest layout that fits of those with this name; None when none fits. Raises `ConfigError` when it is not legal."""
+    """The fastest layout that fits of those with this name; None when none fits. Raises `ConfigError` when it
+    is not legal.
+    """
     from shardwright.layout.names import parse_layout
 
     keys = parse_layout(name)
@@ -238,8 +243,8 @@ def run_plan(
 ) -> int:
     """Prints the plan and returns the exit code: 4 when nothing fits with all state on the devices.
 
-    compare: two layout names. explain: a field of the answer, `all`, or `examples` for the notes' worked examples, which need
-    no job. write: gets each line.
+    compare: two layout names. explain: a field of the answer, `all`, or `examples` for the notes' worked
+    examples, which need no job. write: gets each line.
     """
     if explain == "examples":
         for line in worked_examples():
