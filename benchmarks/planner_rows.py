@@ -266,7 +266,10 @@ def mosaicml() -> Iterator[Row]:
         device = {"h100_80gb": "h100-sxm-80gb", "a100_80gb": "a100-sxm-80gb", "a100_40gb": "a100-sxm-40gb"}[
             r["device"]
         ]
-        label = f"{r['model']} s{seq} {r['device']} x {gpus} microbatch {rows} x {k} {r['precision']} {r['mp_mode']} {r['sharding']} recompute {r['recompute']}"
+        label = (
+            f"{r['model']} s{seq} {r['device']} x {gpus} microbatch {rows} x {k} {r['precision']} "
+            f"{r['mp_mode']} {r['sharding']} recompute {r['recompute']}"
+        )
         excluded = "fp8" if "fp8" in r["precision"] else ""
         yield Row("mosaicml", label, job, layout, device, "mosaicml", (layers,), seconds, excluded)
 
@@ -441,7 +444,10 @@ def torchtitan() -> Iterator[Row]:
             "a100-80gb-sxm": "a100-sxm-80gb",
             "h200-141gb": "h200-sxm-141gb",
         }[r["device"]]
-        label = f"{r['model']} {r['device']} x {gpus} dp{dp} tp{tp} pp{pp} cp{cp} batch {r['local_batch']} s{seq} {r['recompute']} {r['precision']} compile {r['compile']} {r['note']} {r['source']}"
+        label = (
+            f"{r['model']} {r['device']} x {gpus} dp{dp} tp{tp} pp{pp} cp{cp} batch {r['local_batch']} "
+            f"s{seq} {r['recompute']} {r['precision']} compile {r['compile']} {r['note']} {r['source']}"
+        )
         software = "torchtitan compiled" if r["compile"] == "yes" else "torchtitan"
         yield Row(
             "torchtitan", label, job, layout, device, software, _even(shape.layers, pp), seconds, excluded

@@ -125,7 +125,8 @@ def main(arguments: list[str]) -> int:
     stalled = [e for e in errors if e.row.validation and e.row.excluded in ("", STALLED)]
     s = summary(stalled)
     print(
-        f"\nValidation half with the stalled nanotron runs counted: median {s['median']:.1%}, 90th percentile {s['p90']:.1%}"
+        f"\nValidation half with the stalled nanotron runs counted: median {s['median']:.1%}, 90th "
+        f"percentile {s['p90']:.1%}"
     )
     print(LEFT_UNEXPLAINED)
     print("\nPeak memory, predicted / measured - 1")
@@ -133,9 +134,10 @@ def main(arguments: list[str]) -> int:
     if "--rows" in arguments:
         print("\nEvery row: error, measured s, predicted s, half, source, setting")
         for e in sorted(errors, key=lambda e: (e.row.source, e.row.label)):
-            half = e.row.excluded and "excluded" or ("validation" if e.row.validation else "calibration")
+            half = (e.row.excluded and "excluded") or ("validation" if e.row.validation else "calibration")
             print(
-                f"{e.error:>+8.1%} {e.row.measured_seconds:>10.3f} {e.predicted:>10.3f}  {half:<12}{e.row.source:<22}{e.row.label}"
+                f"{e.error:>+8.1%} {e.row.measured_seconds:>10.3f} {e.predicted:>10.3f}  "
+                f"{half:<12}{e.row.source:<22}{e.row.label}"
             )
     return 0
 

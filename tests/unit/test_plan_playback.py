@@ -5,6 +5,7 @@ A80.
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 
@@ -35,7 +36,7 @@ def longest_path(
     }
     edges = []
     for own in lists:
-        edges += [(tuple(a), tuple(b), 0.0) for a, b in zip(own, own[1:])]
+        edges += [(tuple(a), tuple(b), 0.0) for a, b in pairwise(own)]
     last = len(times) - 1
     for stage, kind, index in nodes:
         for after, kinds in ((stage + 1, "F"), (stage - 1, "BI")):

@@ -1,4 +1,6 @@
-"""Bounds of time and memory that whole shells and cells share, so that the search can leave them out at once."""
+"""Bounds of time and memory that whole shells and cells share, so that the search can leave them out at
+once.
+"""
 
 from __future__ import annotations
 
@@ -77,8 +79,9 @@ class Bounds:
         kept = saved * blocks * flight
         keeps = s.pp > 1 and self.program.pipeline_keeps_gathered and s.data * s.cp > 1
         if keeps and cell.schedule not in SPLIT_WEIGHTS:
-            # Under a pipeline gathered parameters stay, and gradients stay whole until the last microbatch: they meet
-            # the most microbatches in flight when there are enough of these. (ddp keeps both anyway, in wider dtypes.)
+            # Under a pipeline gathered parameters stay, and gradients stay whole until the last microbatch:
+            # they meet the most microbatches in flight when there are enough of these. (ddp keeps both
+            # anyway, in wider dtypes.)
             steady = cell.microbatches > (3 * s.pp if cell.chunks > 1 else s.pp)
             width = DTYPE_BYTES[self.job.param_dtype] + (DTYPE_BYTES[self.job.reduce_dtype] if steady else 0)
             kept += width * blocks * self._block / s.tp
@@ -95,7 +98,8 @@ class Bounds:
         return found
 
     def least(self, shell: Shell, kind: str) -> tuple[Layout, float] | None:
-        """The layout of the family that needs least on this shell, and what it needs; None for an empty family.
+        """The layout of the family that needs least on this shell, and what it needs; None for an empty
+        family.
 
         One row a microbatch and everything recomputed; or all rows in one microbatch, which keeps no
         unreduced gradients.

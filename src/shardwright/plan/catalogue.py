@@ -27,9 +27,11 @@ def _rates(
     return {dtype: rate * TERA for dtype, rate in rates.items()}
 
 
-def _node(devices: int, link: float, network: float, source: str, *latencies: float) -> Node:
-    """Bandwidths in GB/s; latencies of links and network where they are fitted."""
-    return Node(devices, link * GB, network * GB, *latencies, source=f"{source}; {_ML}")
+def _node(
+    devices: int, link: float, network: float, source: str, step: float = 13e-6, hop: float = 50e-6
+) -> Node:
+    """Bandwidths in GB/s; step and hop are the latencies of links and network."""
+    return Node(devices, link * GB, network * GB, step, hop, f"{source}; {_ML}")
 
 
 _NV2 = _node(8, 150, 12.5, "DGX-1V: NVLink 2, 4 x 100 Gbit/s for 8 devices")
@@ -42,17 +44,17 @@ _BRIDGE = _node(2, 300, 50, "H100 NVL data sheet: NVLink bridge of a pair, 600 G
 _PCI4 = _node(8, 31, 12.5, "PCIe 4 x16, 100 Gbit/s each", 10e-6, 50e-6)
 _PCI5 = _node(8, 63, 25, "PCIe 5 x16, 200 Gbit/s each", 10e-6, 50e-6)
 
-# The two fitted sets. The best published product is 0.87 of the peak on the A100 and 0.80 on the H100. The A100 comes
-# close to it in training; the H100 does not, because 700 W do not feed its tensor cores at full clock on real data.
-# The H100 also needs larger products to fill it (wave, depth). Attention of the A100 is from FlashAttention-2's
-# figures (arXiv:2307.08691, figure 5), because no row of ours ran it there.
+# The two fitted sets. The best published product is 0.87 of the peak on the A100 and 0.80 on the H100. The
+# A100 comes close to it in training; the H100 does not, because 700 W do not feed its tensor cores at full
+# clock on real data. The H100 also needs larger products to fill it (wave, depth). Attention of the A100 is
+# from FlashAttention-2's figures (arXiv:2307.08691, figure 5), because no row of ours ran it there.
 _A100 = Efficiency(0.85, 1e5, 16, 0.60, 0.50, 128, 0.76, 0.90, 0.92, "A100 rows of the calibration half")
 _H100 = Efficiency(0.66, 1.05e6, 260, 0.37, 0.30, 128, 0.65, 0.50, 0.53, "H100 rows of the calibration half")
 _H100_500W = replace(_H100, matmul=0.56, fitted="torchtitan rows of the calibration half: 500 W power limit")
 _LIKE_A100 = replace(_A100, fitted="not fitted: taken over from the A100")
 _LIKE_H100 = replace(_H100, fitted="not fitted: taken over from the H100")
-# Where the best product is published, training is taken to reach the same share of it as on the fitted device: 0.98 of
-# 0.869 on the A100, 0.82 of 0.803 on the H100.
+# Where the best product is published, training is taken to reach the same share of it as on the fitted
+# device: 0.98 of 0.869 on the A100, 0.82 of 0.803 on the H100.
 _SCALED = "not fitted: taken over from the {}, matmul in proportion to the best published product"
 _A100_PCIE = replace(_A100, matmul=0.79, fitted=_SCALED.format("A100"))
 _B200 = replace(_H100, matmul=0.64, fitted=_SCALED.format("H100"))

@@ -82,7 +82,7 @@ def read_hardware(path: Path) -> Device:
             changed[key] = replace(getattr(base, key), **values, **label)
     if "memory_bytes" in changed:
         changed["memory_bytes"] = int(changed["memory_bytes"])
-    sources = base.sources | {key: source for key in changed}
+    sources = base.sources | dict.fromkeys(changed, source)
     return replace(base, name=str(data.get("name", path.stem)), sources=sources, **changed)
 
 

@@ -1,4 +1,5 @@
-"""Seconds of one microbatch on one pipeline rank: blocks, embedding, head, and the waits of tensor and context axes.
+"""Seconds of one microbatch on one pipeline rank: blocks, embedding, head, and the waits of tensor and
+context axes.
 
 What does not depend on the data-parallel axes, kept by the sizes that it does depend on.
 """
@@ -68,7 +69,9 @@ def rank_kinds(
 
 
 class RankClock:
-    """Times blocks and pipeline ranks of `job` on `device` under `software`; `Clock` adds the rest of an update."""
+    """Times blocks and pipeline ranks of `job` on `device` under `software`; `Clock` adds the rest of an
+    update.
+    """
 
     def __init__(self, job: Job, device: Device, software: Software) -> None:
         self.job, self.device, self.software = job, device, software
@@ -203,3 +206,11 @@ class RankClock:
             kinds = rank_kinds(stage_blocks, layout.schedule, a.pp, layout.chunks)
             found = self._rank_seconds[key] = [self.rank(layout, kind, number) for kind, number in kinds]
         return found
+
+    def _each_microbatch(self, layout: Layout) -> bool:
+        """Whether units are gathered and reduced at every microbatch: zero3, but not where a pipeline keeps
+        them.
+        """
+        return layout.data_parallel == "zero3" and (
+            layout.axes.pp == 1 or not self.software.pipeline_keeps_gathered
+        )

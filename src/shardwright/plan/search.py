@@ -39,7 +39,7 @@ BAND = 1.02
 """Layouts whose times differ by less than 2% are ranked by simplicity: no prediction is that sharp."""
 REFINED = 3
 FAR = 1.25
-"""Once a family has a layout that fits, slower ones are searched only up to this multiple of the best of all."""
+"""Once a family has a layout that fits, slower ones are searched up to this multiple of the best of all."""
 
 
 class Choice(NamedTuple):

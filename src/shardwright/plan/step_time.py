@@ -1,7 +1,7 @@
 """Seconds of one update, part by part: kernels, exposed collectives, pipeline, optimizer.
 
-`Clock` holds what does not change between layouts (job, device, software) and keeps the times that layouts share, so
-that the search can ask for tens of thousands of layouts a second.
+`Clock` holds what does not change between layouts (job, device, software) and keeps the times that layouts
+share, so that the search can ask for tens of thousands of layouts a second.
 """
 
 from __future__ import annotations
@@ -150,14 +150,6 @@ class Clock(RankClock):
             + slow * min(leave, backward)
         )
         return waits / size
-
-    def _each_microbatch(self, layout: Layout) -> bool:
-        """Whether units are gathered and reduced at every microbatch: zero3, but not where a pipeline keeps
-        them.
-        """
-        return layout.data_parallel == "zero3" and (
-            layout.axes.pp == 1 or not self.software.pipeline_keeps_gathered
-        )
 
     def _once(self, layout: Layout, rank: RankSeconds, reductions: int) -> float:
         """Exposed seconds of so many gradient reductions and one gather of the parameters."""
