@@ -298,6 +298,10 @@ class PeakModel:
             self._held[key] = tuple((rank, every[rank]) for rank in sorted(ranks))
         return self._held[key]
 
+    def ranks(self, layout: Layout) -> tuple[int, ...]:
+        """The pipeline ranks of which one is the fullest, whatever the sizes."""
+        return tuple(rank for rank, _ in self._holdings(layout))
+
     def _elements(
         self, layout: Layout, degree: int, first: bool, last: bool
     ) -> tuple[Elements, Elements, Elements]:
