@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any
 
-from shardwright.arch.families import FAMILIES
+from shardwright.arch.families import FAMILIES, refuse_experts
 from shardwright.arch.inventory import Group, Part, Shape
 from shardwright.errors import ConfigError
 
@@ -57,6 +57,7 @@ def shape_from_inventory(inventory: Mapping[str, Any]) -> Shape:
     modules), `embedding` and `head` (module names or None). Raises `ConfigError` without blocks or a width.
     """
     config, blocks = inventory["config"], list(inventory["blocks"])
+    refuse_experts(config)
     sizes = {name: tuple(size) for name, size in inventory["parameters"].items()}
     if not blocks:
         raise ConfigError("The model has no repeated blocks.", "A layout groups and splits blocks.")
