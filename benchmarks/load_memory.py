@@ -10,8 +10,8 @@ a process of its own:
 
 Every weight is written to once after loading, as the first step does: a mapped file costs nothing until then.
 
-Anonymous memory (RssAnon) is what the process must hold; the peak of resident memory (VmHWM) also counts pages
-of mapped files that the process has touched. Both are above what the process had before the model was built.
+Anonymous memory (RssAnon) is what the process must hold; the peak of resident memory (VmHWM) also counts
+pages of mapped files that the process has touched. Both are above what it had before the model was built.
 
     python benchmarks/load_memory.py --gigabytes 1 --ranks 2
 """

@@ -16,13 +16,14 @@ from tests.gloo.ranks import run_ranks
 from tests.tiny_models import FAMILIES, spec_of, write_model
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import AutoModelForCausalLM
 
 from shardwright.config.schema import Model
 from shardwright.models import build_model, find_parts, materialise
+from shardwright.models.materialise import fully_shard_parameters
 
 pytestmark = pytest.mark.gloo
 CPU = torch.device("cpu")
@@ -114,6 +115,13 @@ def _trains(root: str) -> None:
         torch.manual_seed(100 + dist.get_rank())
         model = shard(build_model(spec, torch.float64).eval(), mesh)
         materialise(model, spec, seed=5, device=CPU)
+        for (
+            module
+        ) in model.modules():  # before the first forward, too, fully_shard knows what the modules hold
+            if isinstance(module, FSDPModule):
+                module.reshard()
+                held = {id(p) for p in module.parameters()}
+                assert {id(kept.sharded_param) for kept in fully_shard_parameters(module)} <= held
         close(values(model), values(reference))
         ids = torch.arange(24).view(2, 12) * 7
         close(two_steps(model, ids), two_steps(reference, ids))

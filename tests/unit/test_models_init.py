@@ -68,7 +68,7 @@ def test_rules_that_look_easy_to_miss(tmp_path: Path) -> None:
 
 
 def test_values_depend_on_seed_and_name_only(tmp_path: Path) -> None:
-    """A36: not on torch's generator (which is left as it was), the number of layers, or what else is drawn."""
+    """A36: not on torch's generator (which is left alone), the number of layers, or what else is drawn."""
     FAMILIES["qwen3"]().save_pretrained(tmp_path)
     spec = spec_of(tmp_path, init="random")
     torch.manual_seed(1)
@@ -136,6 +136,7 @@ DIRECT = Model(model_name_or_path=f"{__name__}:Direct", init="random")
 
 
 def test_constructors_that_make_their_own_parameters() -> None:
+    assert all(p.is_contiguous() for p in build_model(DIRECT, torch.float32).parameters())
     model = made(DIRECT)
     normal = Direct()
     for name in ("listed", "scalar", "steps", "rows", "mask", "count", "table"):

@@ -32,7 +32,7 @@ def same(model: nn.Module, want: nn.Module) -> None:
     values = dict(model.named_parameters(remove_duplicate=False))
     assert values.keys() == dict(want.named_parameters(remove_duplicate=False)).keys()
     for name, value in want.named_parameters(remove_duplicate=False):
-        assert torch.equal(values[name], value), name
+        assert torch.equal(values[name], value) and values[name].dtype == value.dtype, name
 
 
 def change(directory: Path, **tensors: torch.Tensor | None) -> None:

@@ -133,12 +133,10 @@ def test_an_update_may_hold_several_epochs() -> None:
     assert all(sorted(found[i : i + 3]) == [0, 1, 2] for i in (0, 3, 6))
 
 
-@pytest.mark.parametrize(
-    ("epochs", "positions"), [(1.0, 10), (0.5, 5), (0.1, 1), (0.25, 3), (2.3, 23), (0.3, 3)]
-)
+@pytest.mark.parametrize(("epochs", "positions"), [(1.0, 100), (0.5, 50), (0.07, 7), (0.255, 26), (2.3, 230)])
 def test_fractions_of_epochs_are_decimals(epochs: float, positions: int) -> None:
-    """10 x 0.3 is 3 rows: a binary fraction would round up to 4 for some."""
-    order = Order(10, global_batch_size=1, seed=0, num_train_epochs=epochs)
+    """100 x 0.07 is 7 rows; in binary it is a little more, and would be rounded up to 8."""
+    order = Order(100, global_batch_size=1, seed=0, num_train_epochs=epochs)
     assert order.total_updates == positions
 
 

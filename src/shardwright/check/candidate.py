@@ -27,6 +27,7 @@ from shardwright.data.loader import UpdateBatch
 from shardwright.launch import finish, worker_main
 from shardwright.layout.axes import resolve_axes
 from shardwright.measure import clock
+from shardwright.models.build import quiet_transformers
 from shardwright.parallel.process_group import connect
 from shardwright.train.optimizer import canonical
 from shardwright.train.update import Engine, UpdateResult
@@ -186,6 +187,7 @@ def main() -> int:
     """Runs every spec of the file that the command line names."""
     specs = read_specs(Path(sys.argv[1]))
     hardware = RunFile.model_validate_json(json.dumps(specs[0].run)).hardware
+    quiet_transformers()
     with connect(hardware.device, hardware.timeout_seconds, hardware.threads_per_rank) as connection:
         for spec in specs:
             record_updates(spec, connection.device)

@@ -291,7 +291,10 @@ def _largest(tensor: Tensor) -> float:
     return tensor.abs().max().item() if tensor.numel() else 0.0
 
 
-def compare_records(reference: Record, candidate: Record, tolerance: Tolerance) -> Comparison:
-    """All updates that the reference has, compared with the candidate's; tensors in the order of the model."""
+def compare_records(
+    reference: Record, candidate: Record, tolerance: Tolerance, updates: int | None = None
+) -> Comparison:
+    """All updates of the reference, or its first `updates`, against the candidate's; tensors in the order of the model."""
     comparer = _Comparer(reference, candidate, tolerance)
-    return Comparison(comparer.start(), tuple(comparer.update(number) for number in reference.updates()))
+    numbers = reference.updates()[:updates]
+    return Comparison(comparer.start(), tuple(comparer.update(number) for number in numbers))

@@ -23,6 +23,7 @@ from shardwright.check.rows import CheckedRows
 from shardwright.config.schema import RunFile, Training
 from shardwright.data.loader import Microbatch, UpdateBatch
 from shardwright.models import build_model, find_parts, materialise
+from shardwright.models.build import quiet_transformers
 from shardwright.train.rng import seed_microbatch
 
 PROBE_ELEMENTS = 25_000_000
@@ -258,6 +259,7 @@ def run_reference(
 ) -> tuple[Record, float | None, Training]:
     """(record, gradient norm limit that was used, training section with it) of `updates` updates in this process."""
     record = Record(directory)
+    quiet_transformers()
     reference = Reference(run, changes)
     limit = reference.record(record, updates, lines)
     return record, limit, run.training.model_copy(update={"max_grad_norm": limit})

@@ -90,7 +90,9 @@ def _tokenise(table: Any, *, tokenizer: Any, eos: int | None) -> Any:
     return pa.table({"ids": ids, "file": table["file"], "line": table["line"]})
 
 
-def _read(datasets: Any, files: Sequence[Path], text_column: str, num_proc: int, cache: Path) -> Any:
+def _read(
+    datasets: Any, files: Sequence[Path], text_column: str, num_proc: int, cache: Path, split: str
+) -> Any:
     """A `datasets.Dataset` {text, file, line} of the documents; several files are read side by side."""
     numbered = [(number, str(file)) for number, file in enumerate(files)]
     if next(sources.documents(numbered, text_column), None) is None:
@@ -107,6 +109,7 @@ def _read(datasets: Any, files: Sequence[Path], text_column: str, num_proc: int,
             cache_dir=str(cache),
             gen_kwargs={"files": numbered, "text_column": text_column},
             num_proc=min(num_proc, len(files)) if min(num_proc, len(files)) > 1 else None,
+            split=datasets.NamedSplit(split),
             fingerprint="documents",
         )
     except datasets.exceptions.DatasetGenerationError:
@@ -138,7 +141,7 @@ def write_documents(
         datasets.disable_progress_bars()
     tokenizer = load_tokenizer(tokenizer_path)
     with new_directory(path) as work, tempfile.TemporaryDirectory(dir=work) as cache:
-        texts = _read(datasets, files, text_column, num_proc, Path(cache))
+        texts = _read(datasets, files, text_column, num_proc, Path(cache), split)
         processes = min(num_proc, -(-len(texts) // _DOCUMENTS_PER_PROCESS))
         tokenised = texts.with_format("arrow").map(
             _tokenise,

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
+from typing import TYPE_CHECKING
 
-from shardwright.config.schema import Parallelism
 from shardwright.errors import ConfigError
+
+if TYPE_CHECKING:
+    # Only for the type: `plan` without a run file does not pay for pydantic.
+    from shardwright.config.schema import Parallelism
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 

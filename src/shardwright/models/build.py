@@ -51,6 +51,13 @@ def build_model(spec: Model, dtype: torch.dtype) -> nn.Module:
     return model
 
 
+def quiet_transformers() -> None:
+    """Silences Transformers' advice to pass an attention mask: rows are padded on the right, where no target looks."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+
+
 def read_config(spec: Model) -> Any:
     """The Transformers config of the directory of `spec`, with `config_overrides` applied and checked."""
     from transformers import CONFIG_MAPPING

@@ -165,7 +165,7 @@ def local_box(
     return tuple(slice(start, stop) for start, stop in ranges)
 
 
-def _fully_shard_parameters(model: nn.Module) -> list[Any]:
+def fully_shard_parameters(model: nn.Module) -> list[Any]:
     """What `fully_shard` keeps of each of its parameters."""
     kept: list[Any] = []
     for module in model.modules():
@@ -181,13 +181,13 @@ def _fully_shard_parameters(model: nn.Module) -> list[Any]:
 
 def _offloaded(model: nn.Module) -> set[int]:
     """Parameters whose shards stay on the host."""
-    return {id(kept.sharded_param) for kept in _fully_shard_parameters(model) if kept.offload_to_cpu}
+    return {id(kept.sharded_param) for kept in fully_shard_parameters(model) if kept.offload_to_cpu}
 
 
 def _tell_fully_shard(model: nn.Module) -> None:
     """Makes `fully_shard` take the tensors that the modules hold now, as its `_apply` does."""
     with torch.no_grad():
-        for kept in _fully_shard_parameters(model):
+        for kept in fully_shard_parameters(model):
             kept.reset_sharded_param()
 
 

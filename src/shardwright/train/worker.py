@@ -15,6 +15,7 @@ from shardwright.launch import finish, worker_main
 from shardwright.layout.legality import check_device, check_run
 from shardwright.measure import clock
 from shardwright.measure.record import versions
+from shardwright.models.build import quiet_transformers
 from shardwright.parallel.process_group import Connection, connect
 from shardwright.train.loop import Trainer
 from shardwright.train.run_data import RunData, open_data
@@ -25,6 +26,7 @@ from shardwright.train.update import Engine
 def run_rank(loaded: Loaded) -> int:
     """Trains as one rank of the group that the environment names; returns the exit code."""
     run, hardware = loaded.run, loaded.run.hardware
+    quiet_transformers()
     stop = StopFlag()
     with connect(hardware.device, hardware.timeout_seconds, hardware.threads_per_rank) as connection:
         axes = check_run(loaded, connection.placement.world_size)

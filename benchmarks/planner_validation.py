@@ -1,0 +1,140 @@
+"""Prints the planner's errors on published measurements: step time here, peak memory from planner_memory_rows.
+
+    python benchmarks/planner_validation.py            the tables
+    python benchmarks/planner_validation.py --rows     and every row
+    python benchmarks/planner_validation.py --json     everything as JSON
+
+The error of a row is predicted / measured - 1. Constants were fitted on the calibration half only.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable
+from statistics import median
+from typing import NamedTuple
+
+from planner_memory_rows import memory_table
+from planner_rows import SOFTWARE, STALLED, Row, all_rows, device_of
+
+from shardwright.plan.step_time import Clock
+
+LEFT_UNEXPLAINED = """\
+Left unexplained:
+- nanotron: 177 of its 753 rows wait about a second more at every microbatch than an equal run, whatever the model. No
+  setting in the file tells them apart, so no planner can predict them; the rule above leaves them out. It looks at
+  measurements only, but it was written after the residuals of the calibration half had shown the two populations.
+- nanotron, tensor parallelism with a pipeline over nodes: a block costs about 2.3 ms x tp of host time per microbatch (one
+  constant, host_tensor_pipeline). The cause is not known; the smallest model needs a third less than that.
+- torchtitan: TP = 8 in eager mode is 20% slower, compiled FSDP 15% faster than the shared constants say.
+- vTrain, TP = 8 with one row of 1,024 tokens: 30% slower than predicted.
+- Megatron-LM on H100 (2024): with the best microbatch and interleaving assumed it is still 3 to 27% faster than predicted.
+  Our H100 constants come from programs without Transformer Engine's kernels and overlapped tensor parallelism.
+- mosaicml: 1B on 32 A100 runs at 0.81 of the speed per device that the same model reaches on 8."""
+
+
+class Error(NamedTuple):
+    """One row with its prediction."""
+
+    row: Row
+    predicted: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.row.measured_seconds - 1
+
+
+def predict(row: Row) -> float:
+    """Seconds of the row's update, the pipeline's action lists played."""
+    return Clock(row.job, device_of(row), SOFTWARE[row.software]).timed(row.layout, row.stage_blocks).total
+
+
+def time_errors(rows: Iterable[Row] | None = None) -> list[Error]:
+    """Every row that has a measured time, excluded ones too."""
+    return [
+        Error(row, predict(row)) for row in (all_rows() if rows is None else rows) if row.measured_seconds
+    ]
+
+
+def percentile(values: list[float], fraction: float) -> float:
+    """The smallest value that is at least as large as `fraction` of all."""
+    ordered = sorted(values)
+    return ordered[min(int(fraction * len(ordered)), len(ordered) - 1)]
+
+
+def summary(errors: list[Error]) -> dict[str, float]:
+    """rows, bias (median error), median and 90th percentile of the absolute error."""
+    absolute = [abs(e.error) for e in errors]
+    return {
+        "rows": len(errors),
+        "bias": median(e.error for e in errors),
+        "median": median(absolute),
+        "p90": percentile(absolute, 0.9),
+    }
+
+
+def _table(title: str, errors: list[Error], write: Callable[[str], object]) -> None:
+    write(f"\n{title}")
+    write(f"  {'source':<22}{'rows':>6}{'bias':>9}{'median':>9}{'90th':>9}")
+    names = sorted(
+        {e.row.source for e in errors}, key=lambda name: -sum(e.row.source == name for e in errors)
+    )
+    for name in [*names, "all"]:
+        own = [e for e in errors if name in ("all", e.row.source)]
+        s = summary(own)
+        write(f"  {name:<22}{s['rows']:>6.0f}{s['bias']:>+9.1%}{s['median']:>9.1%}{s['p90']:>9.1%}")
+
+
+def main(arguments: list[str]) -> int:
+    errors = time_errors()
+    used = [e for e in errors if not e.row.excluded]
+    if "--json" in arguments:
+        rows = [
+            {
+                "source": e.row.source,
+                "label": e.row.label,
+                "half": "validation" if e.row.validation else "calibration",
+                "measured_seconds": e.row.measured_seconds,
+                "predicted_seconds": e.predicted,
+                "excluded": e.row.excluded,
+            }
+            for e in errors
+        ]
+        print(
+            json.dumps({"rows": rows, "validation": summary([e for e in used if e.row.validation])}, indent=1)
+        )
+        return 0
+    print("Step time, predicted / measured - 1")
+    _table("Calibration half (constants fitted here)", [e for e in used if not e.row.validation], print)
+    _table(
+        "Validation half (bound: median 10%, 90th percentile 25%)",
+        [e for e in used if e.row.validation],
+        print,
+    )
+    print("\nExcluded by rule, both halves")
+    for reason, number in Counter(row.excluded for row in all_rows() if row.excluded).most_common():
+        own = [e for e in errors if e.row.excluded == reason]
+        seen = f"median error {median(e.error for e in own):+.0%}" if own else "no time"
+        print(f"  {number:>4}  {reason} ({seen})")
+    stalled = [e for e in errors if e.row.validation and e.row.excluded in ("", STALLED)]
+    s = summary(stalled)
+    print(
+        f"\nValidation half with the stalled nanotron runs counted: median {s['median']:.1%}, 90th percentile {s['p90']:.1%}"
+    )
+    print(LEFT_UNEXPLAINED)
+    print("\nPeak memory, predicted / measured - 1")
+    print(memory_table("--rows" in arguments))
+    if "--rows" in arguments:
+        print("\nEvery row: error, measured s, predicted s, half, source, setting")
+        for e in sorted(errors, key=lambda e: (e.row.source, e.row.label)):
+            half = e.row.excluded and "excluded" or ("validation" if e.row.validation else "calibration")
+            print(
+                f"{e.error:>+8.1%} {e.row.measured_seconds:>10.3f} {e.predicted:>10.3f}  {half:<12}{e.row.source:<22}{e.row.label}"
+            )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

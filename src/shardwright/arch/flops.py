@@ -1,0 +1,189 @@
+"""FLOPs of one update, by place and by convention.
+
+A multiply-add is 2 FLOPs. Backward costs twice the forward. The output head is a matrix product, tied or not; the input
+embedding is a lookup and costs none. Attention's two products have query heads, whatever the number of KV heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from shardwright.arch.inventory import Shape, counts, matmuls
+
+FORWARD_AND_BACKWARD = 3
+
+
+@lru_cache(maxsize=256)
+def block_matmul_weights(shape: Shape) -> int:
+    """Weights of one block that multiply every token."""
+    return sum(product.fan_in * product.fan_out for product in matmuls(shape))
+
+
+def head_matmul_weights(shape: Shape) -> int:
+    """Weights of the output head, also when it is the embedding."""
+    return shape.vocab * shape.hidden
+
+
+def matmul_weights(shape: Shape) -> int:
+    """Weights that multiply every token: all blocks and the head, without the input embedding."""
+    return shape.layers * block_matmul_weights(shape) + head_matmul_weights(shape)
+
+
+def visible_keys(length: int, window: int | None, causal: bool) -> float:
+    """Keys that a query multiplies, on average: `length`, half of it when causal, fewer under a window.
+
+    The causal count is length / 2 (not (length + 1) / 2), the convention of FlashAttention and Megatron-LM.
+    """
+    if window is None or window >= length:
+        return length / 2 if causal else float(length)
+    return window - window**2 / (2 * length) if causal else float(window)
+
+
+@lru_cache(maxsize=4096)
+def attention_keys(shape: Shape, length: int, causal: bool) -> float:
+    """Visible keys summed over all layers."""
+    whole = shape.layers - shape.window_layers
+    return whole * visible_keys(length, None, causal) + shape.window_layers * visible_keys(
+        length, shape.window, causal
+    )
+
+
+def attention_forward_flops(shape: Shape, length: int, causal: bool) -> float:
+    """FLOPs of QK^T and of the product with V, per token over all layers, forward only."""
+    return 4 * shape.query_width * attention_keys(shape, length, causal)
+
+
+@dataclass(frozen=True)
+class ModelFlops:
+    """FLOPs per token of forward and backward, without recomputation."""
+
+    blocks: float
+    attention: float
+    head: float
+
+    @property
+    def total(self) -> float:
+        return self.blocks + self.attention + self.head
+
+
+def model_flops(shape: Shape, length: int, causal: bool = False) -> ModelFlops:
+    """FLOPs per token at rows of `length` tokens, the numerator of MFU; `causal` counts only visible keys."""
+    return ModelFlops(
+        blocks=2.0 * FORWARD_AND_BACKWARD * shape.layers * block_matmul_weights(shape),
+        attention=FORWARD_AND_BACKWARD * attention_forward_flops(shape, length, causal),
+        head=2.0 * FORWARD_AND_BACKWARD * head_matmul_weights(shape),
+    )
+
+
+def recompute_flops(shape: Shape, length: int, mode: str, causal: bool = False) -> float:
+    """FLOPs per token that recomputation repeats, the part of HFU that MFU leaves out.
+
+    mode: `none`; `selective`: attention's core again (matrix products are kept); `full`: every block's forward again.
+    """
+    attention = attention_forward_flops(shape, length, causal)
+    if mode == "none":
+        return 0.0
+    if mode == "selective":
+        return attention
+    if mode == "full":
+        return 2.0 * shape.layers * block_matmul_weights(shape) + attention
+    raise ValueError(f"no recomputation mode {mode!r}")
+
+
+def utilisation(
+    flops_per_token: float, tokens_per_second: float, devices: int, peak_flops_per_second: float
+) -> float:
+    """Share of the peak of ALL devices: flops per token x tokens per second of all devices / (devices x peak)."""
+    return flops_per_token * tokens_per_second / (devices * peak_flops_per_second)
+
+
+def _narayanan(s: Shape, length: int) -> float:
+    h, layers = s.hidden, s.layers
+    return 96 * layers * h**2 * (1 + length / (6 * h) + s.vocab / (16 * layers * h))
+
+
+def _megatron(s: Shape, length: int) -> float:
+    h, layers = s.hidden, s.layers
+    return 72 * layers * h**2 * (1 + length / (6 * h) + s.vocab / (12 * layers * h))
+
+
+def _korthikanti_selective(s: Shape, length: int) -> float:
+    h, layers = s.hidden, s.layers
+    return 72 * layers * h**2 * (1 + length / (3 * h) + s.vocab / (12 * layers * h))
+
+
+def _palm(s: Shape, length: int) -> float:
+    return 6 * counts(s).total + 12 * s.layers * s.query_width * length
+
+
+def _torchtitan(s: Shape, length: int) -> float:
+    return 6 * (counts(s).total - s.vocab * s.hidden) + 12 * s.layers * s.query_width * length
+
+
+def _mosaicml(s: Shape, length: int) -> float:
+    return 6 * counts(s).total + 12 * s.layers * s.hidden * length
+
+
+def _nanotron(s: Shape, length: int) -> float:
+    return model_flops(s, length).total + 6 * s.vocab * s.hidden
+
+
+def _six_p(s: Shape, length: int) -> float:
+    return 6.0 * counts(s).total
+
+
+@dataclass(frozen=True)
+class Convention:
+    """A published way of counting FLOPs per token; `counts_recompute` makes its quotient an HFU."""
+
+    name: str
+    flops_per_token: Callable[[Shape, int], float]
+    counts_recompute: bool
+    source: str
+
+
+CONVENTIONS = {
+    convention.name: convention
+    for convention in (
+        Convention(
+            "shardwright",
+            lambda s, t: model_flops(s, t).total,
+            False,
+            "blocks, full attention and head, this file",
+        ),
+        Convention(
+            "shardwright-causal",
+            lambda s, t: model_flops(s, t, causal=True).total,
+            False,
+            "the same, visible keys only",
+        ),
+        Convention(
+            "narayanan",
+            _narayanan,
+            True,
+            "Narayanan et al. 2021 (arXiv:2104.04473), section 5.1: full recomputation counted",
+        ),
+        Convention(
+            "korthikanti",
+            _megatron,
+            False,
+            "Korthikanti et al. 2022 (arXiv:2205.05198), appendix A, model FLOPs",
+        ),
+        Convention(
+            "korthikanti-selective",
+            _korthikanti_selective,
+            True,
+            "the same appendix, hardware FLOPs, selective recomputation",
+        ),
+        Convention(
+            "megatron", _megatron, False, "Megatron-LM README: 12BsLh^2(6 + s/h + V/(2Lh)), full attention"
+        ),
+        Convention("palm", _palm, False, "Chowdhery et al. 2022 (arXiv:2204.02311), appendix B: 6N + 12LHQT"),
+        Convention("torchtitan", _torchtitan, False, "torchtitan since 2025: 6(N - N_embedding) + 12LHQT"),
+        Convention("mosaicml", _mosaicml, False, "llm-foundry: 3(2N + 4Ldt) with N all parameters"),
+        Convention("nanotron", _nanotron, False, "nanotron: the head counted twice"),
+        Convention("6P", _six_p, False, "Kaplan et al. 2020 (arXiv:2001.08361): C = 6PD, attention left out"),
+    )
+}

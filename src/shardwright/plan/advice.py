@@ -1,0 +1,215 @@
+"""Which path to test first, what it needs checking, what it will not fix, and what would make a job fit.
+
+The situations and their paths are those of the project's notes on distributed training (October 2026): DDP when a useful
+batch fits; FSDP2 when replicated state does not; a ZeRO stage with offload where that is set up; tensor and pipeline
+parallelism when layer compute or scale needs more partitioning.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from shardwright.arch.inventory import counts
+from shardwright.plan.hardware import CATALOGUE
+from shardwright.plan.job import DTYPE_BYTES, Job, Layout
+from shardwright.plan.search import Choice, Found, Search
+from shardwright.plan.space import shells
+from shardwright.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from shardwright.layout.axes import Axes
+
+CLOSE = 1.25
+"""A simpler path is tested first when it is predicted within this factor of the fastest."""
+STILL_USEFUL = 1.5
+"""Doubling the ranks is of little use below this speed-up."""
+
+
+class Path(NamedTuple):
+    """One row of the notes' table of paths."""
+
+    name: str
+    situation: str
+    checks: str
+
+
+PATHS = {
+    "ddp": Path(
+        "DDP",
+        "A useful batch fits; scale data throughput",
+        "Loading, global token weighting, synchronization",
+    ),
+    "fsdp": Path(
+        "FSDP2",
+        "Replicated state does not fit; retain a PyTorch model",
+        "Grouping, dtypes, peaks, save and restart",
+    ),
+    "offload": Path(
+        "ZeRO-3 with offload",
+        "State fits only with shards on the host",
+        "Actual sharding, versions, checkpoint compatibility",
+    ),
+    "parallel": Path(
+        "TP / PP",
+        "Layer compute or scale needs more partitioning",
+        "Model support, topology, communication, layouts",
+    ),
+}
+
+
+def path_of(layout: Layout) -> str:
+    """Which row of the table a layout belongs to."""
+    if layout.offload != "none":
+        return "offload"
+    if layout.axes.tp > 1 or layout.axes.pp > 1 or layout.axes.cp > 1:
+        return "parallel"
+    return "ddp" if layout.data_parallel == "ddp" else "fsdp"
+
+
+def first_to_test(found: Found) -> Choice | None:
+    """The simplest path that is close to the fastest; None when nothing fits."""
+    ranked = found.ranked()
+    if not ranked:
+        return None
+    fastest = min(choice.seconds for choice in ranked)
+    for path in ("ddp", "fsdp", "parallel", "offload"):
+        close = [c for c in ranked if path_of(c.layout) == path and c.seconds <= CLOSE * fastest]
+        if close:
+            return close[0]
+    return ranked[0]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the path will not fix, as sentences with this job's numbers."""
+
+    sentences: tuple[str, ...]
+
+
+def will_not_fix(search: Search, choice: Choice, composition: dict[str, float], allocated: float) -> Limits:
+    """Loading and padding; activations that no data rank divides; the number of ranks beyond which local work is too small."""
+    lines = [
+        "Slow loading, preprocessing or padding: no layout changes them. Look at data/wait_seconds and data/padding_fraction."
+    ]
+    activations = composition.get("activations", 0.0) + composition.get("recomputation and workspace", 0.0)
+    if allocated and activations > 0.3 * allocated and choice.layout.axes.cp == 1:
+        lines.append(
+            f"Activations: {format_bytes(activations)} of the {format_bytes(allocated)} peak. FSDP does not divide them, nor do more "
+            "data ranks at a fixed microbatch: recompute, lower the microbatch, or split rows with cp_size or tp_size."
+        )
+    useful = useful_ranks(search, choice)
+    if useful:
+        lines.append(useful)
+    return Limits(tuple(lines))
+
+
+def useful_ranks(search: Search, choice: Choice) -> str:
+    """The number of devices beyond which doubling the data ranks gives less than 1.5 times the speed, as a sentence."""
+    job, layout = search.job, choice.layout
+    devices, seconds = search.devices, choice.seconds
+    while True:
+        axes = _doubled(layout.axes)
+        rows = layout.microbatch_rows
+        while rows > 1 and job.global_batch_size % (axes.data_ranks * rows):
+            rows -= 1
+        if job.global_batch_size % (axes.data_ranks * rows):
+            return (
+                f"More than {devices:,} devices with these axes: {job.global_batch_size:,} rows per update do not divide over twice as "
+                "many data ranks, and the batch is part of the objective."
+            )
+        wider = replace(layout, axes=axes, microbatch_rows=rows)
+        if layout.schedule == "1f1b" and wider.microbatches(job) < axes.pp:
+            return f"More than {devices:,} devices with these axes: fewer microbatches than pipeline stages would be left."
+        faster = search.clock.step(wider, choice.stage_blocks).total
+        if seconds / faster < STILL_USEFUL:
+            return f"Beyond {devices:,} devices local work is small: {2 * devices:,} are predicted {seconds / faster:.2f} times as fast, not 2."
+        devices, seconds, layout = 2 * devices, faster, wider
+
+
+def _doubled(axes: Axes) -> Axes:
+    if axes.dp_replicate > 1:
+        return replace(axes, dp_replicate=2 * axes.dp_replicate)
+    return replace(axes, dp_shard=2 * axes.dp_shard)
+
+
+# ---- nothing fits
+
+
+def _anything_fits(search: Search, kinds: tuple[str, ...]) -> bool:
+    legal, _ = shells(search.job, search.devices)
+    for shell in legal:
+        for kind in kinds:
+            least = search.least(shell, kind)
+            if least is not None and least[1] <= search.capacity:
+                return True
+    return False
+
+
+def _try(
+    search: Search,
+    job: Job,
+    devices: int,
+    device_name: str = "",
+    kinds: tuple[str, ...] = ("zero3", "zero1", "ddp"),
+) -> bool:
+    device = CATALOGUE[device_name] if device_name else search.device
+    return _anything_fits(Search(job, device, devices, search.clock.software, search.program), kinds)
+
+
+def offloaded(search: Search) -> Choice | None:
+    """The best layout with shards and optimizer on the host, if that fits."""
+    wide = Search(
+        search.job, search.device, search.devices, search.clock.software, search.program, ("offload",)
+    )
+    ranked = wide.run().ranked()
+    return ranked[0] if ranked else None
+
+
+def what_would_fit(search: Search) -> list[str]:
+    """Changes, nearest first, each of which alone would make some layout fit with all state on the devices."""
+    job, devices = search.job, search.devices
+    lines = []
+    unit = largest_unit_bytes(job)
+    if 2 * unit > search.capacity:
+        lines.append(
+            f"Even one unit does not fit: the largest one gathers {format_bytes(unit)} and makes a gradient as large. Cut it: smaller "
+            "units, or tp_size, which splits the computation of a layer too."
+        )
+    more = next((n for n in (devices * 2**i for i in range(1, 11)) if _try(search, job, n)), None)
+    if more:
+        lines.append(f"{more:,} devices instead of {devices:,}: the states are then divided finely enough.")
+    larger = sorted(
+        (d for d in CATALOGUE.values() if d.memory_bytes > search.capacity and d.name != "cpu"),
+        key=lambda d: d.memory_bytes,
+    )
+    bigger = next((d for d in larger if _try(search, job, devices, d.name)), None)
+    if bigger:
+        lines.append(
+            f"A device with {format_bytes(bigger.memory_bytes)}, such as {bigger.name}, at the same number."
+        )
+    length = job.max_length // 2
+    while length >= 256:
+        if _try(search, replace(job, max_length=length), devices):
+            lines.append(f"max_length {length:,} instead of {job.max_length:,}: this changes the objective.")
+            break
+        length //= 2
+    host = offloaded(search)
+    if host is not None:
+        states = counts(job.shape).total * (4 * DTYPE_BYTES[job.master_dtype])
+        lines.append(
+            f"memory.cpu_offload params: {format_bytes(host.device_bytes)} on a device and {format_bytes(states)} on the hosts together, "
+            f"{format_seconds(host.seconds)} per update."
+        )
+    weights = counts(job.shape).total * DTYPE_BYTES[job.param_dtype] / devices
+    lines.append(
+        f"Training fewer parameters (model.freeze, LoRA): frozen weights in {job.param_dtype} need {format_bytes(weights)} a rank and no "
+        "gradients or optimizer states. That is another objective."
+    )
+    return lines
+
+
+def largest_unit_bytes(job: Job) -> float:
+    """Bytes that the largest block, embedding or head needs when it is gathered whole."""
+    number = counts(job.shape)
+    return max(number.block, number.embedding, number.head) * DTYPE_BYTES[job.param_dtype]

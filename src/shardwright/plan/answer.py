@@ -1,0 +1,278 @@
+"""The planner's answer as data: what was asked, the ranked layouts, what was rejected and why, and the advice."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from shardwright.arch.flops import model_flops, recompute_flops, utilisation
+from shardwright.arch.inventory import counts
+from shardwright.plan.advice import PATHS, first_to_test, path_of, what_would_fit, will_not_fix
+from shardwright.plan.memory import Peak, peak
+from shardwright.plan.reliability import Interruptions, interruptions
+from shardwright.plan.search import Choice, Found, Search
+from shardwright.plan.space import KINDS
+from shardwright.plan.traffic import sent_by_axis, traffic
+from shardwright.units import GIB
+
+if TYPE_CHECKING:
+    from shardwright.plan.job import Job, Layout
+
+CHECKPOINT_BYTES = 12
+"""Per parameter: fp32 weights and two fp32 moments."""
+
+
+def layout_name(layout: Layout) -> str:
+    """The layout on the command line: `pp4:1f1b+zero1+tp2`."""
+    a = layout.axes
+    parts = [f"pp{a.pp}:{layout.schedule}"] if a.pp > 1 else []
+    parts.append(layout.data_parallel)
+    if a.dp_replicate > 1:
+        parts.append(f"hsdp{a.dp_replicate}")
+    parts += [f"{name}{size}" for name, size in (("cp", a.cp), ("tp", a.tp)) if size > 1]
+    return "+".join(parts)
+
+
+def layout_keys(layout: Layout) -> dict[str, Any]:
+    """The keys of the run file that differ from its defaults, so that the layout can be run."""
+    a = layout.axes
+    keys: dict[str, Any] = {
+        "training.per_device_train_batch_size": layout.microbatch_rows,
+        "parallelism.data_parallel": layout.data_parallel,
+    }
+    for key, size in (
+        ("dp_replicate_size", a.dp_replicate),
+        ("tp_size", a.tp),
+        ("cp_size", a.cp),
+        ("pp_size", a.pp),
+    ):
+        if size > 1:
+            keys[f"parallelism.{key}"] = size
+    if a.pp > 1:
+        keys["parallelism.pp_schedule"] = layout.schedule
+        if layout.chunks > 1:
+            keys["stages per rank"] = layout.chunks
+    if layout.data_parallel == "zero3" and layout.reshard_after_forward is not True:
+        keys["parallelism.reshard_after_forward"] = layout.reshard_after_forward
+    if layout.data_parallel != "ddp":
+        if layout.unit != "block":
+            keys["parallelism.unit"] = layout.unit
+        if layout.prefetch != 1:
+            keys["parallelism.prefetch"] = layout.prefetch
+    if layout.recompute != "none":
+        keys["memory.activation_checkpointing"] = layout.recompute
+    if layout.offload != "none":
+        keys["memory.cpu_offload"] = layout.offload
+    return keys
+
+
+def short_peak(search: Search, layout: Layout) -> Peak:
+    """The timeline's peak, of the pipeline ranks that can be the fullest and of as many microbatches as reach the steady
+    state: more do not change it."""
+    job, pp = search.job, layout.axes.pp
+    microbatches = layout.microbatches(job)
+    rounds = max(1, microbatches // pp)
+    # Whole rounds, so that interleaved schedules keep their shape; GPipe has no steady state.
+    few = (
+        min(microbatches, 3)
+        if pp == 1
+        else microbatches
+        if layout.schedule == "gpipe"
+        else microbatches // rounds * min(rounds, 4)
+    )
+    rows = layout.microbatch_rows * layout.axes.data_ranks * few
+    return peak(
+        replace(job, global_batch_size=rows),
+        layout,
+        search.program,
+        ranks=[rank for rank, _ in search.peaks._holdings(layout)],
+    )
+
+
+@dataclass(frozen=True)
+class Described:
+    """One layout with everything that is printed about it. Bytes, seconds, and fractions.
+
+    sent_bytes: what pipeline rank 0 sends in one update, by axis. moment and composition say when its memory is fullest and what is alive then; empty where that was not asked for.
+    """
+
+    name: str
+    family: str
+    keys: dict[str, Any]
+    microbatches: int
+    seconds: float
+    parts: dict[str, float]
+    tokens_per_second: float
+    mfu: float
+    hfu: float
+    allocated_bytes: float
+    device_bytes: float
+    moment: str
+    composition: dict[str, float]
+    sent_bytes: dict[str, float]
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def describe(search: Search, choice: Choice, *, composition: bool = True) -> Described:
+    """Everything about one layout that fits; without `composition`, all but what its peak is made of."""
+    job, layout = search.job, choice.layout
+    found = short_peak(search, layout) if composition else None
+    moment = found.moment if found else ""
+    tokens = job.global_batch_size * job.max_length
+    rate = tokens / choice.seconds
+    flops = model_flops(job.shape, job.max_length).total
+    again = (
+        recompute_flops(job.shape, job.max_length, layout.recompute) if layout.recompute == "full" else 0.0
+    )
+    peak_flops = search.device.peak(job.param_dtype)
+    return Described(
+        name=layout_name(layout),
+        family=choice.family,
+        keys=layout_keys(layout),
+        microbatches=layout.microbatches(job),
+        seconds=choice.seconds,
+        parts={name: seconds for name, seconds in choice.time._asdict().items() if seconds},
+        tokens_per_second=rate,
+        mfu=utilisation(flops, rate, search.devices, peak_flops),
+        hfu=utilisation(flops + again, rate, search.devices, peak_flops),
+        allocated_bytes=choice.allocated_bytes,
+        device_bytes=choice.device_bytes,
+        moment=f"pipeline rank {found.pipeline_rank}, {moment}" if found and layout.axes.pp > 1 else moment,
+        composition=found.composition if found else {},
+        sent_bytes=sent_by_axis(traffic(job, layout, 0, search.program)),
+    )
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A family in which nothing fits: what its leanest layout needs, mostly of what, and the nearest change that helps."""
+
+    family: str
+    name: str
+    device_bytes: float
+    mostly: str
+    change: str
+
+
+_NEXT = {
+    "ddp": (
+        ("zero1", "shard optimizer states"),
+        ("zero2", "shard gradients too"),
+        ("zero3", "shard parameters too"),
+    ),
+    "zero1": (("zero2", "shard gradients too"), ("zero3", "shard parameters too")),
+    "zero2": (("zero3", "shard parameters too"),),
+    "hsdp": (("zero3", "shard over all data ranks instead of replicating"),),
+}
+
+
+def _refusals(search: Search, found: Found, would_fit: tuple[str, ...]) -> list[Refused]:
+    order = {kind: index for index, kind in enumerate(KINDS)}
+    result = []
+    for family, rejection in sorted(
+        found.rejected.items(), key=lambda item: (item[0].count("+"), order[item[0].partition("+")[0]])
+    ):
+        if rejection.layout is None:
+            continue
+        kind, _, split = family.partition("+")
+        change = ""
+        for better, how in _NEXT.get(kind, ()):
+            if (f"{better}+{split}" if split else better) in found.best:
+                change = f"{how}: {better}{'+' + split if split else ''} fits"
+                break
+        if not change and found.best:
+            nearest = min(found.best.values(), key=lambda choice: choice.seconds)
+            change = f"{nearest.family} fits"
+        if not change and would_fit:
+            change = would_fit[0].partition(":")[0].rstrip(".")
+        top = short_peak(search, rejection.layout).composition
+        name, size = next(iter(top.items()))
+        mostly = f"{name} {size / GIB:.1f} GiB"
+        result.append(Refused(family, layout_name(rejection.layout), rejection.device_bytes, mostly, change))
+    return result
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What `plan` found for a job on so many devices."""
+
+    job: Job
+    device: str
+    devices: int
+    capacity_bytes: int
+    parameters: int
+    considered: int
+    ranked: tuple[Described, ...]
+    first: Described | None
+    path: str
+    refused: tuple[Refused, ...]
+    illegal: dict[str, int]
+    limits: tuple[str, ...]
+    would_fit: tuple[str, ...]
+    interruptions: Interruptions
+
+    @property
+    def fits(self) -> bool:
+        return self.first is not None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as plain data for --json."""
+        path = PATHS.get(self.path)
+        return {
+            "model": {
+                "name": self.job.shape.name or self.job.shape.family,
+                "parameters": self.parameters,
+                **asdict(self.job.shape),
+            },
+            "job": {key: value for key, value in asdict(self.job).items() if key != "shape"},
+            "device": self.device,
+            "devices": self.devices,
+            "capacity_bytes": self.capacity_bytes,
+            "layouts_considered": self.considered,
+            "fits": self.fits,
+            "first_to_test": self.first.as_dict() if self.first else None,
+            "path": path._asdict() if path else None,
+            "ranked": [described.as_dict() for described in self.ranked],
+            "rejected": [asdict(refused) for refused in self.refused],
+            "illegal": self.illegal,
+            "will_not_fix": list(self.limits),
+            "would_fit": list(self.would_fit),
+            "interruptions": asdict(self.interruptions),
+        }
+
+
+def answer(search: Search, shown: int = 5) -> Answer:
+    """Searches, and puts the answer together; the `shown` best families are described in full."""
+    found = search.run()
+    ranked = found.ranked()
+    first = first_to_test(found)
+    described = {
+        choice.family: describe(search, choice, composition=choice is first) for choice in ranked[:shown]
+    }
+    if first is not None:
+        described.setdefault(first.family, describe(search, first))
+    limits: tuple[str, ...] = ()
+    if first is not None:
+        own = described[first.family]
+        limits = will_not_fix(search, first, own.composition, own.allocated_bytes).sentences
+    would_fit = () if ranked else tuple(what_would_fit(search))
+    nodes = max(1, search.devices // search.device.node.devices)
+    total = counts(search.job.shape).total
+    return Answer(
+        job=search.job,
+        device=search.device.name,
+        devices=search.devices,
+        capacity_bytes=search.capacity,
+        parameters=total,
+        considered=found.considered,
+        ranked=tuple(described[choice.family] for choice in ranked[:shown]),
+        first=described[first.family] if first else None,
+        path=path_of(first.layout) if first else "",
+        refused=tuple(_refusals(search, found, would_fit)),
+        illegal=found.refused,
+        limits=limits,
+        would_fit=would_fit,
+        interruptions=interruptions(search.devices, total * CHECKPOINT_BYTES, nodes),
+    )

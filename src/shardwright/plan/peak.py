@@ -1,0 +1,401 @@
+"""The closed form of peak memory: the largest total an update can reach, without walking it.
+
+Only these moments can be the largest: in the backward of each distinct state of a rank's action list, the loss, the head, the
+first and the last block that backward meets, and the embedding; weight gradients that were put off; the optimizer step. Each
+is a sum of activations that no sharding changes (cached) and of multiples of a few sizes. `memory.timeline` walks
+everything; a test holds the two equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from operator import ge, mul
+from typing import TYPE_CHECKING, NamedTuple
+
+from shardwright.layout.schedule import rank_actions, rank_stages
+from shardwright.plan.job import DTYPE_BYTES, Job, Layout
+from shardwright.plan.program import SHARDWRIGHT, Program
+from shardwright.plan.rank_bytes import (
+    Rules,
+    activation_key,
+    block_bytes,
+    holds,
+    loss_bytes,
+    rank_elements,
+    rules,
+    state_bytes,
+    units,
+    with_casts,
+)
+from shardwright.plan.states import Elements
+
+if TYPE_CHECKING:
+    from shardwright.config.schema import Schedule
+
+BLOCK, EMBEDDING, HEAD = 0, 1, 2
+
+
+class State(NamedTuple):
+    """What a backward action of a pipeline rank meets, whatever the sizes.
+
+    kind, chunk: the action and the rank's stage it is for. alive: microbatches in flight per stage, this one included.
+    deferred: microbatches per stage whose weight gradients are still to come. gradients: per stage, 0 before its first
+    backward, 2 after its last, else 1. first, last: this is the stage's first, or last, backward for weights.
+    """
+
+    kind: str
+    chunk: int
+    alive: tuple[int, ...]
+    deferred: tuple[int, ...]
+    gradients: tuple[int, ...]
+    first: bool
+    last: bool
+
+
+def _clamp(schedule: Schedule | None, pp: int, microbatches: int) -> int:
+    """A number of microbatches with the same states: the steady phase repeats. GPipe has none."""
+    if schedule is None:
+        return min(microbatches, 3)
+    if schedule == "gpipe":
+        return microbatches
+    if schedule in ("interleaved_1f1b", "zero_bubble"):
+        rounds = max(1, microbatches // pp)
+        return microbatches // rounds * min(rounds, 3)
+    return min(microbatches, 3 * pp)
+
+
+@lru_cache(maxsize=8192)
+def states(
+    schedule: Schedule | None, pp: int, chunks: int, microbatches: int, rank: int
+) -> tuple[State, ...]:
+    """The backward states of a rank that no other state of it dominates."""
+    count = _clamp(schedule, pp, microbatches)
+    if schedule in (None, "gpipe", "1f1b"):
+        # Backward k meets as many microbatches as there are left, up to what the schedule allows.
+        limit = {None: 1, "gpipe": count, "1f1b": pp - rank}[schedule]
+        kept = {0, min(1, count - 1), count - 1}
+        return tuple(
+            State("B", 0, (min(count - k, limit),), (0,), (int(k > 0),), k == 0, k == count - 1)
+            for k in sorted(kept)
+        )
+    own = rank_stages(schedule, pp, chunks, rank)
+    alive, deferred, weights = [0] * len(own), [0] * len(own), [0] * len(own)
+    found: dict[tuple[str, int, tuple[int, ...], bool, bool], list[State]] = {}
+    for stage, kind, _ in rank_actions(schedule, pp, chunks, count, rank):
+        chunk = own.index(stage)
+        if kind == "F":
+            alive[chunk] += 1
+            continue
+        gradients = tuple((done > 0) + (done == count) for done in weights)
+        first, last = weights[chunk] == 0, weights[chunk] == count - 1
+        state = State(kind, chunk, tuple(alive), tuple(deferred), gradients, first, last)
+        _keep(found.setdefault((kind, chunk, gradients, first, last), []), state)
+        alive[chunk] -= kind != "W"
+        deferred[chunk] += {"I": 1, "W": -1}.get(kind, 0)
+        weights[chunk] += kind != "I"
+    return tuple(state for group in found.values() for state in group)
+
+
+def _keep(group: list[State], new: State) -> None:
+    """Adds `new` unless another of its group holds at least as much of everything; drops those it dominates."""
+
+    def covers(a: State, b: State) -> bool:
+        return all(x >= y for x, y in zip(a.alive + a.deferred, b.alive + b.deferred))
+
+    if any(covers(old, new) for old in group):
+        return
+    group[:] = [old for old in group if not covers(new, old)] + [new]
+
+
+Units = tuple[int, int, int]
+"""How many blocks, embeddings and heads."""
+
+NONE: Units = (0, 0, 0)
+
+
+class Entry(NamedTuple):
+    """One moment that can be the largest, as counts: it does not depend on any size.
+
+    activations: how often each of `weights` counts. accumulated, resting: units whose gradients are put off, reduced.
+    place: which unit is gathered. sends: its gradient and reduction input are there too.
+    """
+
+    activations: tuple[int, ...]
+    accumulated: Units
+    resting: Units
+    place: int
+    sends: bool
+
+
+def weights(job: Job, layout: Layout, program: Program, cast: tuple[float, float]) -> tuple[float, ...]:
+    """Bytes of what `Entry.activations` counts. `cast`: of a block's and the head's weights, see `with_casts`."""
+    a = with_casts(block_bytes(job, program, activation_key(layout)), layout.recompute, *cast)
+    loss, kept, after = loss_bytes(job, program, a.logits, layout.axes.tp > 1)
+    return (a.saved, a.boundary, a.head, kept, a.deferred, a.work, loss, after)
+
+
+class Holding(NamedTuple):
+    """What a rank holds: blocks of each of its stages, which of them has the embedding and the head (-1: none)."""
+
+    blocks: tuple[int, ...]
+    first: int
+    last: int
+
+    def units(self, chunk: int) -> Units:
+        return (self.blocks[chunk], int(chunk == self.first), int(chunk == self.last))
+
+
+def _plus(terms: Iterable[Units]) -> Units:
+    total = [0, 0, 0]
+    for blocks, embeddings, heads in terms:
+        total[0] += blocks
+        total[1] += embeddings
+        total[2] += heads
+    return (total[0], total[1], total[2])
+
+
+def _others(h: Holding, state: State, late: bool) -> tuple[Units, Units]:
+    """Gradients of the other stages: put off while these are at work, reduced once they are done (or at once)."""
+    waiting: list[Units] = []
+    reduced: list[Units] = []
+    for chunk, phase in enumerate(state.gradients):
+        if phase and chunk != state.chunk:
+            (waiting if late and phase == 1 else reduced).append(h.units(chunk))
+    return _plus(waiting), _plus(reduced)
+
+
+def _own_gradients(h: Holding, state: State, late: bool) -> tuple[tuple[Units, Units], ...]:
+    """(put off, reduced) units of this stage at the loss, after the head, at the last block, and at the embedding."""
+    n, embeds, head = h.units(state.chunk)
+    if late and state.last and state.kind == "B":
+        # The last microbatch: from put off to reduced, unit by unit.
+        return (
+            ((n, embeds, head), NONE),
+            ((n, embeds, 0), (0, 0, head)),
+            ((1, embeds, 0), (n - 1, 0, head)),
+            ((0, embeds, 0), (n, 0, head)),
+        )
+    if state.first and state.kind == "B":
+        grown: tuple[Units, ...] = (NONE, (0, 0, head), (n - 1, 0, head), (n, 0, head))
+    else:
+        grown = ((n, embeds, head) if state.gradients[state.chunk] else NONE,) * 4
+    return tuple((one, NONE) if late else (NONE, one) for one in grown)
+
+
+def _entries(h: Holding, state: State, late: bool) -> Iterator[Entry]:
+    """The moments of one backward action that can be the largest."""
+    chunk = state.chunk
+    n, embeds, head = h.units(chunk)
+    waiting, reduced = _others(h, state, late)
+    flight = sum(count * h.blocks[i] for i, count in enumerate(state.alive))
+    heads = state.alive[h.last] if h.last >= 0 else 0
+    deferred = sum(count * h.blocks[i] for i, count in enumerate(state.deferred))
+    boundaries, makes = sum(state.alive), state.kind == "B"
+    own = _own_gradients(h, state, late)
+
+    # This microbatch's own logits are counted by the loss once its backward has begun.
+    kept_loss = heads - head * (state.kind != "W")
+
+    def entry(
+        at: int, saved: int, heads: int, work: int, loss: int, after: int, place: int, sends: bool
+    ) -> Entry:
+        counts = (saved, boundaries, heads, kept_loss, deferred, work, loss, after)
+        return Entry(counts, _plus((waiting, own[at][0])), _plus((reduced, own[at][1])), place, sends)
+
+    if state.kind == "W":
+        yield entry(0, flight, heads, 0, 0, 0, BLOCK, True)
+        return
+    rest_heads = heads - head
+    if head:
+        yield entry(0, flight, heads, 0, 1, 0, HEAD, False)
+        yield entry(0, flight, heads, 0, 0, 1, HEAD, makes)
+    yield entry(1, flight, rest_heads, 1, 0, 0, BLOCK, makes)
+    yield entry(2, flight - n + 1, rest_heads, 1, 0, 0, BLOCK, makes)
+    if embeds and makes:
+        yield entry(3, flight - n, rest_heads, 0, 0, 0, EMBEDDING, True)
+
+
+def _fullest(entries: Iterable[Entry]) -> tuple[Entry, ...]:
+    """Entries that no other one dominates."""
+    kept: list[Entry] = []
+
+    def covers(x: Entry, y: Entry) -> bool:
+        if x.place != y.place or x.sends < y.sends:
+            return False
+        mine, theirs = x.activations + x.accumulated + x.resting, y.activations + y.accumulated + y.resting
+        return all(p >= q for p, q in zip(mine, theirs))
+
+    for entry in sorted(set(entries), key=lambda one: -sum(one.activations)):
+        if not any(covers(old, entry) for old in kept):
+            kept.append(entry)
+    return tuple(kept)
+
+
+@lru_cache(maxsize=8192)
+def rank_entries(
+    schedule: Schedule | None, pp: int, chunks: int, microbatches: int, rank: int, h: Holding, late: bool
+) -> tuple[Entry, ...]:
+    """Every moment that can be the fullest of a rank, whatever the sizes."""
+    listed = states(schedule, pp, chunks, microbatches, rank)
+    return _fullest(entry for state in listed for entry in _entries(h, state, late))
+
+
+class Moment(NamedTuple):
+    """An entry with its sizes: activation bytes, and units whose gradients are put off and reduced."""
+
+    activations: float
+    waiting: Units
+    reduced: Units
+    place: int
+    sends: bool
+
+
+class Profile(NamedTuple):
+    """What one pipeline rank needs: blocks, whether it holds embedding and head, its moments."""
+
+    blocks: int
+    first: bool
+    last: bool
+    moments: tuple[Moment, ...]
+
+
+def _largest(entries: tuple[Entry, ...], weight: tuple[float, ...]) -> tuple[Moment, ...]:
+    """The entries in bytes, without those that are dominated at these sizes."""
+    sized = sorted((Moment(sum(map(mul, e[0], weight)), *e[1:]) for e in entries), reverse=True)
+    kept: list[Moment] = []
+    for new in sized:
+        for old in kept:
+            alike = old.place == new.place and old.sends >= new.sends
+            if alike and all(map(ge, old.waiting + old.reduced, new.waiting + new.reduced)):
+                break
+        else:
+            kept.append(new)
+    return tuple(kept)
+
+
+class PeakModel:
+    """Peak memory of layouts of one job in one program. The search makes one and asks it for every layout."""
+
+    def __init__(self, job: Job, program: Program = SHARDWRIGHT) -> None:
+        self.job, self.program = job, program
+        self._profiles: dict[tuple[object, ...], tuple[Profile, ...]] = {}
+        self._held: dict[tuple[object, ...], tuple[tuple[int, Holding], ...]] = {}
+        self._parts: dict[tuple[int, int, bool, bool, bool], tuple[Elements, Elements, Elements]] = {}
+
+    def _holdings(self, layout: Layout) -> tuple[tuple[int, Holding], ...]:
+        """(rank, what it holds) of the ranks that can be the fullest: of those with equally many blocks, the ends."""
+        pp = layout.axes.pp
+        key = (pp, layout.schedule, layout.chunks)
+        if key not in self._held:
+            every = [Holding(*holds(self.job, layout, rank)) for rank in range(pp)]
+            alike: dict[tuple[int, ...], list[int]] = {}
+            for rank in range(1, pp - 1):
+                alike.setdefault(every[rank].blocks, []).append(rank)
+            ends = (0, -1) if layout.schedule in ("zero_bubble", "zbv") else (0,)
+            ranks = {0, pp - 1, *(own[end] for own in alike.values() for end in ends)}
+            self._held[key] = tuple((rank, every[rank]) for rank in sorted(ranks))
+        return self._held[key]
+
+    def _elements(
+        self, layout: Layout, degree: int, first: bool, last: bool
+    ) -> tuple[Elements, Elements, Elements]:
+        key = (layout.axes.tp, degree, first, last, layout.axes.pp > 1)
+        found = self._parts.get(key)
+        if found is None:
+            found = self._parts[key] = rank_elements(self.job, layout, degree, first, last)
+        return found
+
+    def _profile(self, layout: Layout, late: bool, casts: bool, microbatches: int) -> tuple[Profile, ...]:
+        axes = layout.axes
+        schedule = None if axes.pp == 1 else layout.schedule or "1f1b"
+        count = _clamp(schedule, axes.pp, microbatches)
+        split = (
+            axes.tp,
+            axes.cp,
+            axes.pp,
+            layout.microbatch_rows,
+            layout.sequence_parallel,
+            layout.recompute,
+        )
+        key = (*split, schedule, layout.chunks, count, late, casts)
+        found = self._profiles.get(key)
+        if found is None:
+            cast = (0.0, 0.0)
+            if casts:
+                parts = self._elements(layout, 1, False, True)
+                width = DTYPE_BYTES[self.job.param_dtype]
+                cast = (width * parts[BLOCK].whole, width * parts[HEAD].whole)
+            weight = weights(self.job, layout, self.program, cast)
+            made = []
+            for rank, h in self._holdings(layout):
+                entries = rank_entries(schedule, axes.pp, layout.chunks, count, rank, h, late)
+                moments = _largest(entries, weight)
+                made.append(Profile(sum(h.blocks), h.first >= 0, h.last >= 0, moments))
+            found = self._profiles[key] = tuple(made)
+        return found
+
+    def peak_bytes(self, layout: Layout) -> tuple[float, float]:
+        """(allocated, reserved) bytes at the peak of the fullest rank; `Program.fragmentation` says what is reserved."""
+        job, program = self.job, self.program
+        microbatches = layout.microbatches(job)
+        rule = rules(job, layout, program, microbatches)
+        temporary = 0.0 if layout.offload != "none" else program.optimizer_temporary_bytes
+        extra = 1 + program.fragmentation
+        allocated = reserved = 0.0
+        for profile in self._profile(layout, rule.late, rule.casts, microbatches):
+            blocks = profile.blocks
+            parts = self._elements(layout, rule.degree, profile.first, profile.last)
+            block, embedding, head = parts
+            total = blocks * block[0] + embedding[0] + head[0]
+            shard = blocks * block[1] + embedding[1] + head[1]
+            states = sum(state_bytes(job, layout, program, rule, total, shard))
+            most, moving = self._fullest(layout, rule, profile, parts)
+            rest, step = rule.resting * shard, temporary * shard
+            allocated = max(allocated, states + most, states + rest + step)
+            reserved = max(reserved, states + rest + extra * max(moving, step))
+        return allocated, reserved
+
+    def device_bytes(self, layout: Layout) -> float:
+        """Device memory that the layout needs: what the allocator reserves, and the context."""
+        return self.peak_bytes(layout)[1] + self.program.context_bytes
+
+    def _fullest(
+        self, layout: Layout, rule: Rules, profile: Profile, parts: tuple[Elements, Elements, Elements]
+    ) -> tuple[float, float]:
+        """The fullest moment of a rank without what is always there, with and without gradients at rest."""
+        blocks = profile.blocks
+        (block, block_shard), (embedding, embedding_shard), (head, head_shard) = parts
+        group = units(self.job, layout, rule, blocks, (block, embedding, head))
+        c = rule.compute if rule.sharded else 0
+        if rule.resident:
+            gathered = (float(c * (blocks * block + embedding + head)),) * 3
+        else:
+            gathered = (min(1 + layout.prefetch, blocks) * c * group[0], c * group[1], c * group[2])
+        send, late, done = rule.sent, rule.accumulated, rule.resting
+        most = moving = 0.0
+        for activations, waiting, reduced, place, sends in profile.moments:
+            total = activations + gathered[place]
+            if sends:
+                total += send * group[place]
+            if late:
+                total += late * (waiting[0] * block + waiting[1] * embedding + waiting[2] * head)
+            if total > moving:
+                moving = total
+            if done:
+                total += done * (
+                    reduced[0] * block_shard + reduced[1] * embedding_shard + reduced[2] * head_shard
+                )
+            if total > most:
+                most = total
+        return most, moving
+
+
+@lru_cache(maxsize=64)
+def _model(job: Job, program: Program) -> PeakModel:
+    return PeakModel(job, program)
+
+
+def peak_bytes(job: Job, layout: Layout, program: Program = SHARDWRIGHT) -> tuple[float, float]:
+    """(allocated, reserved) bytes at the peak of the fullest rank, without walking the update."""
+    return _model(job, program).peak_bytes(layout)

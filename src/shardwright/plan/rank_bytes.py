@@ -1,0 +1,343 @@
+"""What one pipeline rank holds, as bytes per block, per microbatch and per part: the constants of timeline and closed form.
+
+m bytes of the stored (master) dtype, c of the compute dtype, r of the reduction dtype. N is the sharding degree: dp_shard x
+cp, since context-parallel peers hold the same parameters and shard them too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from shardwright.layout.schedule import rank_stages, split_blocks
+from shardwright.layout.zero import STAGES
+from shardwright.plan.activations import (
+    Kept,
+    block_kept,
+    kept_tensors,
+    loss_copies,
+    norm_bytes,
+    total_per_token,
+    workspace_per_token,
+)
+from shardwright.plan.job import DTYPE_BYTES, Job, Layout, Recompute
+from shardwright.plan.program import Program
+from shardwright.plan.states import Elements, local_elements
+
+_MOMENTS = {"adamw": 2, "muon": 1, "sgd": 1}
+
+
+LOSS_CHUNKS = 16
+
+ActivationKey = tuple[int, int, int, bool, Recompute, bool]
+"""tp, cp, microbatch rows, sequence parallel, recompute, pipelined."""
+
+
+def moments_of(optimizer: str) -> int:
+    """Optimizer states per parameter, in the master dtype: sgd with momentum; 2 for an optimizer that is not ours."""
+    return _MOMENTS.get(optimizer, 2)
+
+
+class BlockBytes(NamedTuple):
+    """Bytes of activations on one rank: per block and microbatch, or per microbatch.
+
+    saved: kept by a block. work: what its backward makes besides (recomputation, gradients of activations). forward:
+    what its forward makes besides. deferred: kept by a block between backward for inputs and for weights. boundary: kept
+    per stage under a pipeline. head: kept by final norm and head. logits: bytes per byte-per-logit (local logits).
+    """
+
+    saved: float
+    work: float
+    forward: float
+    deferred: float
+    boundary: float
+    head: float
+    logits: float
+
+
+@lru_cache(maxsize=65536)
+def block_bytes(job: Job, program: Program, layout_key: ActivationKey) -> BlockBytes:
+    """Activation bytes for (tp, cp, microbatch rows, sequence parallel, recompute, pipelined)."""
+    tp, cp, rows, sequence_parallel, recompute, pipelined = layout_key
+    s, width = job.shape, DTYPE_BYTES[job.param_dtype]
+    sequence_parallel = sequence_parallel and tp > 1
+    tokens = rows * (-(-job.max_length // cp))
+    keys = job.max_length
+
+    def total(kept: tuple[Kept, ...]) -> float:
+        return tokens * total_per_token(kept, tp, sequence_parallel, program.keeps_gathered)
+
+    whole = total(block_kept(s, program, width, job.attention, keys, cp))
+    saved = total(kept_tensors(s, program, width, job.attention, keys, recompute, cp))
+    workspace = tokens * workspace_per_token(s, width, tp, sequence_parallel)
+    divided = tp if sequence_parallel else 1
+    stream = width * s.hidden * tokens / divided
+    norm = norm_bytes(s, program, width)
+    head = tokens * s.hidden * (norm / divided + width / (1 if program.keeps_gathered else divided))
+    products = width * (2 * s.hidden + s.query_width + s.ffn)
+    outputs = width * (s.query_width + 2 * s.kv_width + 2 * s.hidden + (2 if s.gated else 1) * s.ffn)
+    return BlockBytes(
+        saved=saved,
+        work=max(whole - saved, 0.0) + workspace,
+        forward=workspace,
+        deferred=tokens * (products + outputs) / tp,
+        boundary=stream if pipelined and program.engine == "torch" else 0.0,
+        head=head,
+        logits=tokens * (-(-s.vocab // tp)),
+    )
+
+
+def with_casts(a: BlockBytes, recompute: Recompute, block_bytes: float, head_bytes: float) -> BlockBytes:
+    """`a` with the casts of a block's and the head's weights that ddp makes in forward and autograd keeps.
+
+    With recomputation a block's casts are made again in its backward.
+    """
+    if recompute == "none":
+        return a._replace(saved=a.saved + block_bytes, head=a.head + head_bytes)
+    return a._replace(work=a.work + block_bytes, head=a.head + head_bytes)
+
+
+@dataclass(frozen=True)
+class RankBytes:
+    """Everything the memory of one pipeline rank is made of, in bytes.
+
+    blocks: blocks of each of its stages. first, last: which of its stages (by local number) holds the embedding, the
+    head; -1 for none. resting: of one block, the embedding and the head, gradients once reduced. accumulated: the same
+    before reduction, when it is put off. transient: gradient and reduction input of one unit in backward. gathered: of
+    one unit. late: gradients are put off. resident: gathered parameters stay for the whole update. loss: all copies in the
+    backward of the loss; loss_kept: those kept from forward to backward; loss_after: those alive in the head's backward.
+    """
+
+    blocks: tuple[int, ...]
+    first: int
+    last: int
+    parameters: float
+    optimizer: float
+    buffers: float
+    always: float
+    resting: tuple[float, float, float]
+    accumulated: tuple[float, float, float]
+    transient: tuple[float, float, float]
+    gathered: tuple[float, float, float]
+    gathered_all: float
+    late: bool
+    resident: bool
+    ahead: int
+    step: float
+    activations: BlockBytes
+    loss: float
+    loss_kept: float
+    loss_after: float
+
+    @property
+    def at_rest(self) -> float:
+        """Bytes of all gradients once they are reduced."""
+        total = sum(self.blocks) * self.resting[0]
+        return (
+            total
+            + (self.resting[1] if self.first >= 0 else 0.0)
+            + (self.resting[2] if self.last >= 0 else 0.0)
+        )
+
+
+def stages_of(job: Job, layout: Layout) -> tuple[int, ...]:
+    """Blocks of every pipeline stage: the one split that planner and runtime use."""
+    return split_blocks(job.shape.layers, layout.axes.pp * layout.chunks)
+
+
+class Rules(NamedTuple):
+    """What the data-parallel kind means for memory in one program.
+
+    sharded: `fully_shard` keeps shards and gathers. degree: ranks that share the states. late: gradients stay whole until
+    the last microbatch (A112). resident: gathered parameters stay for the whole update. casts: ddp keeps casts of the
+    weights with the activations. compute, master, reduce: bytes of the dtypes. resting: bytes per element of a reduced
+    gradient (with the partial sum of a hybrid). accumulated: bytes per element of one that is put off.
+    """
+
+    sharded: bool
+    degree: int
+    late: bool
+    resident: bool
+    casts: bool
+    compute: int
+    master: int
+    reduce: int
+    resting: float
+    accumulated: float
+    sent: int
+
+
+def rules(job: Job, layout: Layout, program: Program, microbatches: int) -> Rules:
+    """The rules of this layout in this program."""
+    axes, stage, kind = layout.axes, STAGES[layout.data_parallel], layout.data_parallel
+    c, m, r = DTYPE_BYTES[job.param_dtype], DTYPE_BYTES[job.master_dtype], DTYPE_BYTES[job.reduce_dtype]
+    torch_engine = program.engine == "torch"
+    sharded = torch_engine and stage.shards_optimizer
+    stage_keeps = axes.pp > 1 and program.pipeline_keeps_gathered
+    late = sharded and microbatches > 1 and (stage_keeps or not stage.reduces_each_microbatch)
+    resident = sharded and (
+        stage_keeps
+        or not stage.gathers_each_microbatch
+        or layout.reshard_after_forward is False
+        or layout.unit == "root"
+    )
+    hybrid = sharded and axes.dp_replicate > 1 and microbatches > 1 and not late
+    return Rules(
+        sharded=sharded,
+        degree=axes.dp_shard * axes.cp if stage.shards_optimizer else 1,
+        late=late,
+        resident=resident,
+        casts=torch_engine and kind == "ddp" and c < m,
+        compute=c,
+        master=m,
+        reduce=r,
+        resting=0.0 if not sharded or layout.offload != "none" else m + (r if hybrid else 0.0),
+        accumulated=float(r) if late else 0.0,
+        sent=c + r if sharded else (c + m if c < m else c),
+    )
+
+
+def _three(per_element: float, elements: tuple[float, float, float]) -> tuple[float, float, float]:
+    return (per_element * elements[0], per_element * elements[1], per_element * elements[2])
+
+
+def _unit_blocks(layout: Layout, layers: int) -> int:
+    if layout.unit == "block":
+        return 1
+    return layers if layout.unit == "root" else min(int(layout.unit), layers)
+
+
+def rank_elements(
+    job: Job, layout: Layout, degree: int, first: bool, last: bool
+) -> tuple[Elements, Elements, Elements]:
+    """Elements of a block, of the embedding and of the head on a rank that does or does not hold the latter two."""
+    e = local_elements(job.shape, layout.axes.tp, degree)
+    head, none = e.head, Elements(0, 0)
+    if job.shape.tied and layout.axes.pp > 1:
+        # The last stage holds its own copy of a tied embedding.
+        head = Elements(head.whole + e.embedding.whole, head.shard + e.embedding.shard)
+    return e.block, e.embedding if first else none, head if last else none
+
+
+def holds(
+    job: Job, layout: Layout, rank: int, stage_blocks: tuple[int, ...] | None = None
+) -> tuple[tuple[int, ...], int, int]:
+    """(blocks of each of its stages, which of them holds the embedding, which the head; -1 for none)."""
+    stages = stage_blocks or stages_of(job, layout)
+    own = (
+        (0,)
+        if layout.axes.pp == 1
+        else rank_stages(layout.schedule or "1f1b", layout.axes.pp, layout.chunks, rank)
+    )
+    final = len(stages) - 1
+    return (
+        tuple(stages[stage] for stage in own),
+        own.index(0) if 0 in own else -1,
+        own.index(final) if final in own else -1,
+    )
+
+
+def units(
+    job: Job, layout: Layout, rule: Rules, blocks: int, whole: tuple[float, float, float]
+) -> tuple[float, float, float]:
+    """Elements whose gradients are on their way together, in a block, the embedding and the head.
+
+    With `fully_shard` the unit, which is also what is gathered; else the largest matrix of a block, whose gradient autograd
+    has made and not yet added up.
+    """
+    if not rule.sharded:
+        return (local_elements(job.shape, layout.axes.tp, 1).matrix, whole[1], whole[2])
+    if layout.unit == "root":
+        total = blocks * whole[0] + whole[1] + whole[2]
+        return (total, total, total)
+    unit = 1 if layout.unit == "block" else min(int(layout.unit), blocks)
+    return (unit * whole[0], whole[1], whole[2])
+
+
+def rank_bytes(
+    job: Job, layout: Layout, program: Program, rank: int, stage_blocks: tuple[int, ...] | None = None
+) -> RankBytes:
+    """The bytes of pipeline rank `rank`; of its peers on the other axes, the one with the fullest shards.
+
+    `stage_blocks`: blocks of each stage, when it is not the split of `stages_of`.
+    """
+    blocks, first, last = holds(job, layout, rank, stage_blocks)
+    rule = rules(job, layout, program, layout.microbatches(job))
+    e = rank_elements(job, layout, rule.degree, first >= 0, last >= 0)
+    whole = (float(e[0].whole), float(e[1].whole), float(e[2].whole))
+    shard = (float(e[0].shard), float(e[1].shard), float(e[2].shard))
+    count, c = sum(blocks), rule.compute
+    total, total_shard = count * whole[0] + whole[1] + whole[2], count * shard[0] + shard[1] + shard[2]
+    a = block_bytes(job, program, activation_key(layout))
+    if rule.casts:
+        a = with_casts(a, layout.recompute, c * whole[0], c * whole[2])
+    state = state_bytes(job, layout, program, rule, total, total_shard)
+    group = units(job, layout, rule, count, whole)
+    loss, kept, after = loss_bytes(job, program, a.logits, layout.axes.tp > 1)
+    return RankBytes(
+        blocks=blocks,
+        first=first,
+        last=last,
+        parameters=state[0],
+        optimizer=state[1],
+        always=state[2],
+        buffers=state[3],
+        resting=_three(rule.resting, shard),
+        accumulated=_three(rule.accumulated, whole),
+        transient=_three(rule.sent, group),
+        gathered=_three(c if rule.sharded else 0, group),
+        gathered_all=c * total if rule.sharded else 0.0,
+        late=rule.late,
+        resident=rule.resident,
+        ahead=1 + layout.prefetch,
+        step=program.optimizer_temporary_bytes * (0.0 if layout.offload != "none" else total_shard),
+        activations=a,
+        loss=loss,
+        loss_kept=kept,
+        loss_after=after,
+    )
+
+
+def activation_key(layout: Layout) -> ActivationKey:
+    """What of a layout decides the activations of one block."""
+    axes = layout.axes
+    return (axes.tp, axes.cp, layout.microbatch_rows, layout.sequence_parallel, layout.recompute, axes.pp > 1)
+
+
+def loss_bytes(job: Job, program: Program, logits: float, split: bool) -> tuple[float, float, float]:
+    """Bytes of the logits' copies: in the loss's backward, kept from forward to backward, and in the head's backward.
+
+    A chunked loss has the logits and their gradient whole in the compute dtype, and its fp32 copies of one chunk only.
+    """
+    width = DTYPE_BYTES[job.param_dtype]
+    copies = [size for _, size in loss_copies(program, width, split)]
+    if job.loss == "chunked":
+        return logits * (2 * width + sum(copies[1:]) / LOSS_CHUNKS), logits * width, logits * 2 * width
+    return logits * sum(copies), logits * sum(copies[:2]), logits * 2 * width
+
+
+def state_bytes(
+    job: Job, layout: Layout, program: Program, rule: Rules, total: float, total_shard: float
+) -> tuple[float, float, float, float]:
+    """(parameters, optimizer states with any master copy, gradients that are always there, buffers) of one rank."""
+    moments = moments_of(job.optimizer) * rule.master
+    buffers = program.buffer_bytes
+    if program.engine == "flat":
+        master = rule.master if rule.compute < rule.master else 0
+        gradients = (rule.master + program.flat_gradient_copies) * total
+        return rule.compute * total, (moments + master) * total / rule.degree, gradients, buffers
+    if not rule.sharded:
+        return rule.master * total, moments * total, rule.master * total, buffers
+    if not rule.resident and layout.reshard_after_forward is not True:
+        buffers += rule.compute * total / int(layout.reshard_after_forward)
+    if layout.offload != "none":
+        return 0.0, 0.0, 0.0, buffers
+    return rule.master * total_shard, moments * total_shard, 0.0, buffers
+
+
+def stage_saved(b: RankBytes, chunk: int) -> float:
+    """Bytes that one microbatch in flight keeps on a stage."""
+    a = b.activations
+    saved = b.blocks[chunk] * a.saved + a.boundary
+    return saved + (a.head + b.loss_kept if chunk == b.last else 0.0)

@@ -1,0 +1,259 @@
+"""The verb `plan`: from a run file or flags to the printed answer and the exit code."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardwright.arch.inventory import generic_shape, shape_from_config
+from shardwright.arch.known import known_shape
+from shardwright.errors import ConfigError, ExitCode
+from shardwright.plan.advice import first_to_test
+from shardwright.plan.answer import answer, describe, layout_keys, layout_name
+from shardwright.plan.examples import worked_examples
+from shardwright.plan.explain import Subject, explain as explain_field
+from shardwright.plan.explain_time import time_lines
+from shardwright.plan.hardware import find_device
+from shardwright.plan.job import Job
+from shardwright.plan.kernels import Software
+from shardwright.plan.search import Choice, Search
+from shardwright.plan.show import bar, keys_line, layout_table, parts_line, text
+from shardwright.plan.space import KINDS, ON_DEVICE, tensor_reason
+
+if TYPE_CHECKING:
+    from shardwright.arch.inventory import Shape
+
+COMPILED = {"hidden_passes": 12.0, "mlp_passes": 4.0, "host_forward": 0.3e-3, "host_backward": 0.3e-3}
+"""What torch.compile changes: fused element-wise kernels, fewer launches."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What `plan` is asked: flags, or a run file whose values the flags replace. None: not given."""
+
+    run_file: Path | None = None
+    model: str | None = None
+    layers: int | None = None
+    hidden: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    ffn: int | None = None
+    vocab: int | None = None
+    gated: bool = True
+    devices: int | None = None
+    device: str | None = None
+    max_length: int | None = None
+    global_batch_size: int | None = None
+    tokens: float | None = None
+    param_dtype: str | None = None
+    reduce_dtype: str | None = None
+    master_dtype: str | None = None
+    compiled: bool = False
+    offload: bool = False
+    overrides: tuple[str, ...] = ()
+
+
+def _shape(request: Request, run: Any) -> Shape:
+    if request.layers is not None:
+        sizes = {
+            "layers": request.layers,
+            "hidden": request.hidden,
+            "heads": request.heads,
+            "vocab": request.vocab,
+        }
+        missing = [f"--{name}" for name, value in sizes.items() if value is None]
+        if missing:
+            raise ConfigError(
+                f"--layers needs {', '.join(missing)} too.", "Together they give the shape of the model."
+            )
+        return generic_shape(
+            **{name: int(value) for name, value in sizes.items() if value is not None},
+            ffn=request.ffn,
+            kv_heads=request.kv_heads,
+            gated=request.gated,
+            tied=False,
+            biases=False,
+        )
+    name = request.model or (run.model.model_name_or_path if run else None)
+    if name is None:
+        raise ConfigError(
+            "No model is given.",
+            "",
+            "Give a run file, --model (a known name, config.json or its directory) or --layers --hidden --heads --vocab.",
+        )
+    if Path(name).exists():
+        from shardwright.arch.inventory import read_config
+
+        config = dict(read_config(name))
+        if run is not None and not request.model:
+            config |= run.model.config_overrides
+        return replace(shape_from_config(config), name=name)
+    if ":" in name:
+        raise ConfigError(
+            f"`{name}` is Python code.",
+            "plan loads no torch and runs no model.",
+            "Give its sizes: --layers --hidden --heads --vocab --ffn.",
+        )
+    return known_shape(name)
+
+
+def make_search(request: Request) -> tuple[Search, Any]:
+    """The search of a request, and its run file if there is one. Raises `ConfigError` for what is missing or unknown."""
+    run = None
+    if request.run_file is not None:
+        from shardwright.config.load import load_run_file, parse_overrides
+
+        run = load_run_file(request.run_file, parse_overrides(request.overrides)).run
+    needed = {
+        "devices": request.devices,
+        "max_length": request.max_length or (run.data.max_length if run else None),
+        "global_batch_size": request.global_batch_size or (run.training.global_batch_size if run else None),
+    }
+    for key, value in needed.items():
+        if value is None:
+            flag = "--" + key.replace("_", "-")
+            raise ConfigError(
+                f"{flag} is not given.",
+                "The planner holds the objective fixed and needs its sizes.",
+                f"Add {flag}, or a run file.",
+            )
+        if value < 1:
+            raise ConfigError(f"{key} = {value}, but must be at least 1.")
+    precision = run.precision if run else None
+    job = Job(
+        _shape(request, run),
+        int(needed["max_length"] or 0),
+        int(needed["global_batch_size"] or 0),
+        param_dtype=request.param_dtype or (precision.param_dtype if precision else "bf16"),
+        reduce_dtype=request.reduce_dtype or (precision.reduce_dtype if precision else "fp32"),
+        master_dtype=request.master_dtype or (precision.master_dtype if precision else "fp32"),
+        optimizer=run.training.optimizer if run else "adamw",
+        attention="eager" if run and run.model.attn_implementation == "eager" else "flash",
+    )
+    device = find_device(
+        request.device or ("cpu" if run and run.hardware.device == "cpu" else "h100-sxm-80gb")
+    )
+    compiled = request.compiled or bool(run and run.memory.compile)
+    software = Software(**COMPILED) if compiled else Software()  # type: ignore[arg-type]
+    offload = request.offload or bool(run and run.memory.cpu_offload != "none")
+    return Search(
+        job, device, int(needed["devices"] or 0), software, kinds=KINDS if offload else ON_DEVICE
+    ), run
+
+
+def named(search: Search, name: str) -> Choice | None:
+    """The fastest layout that fits of those with this name; None when none fits. Raises `ConfigError` when it is not legal."""
+    from shardwright.layout.names import parse_layout
+
+    keys = parse_layout(name)
+    tp, cp, pp = (keys.get(f"{axis}_size", 1) for axis in ("tp", "cp", "pp"))
+    replicate = keys.get("dp_replicate_size")
+    kind = keys.get("data_parallel", "zero3")
+    if replicate and kind == "zero3":
+        kind = "hsdp"
+    taken = tp * cp * pp * (replicate or 1)
+    if search.devices % taken:
+        raise ConfigError(
+            f"`{name}` takes multiples of {taken} devices, not {search.devices}.",
+            "",
+            "Change --devices or a size.",
+        )
+    reason = tensor_reason(search.job.shape, tp)
+    if reason:
+        raise ConfigError(f"`{name}`: {reason}.", "Each rank must hold whole heads and equal columns.")
+    data = search.devices // (tp * cp * pp)
+    if search.job.global_batch_size % data:
+        raise ConfigError(
+            f"`{name}`: {data} data ranks do not divide the {search.job.global_batch_size} rows of an update.",
+            "The batch is part of the objective.",
+        )
+    return search.only(tp, cp, pp, kind, replicate, keys.get("pp_schedule"))
+
+
+def _compare(search: Search, names: tuple[str, str], write: Callable[[str], object]) -> int:
+    found = {name: named(search, name) for name in names}
+    fitting = [describe(search, choice) for choice in found.values() if choice is not None]
+    if fitting:
+        for line in layout_table(tuple(fitting)):
+            write(line)
+    for name, choice in found.items():
+        if choice is None:
+            write(
+                f"  {name}: does not fit {search.device.name} with any microbatch, recomputation or schedule"
+            )
+            continue
+        d = describe(search, choice)
+        write(f"\n{name}: {keys_line(d)}")
+        write(f"  {parts_line(d)}")
+        for line in bar(d, search.capacity):
+            write(line)
+    if len(fitting) == 2:
+        a, b = fitting
+        write(
+            f"\n{a.name} takes {a.seconds / b.seconds:.2f} times the time and {a.device_bytes / b.device_bytes:.2f} times the memory of {b.name}"
+        )
+    return ExitCode.DONE if fitting else ExitCode.NOTHING_FITS
+
+
+def _explain(search: Search, field: str, tokens: float | None, write: Callable[[str], object]) -> int:
+    """The arithmetic of the layout to test first; where nothing fits, of the one that needs least."""
+    found = search.run()
+    choice = first_to_test(found)
+    name = None if field == "all" else field
+    if choice is not None:
+        layout, time = choice.layout, choice.time
+    else:
+        rejections = [r for r in found.rejected.values() if r.layout is not None]
+        if not rejections:
+            raise ConfigError(
+                "No layout is legal.", "; ".join(found.refused), "Change the devices or the batch."
+            )
+        least = min(rejections, key=lambda r: r.device_bytes)
+        assert least.layout is not None
+        layout, time = least.layout, None
+        write("Nothing fits; this is the layout that needs least.")
+    write(
+        f"{layout_name(layout)}: " + " ".join(f"{key} {value}" for key, value in layout_keys(layout).items())
+    )
+    subject = Subject(
+        search.job, layout, search.device, search.devices, time=time, program=search.program, tokens=tokens
+    )
+    for line in explain_field(name, subject):
+        write(line)
+    for line in time_lines(name, search.clock, layout):
+        write(f"  {line}")
+    return ExitCode.DONE if choice is not None else ExitCode.NOTHING_FITS
+
+
+def run_plan(
+    request: Request,
+    *,
+    as_json: bool = False,
+    compare: tuple[str, str] | None = None,
+    explain: str | None = None,
+    write: Callable[[str], object] = print,
+) -> int:
+    """Prints the plan and returns the exit code: 4 when nothing fits with all state on the devices.
+
+    compare: two layout names. explain: a field of the answer, `all`, or `examples` for the notes' worked examples, which need
+    no job. write: gets each line.
+    """
+    if explain == "examples":
+        for line in worked_examples():
+            write(line)
+        return ExitCode.DONE
+    search, _ = make_search(request)
+    if explain is not None:
+        return _explain(search, explain, request.tokens, write)
+    if compare is not None:
+        return _compare(search, compare, write)
+    result = answer(search)
+    if as_json:
+        write(json.dumps(result.as_dict(), indent=1))
+    else:
+        for line in text(result, request.tokens):
+            write(line)
+    return ExitCode.DONE if result.fits else ExitCode.NOTHING_FITS

@@ -1,0 +1,137 @@
+"""Faults planted into the real engine on 2 ranks are found and named; the engine itself passes.
+
+Known faults: A01, A03, A07, A11, A13, A29, A34, A37, A38, A42, A47.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.gloo.ranks import run_ranks
+
+from shardwright.check.adjust import adjust
+from shardwright.check.candidate import CandidateSpec, record_updates
+from shardwright.check.compare import compare_records
+from shardwright.check.explain import explain
+from shardwright.check.record import Record
+from shardwright.check.reference import run_reference
+from shardwright.check.tolerance import float64_tolerance
+from shardwright.config import load_run_file
+from shardwright.layout.axes import resolve_axes
+from shardwright.layout.names import apply_layout
+
+pytestmark = [pytest.mark.gloo, pytest.mark.slow]
+
+REPOSITORY = Path(__file__).parents[2]
+SECOND_UPDATE = ("", "gradients_not_zeroed", "schedule_step", "state_reset")
+"""Faults that show in the second update; the others are run for one, which is faster."""
+SMALL = {"data.max_length": 48, "model.config_overrides": {"num_hidden_layers": 2}}
+
+# (example, layout, fault): each named as its diagnosis; no fault must pass
+PLANTS = [
+    *(("tiny", layout, "") for layout in ("ddp", "zero1", "zero2", "zero3", "hsdp2")),
+    ("tiny", "ddp", "summed_twice"),
+    ("tiny", "zero3", "averaged"),
+    ("tiny", "zero2", "divided_again"),
+    ("tiny", "zero1", "mean_of_microbatch_means"),
+    ("tiny", "zero3", "mean_of_rank_means"),
+    ("tiny", "ddp", "last_microbatch_only"),
+    ("tiny", "ddp", "no_reduction"),
+    ("tiny", "zero3", "labels_shifted_twice"),
+    ("tiny", "zero3", "wrong_target_count"),
+    ("tiny", "zero2", "norm_not_reduced"),
+    ("tiny", "hsdp2", "norm_counted_twice"),
+    ("tiny", "zero3", "clipping_missing"),
+    ("tiny", "ddp", "decay_on_excluded"),
+    ("tiny", "zero3", "decay_in_gradient"),
+    ("tiny", "zero3", "stale_optimizer"),
+    ("tiny", "ddp", "gradients_not_zeroed"),
+    ("tiny", "zero3", "schedule_step"),
+    ("tiny", "zero1", "state_reset"),
+    ("tiny", "zero3", "one_unit"),
+    ("tiny", "ddp", "same_rows"),
+    ("tiny", "hsdp2", "diverged_replicas"),
+    ("gpt2-tiny", "ddp", ""),
+    ("gpt2-tiny", "zero3", "tying_lost"),
+]
+
+
+def _updates(fault: str) -> int:
+    return 2 if fault in SECOND_UPDATE else 1
+
+
+def _record_all(specs: list[CandidateSpec]) -> None:
+    for spec in specs:
+        record_updates(spec, torch.device("cpu"))
+        dist.barrier()
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[str, str, str], str]]:
+    """The diagnosis of every plant, "" for a pass: one reference per example, one start of ranks for all."""
+    directory = tmp_path_factory.mktemp("plants")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    references, specs, places = {}, [], {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(REPOSITORY)
+        for example in sorted({example for example, _, _ in PLANTS}):
+            run = load_run_file(f"examples/{example}.yaml", {"data.cache_dir": str(directory), **SMALL}).run
+            adjusted = adjust(run, dtype="fp64", data_ranks=2, device="cpu", updates=2)
+            record, _, training = run_reference(adjusted.run, adjusted.changes, directory / example, 2)
+            references[example] = record, adjusted, training
+        for index, (example, layout, fault) in enumerate(PLANTS):
+            _, adjusted, training = references[example]
+            parallelism = apply_layout(layout, adjusted.run.parallelism)
+            run = adjusted.run.model_copy(update={"parallelism": parallelism, "training": training})
+            path = str(directory / f"candidate-{index}")
+            specs.append(
+                CandidateSpec(run.model_dump(mode="json"), path, _updates(fault), adjusted.changes, fault)
+            )
+            places[example, layout, fault] = path, resolve_axes(parallelism, 2)
+        run_ranks(_record_all, 2, specs, timeout=170.0)
+    found = {}
+    for (example, layout, fault), (path, axes) in places.items():
+        reference, candidate = references[example][0], Record(Path(path))
+        comparison = compare_records(reference, candidate, float64_tolerance(), _updates(fault))
+        if comparison.passed:
+            found[example, layout, fault] = ""
+        else:
+            finding = explain(reference, candidate, comparison, float64_tolerance(), axes, layout)
+            found[example, layout, fault] = finding.diagnosis.name
+    torch.set_num_threads(threads)
+    yield found
+
+
+@pytest.mark.parametrize("plant", PLANTS, ids="-".join)
+def test_plant_is_named(plant: tuple[str, str, str], outcomes: dict[tuple[str, str, str], str]) -> None:
+    """A01 A03 A07 A11 A13 A29 A34 A37 A38 A42 A47: the real engine passes, and each fault in it gets its name."""
+    assert outcomes[plant] == plant[2]
+
+
+def test_verb_prints_the_diagnosis_and_exits_with_3(tmp_path: Path) -> None:
+    """The command line: a table row for each layout, the first difference, the diagnosis, exit code 3."""
+    command = [sys.executable, "-m", "shardwright", "check", "examples/tiny.yaml", "--layouts", "zero3"]
+    command += [
+        "--nproc-per-node",
+        "2",
+        "--updates",
+        "1",
+        "--plant",
+        "averaged",
+        f"--data.cache_dir={tmp_path}",
+    ]
+    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=150)
+    assert result.returncode == 3, result.stderr
+    rows = [line.split() for line in result.stdout.splitlines() if "DIFFERS" in line]
+    assert [(row[0], row[1]) for row in rows] == [("zero3", "380")]
+    assert (
+        "zero3: first difference in update 1: gradient `model.embed_tokens.weight` [257, 64]" in result.stdout
+    )
+    assert "Diagnosis: averaged. gradients are 0.5 times the reference in all 39 tensors" in result.stdout

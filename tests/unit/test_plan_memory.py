@@ -1,0 +1,143 @@
+"""Peak memory: closed form against timeline, papers, and measurements on this machine.
+
+Known-fault rows: A108, A110, A112, A114.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwright.arch import generic_shape
+from shardwright.arch.inventory import named_sizes
+from shardwright.arch.known import known_shape
+from shardwright.layout.axes import Axes
+from shardwright.layout.schedule import legality
+from shardwright.plan.host import host_bytes, pinned_bytes
+from shardwright.plan.job import Job, Layout
+from shardwright.plan.memory import PARTS, peak, timeline
+from shardwright.plan.peak import peak_bytes
+from shardwright.plan.program import PROGRAMS
+
+SHAPES = [
+    generic_shape(layers=12, hidden=64, heads=4, vocab=1000, learned_positions=32),
+    replace(known_shape("llama-3.2-1b"), layers=13),
+    replace(known_shape("qwen2.5-7b"), layers=17),
+]
+
+
+@st.composite
+def cases(draw: Any) -> tuple[Job, Layout, str]:
+    shape = draw(st.sampled_from(SHAPES))
+    pp = draw(st.sampled_from([1, 1, 2, 3, 4]))
+    schedule = (
+        draw(st.sampled_from(["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv"])) if pp > 1 else None
+    )
+    chunks = {"zbv": 2, "interleaved_1f1b": draw(st.sampled_from([2, 3]))}.get(schedule, 1)
+    axes = Axes(
+        pp=pp,
+        dp_replicate=draw(st.sampled_from([1, 2])),
+        dp_shard=draw(st.sampled_from([1, 2, 3, 16])),
+        cp=draw(st.sampled_from([1, 2])),
+        tp=draw(st.sampled_from([1, 2])),
+    )
+    microbatches = draw(st.integers(1, 30))
+    rows = draw(st.sampled_from([1, 3]))
+    job = Job(
+        shape,
+        max_length=draw(st.sampled_from([33, 4096])),
+        global_batch_size=microbatches * rows * axes.data_ranks,
+        param_dtype=draw(st.sampled_from(["bf16", "fp32"])),
+        reduce_dtype=draw(st.sampled_from(["bf16", "fp32"])),
+        attention=draw(st.sampled_from(["flash", "eager"])),
+        loss=draw(st.sampled_from(["full", "chunked"])),
+    )
+    layout = Layout(
+        axes,
+        data_parallel=draw(st.sampled_from(["ddp", "zero1", "zero2", "zero3"])),
+        microbatch_rows=rows,
+        schedule=schedule,
+        chunks=chunks,
+        sequence_parallel=draw(st.booleans()),
+        recompute=draw(st.sampled_from(["none", "selective", "full"])),
+        reshard_after_forward=draw(st.sampled_from([True, False, 2])),
+        prefetch=draw(st.sampled_from([0, 1, 3])),
+        unit=draw(st.sampled_from(["block", "root", 2])),
+        offload=draw(st.sampled_from(["none", "none", "params"])),
+    )
+    return job, layout, draw(st.sampled_from(sorted(PROGRAMS)))
+
+
+@settings(max_examples=120, deadline=None)
+@given(cases())
+def test_the_closed_form_is_the_maximum_of_the_timeline(case: tuple[Job, Layout, str]) -> None:
+    """On random models, layouts, schedules and programs; the timeline walks every block of every microbatch."""
+    job, layout, program = case
+    schedule = layout.schedule
+    if schedule and legality(schedule, layout.axes.pp, layout.chunks, layout.microbatches(job)):
+        return
+    walked = peak(job, layout, PROGRAMS[program])
+    assert peak_bytes(job, layout, PROGRAMS[program]) == pytest.approx((walked.allocated, walked.reserved))
+
+
+def test_pinned_memory_is_rounded_to_powers_of_two() -> None:
+    """A108: blocks of 5, 9 and 17 MiB take 8, 16 and 32; every offloaded shard and gradient is rounded for itself."""
+    mib = 2**20
+    assert [pinned_bytes(size * mib) // mib for size in (5, 9, 17, 16)] == [8, 16, 32, 16]
+    job = Job(generic_shape(layers=2, hidden=48, heads=4, vocab=100), 32, 2)
+    host = host_bytes(job, Layout(Axes(dp_shard=2), "zero3", offload="params"))
+    sizes = {"whole": [], "pinned": []}  # type: ignore[var-annotated]
+    for name, size in named_sizes(job.shape).items():
+        shard = math.ceil(size[0] / 2) * math.prod(size[1:]) * 4
+        sizes["whole"].append(2 * shard)
+        sizes["pinned"].append(2 * 2 ** math.ceil(math.log2(shard)))
+        assert name
+    assert host.pinned == sum(sizes["pinned"]) > 1.2 * sum(sizes["whole"])
+    assert host.pageable == sum(sizes["whole"])
+    assert host_bytes(job, Layout(Axes(dp_shard=2), "zero3")).pinned == 0
+
+
+SMALL = generic_shape(layers=4, hidden=64, heads=4, vocab=64, tied=False, biases=False)
+
+
+def at_step(kind: Any, microbatches: int) -> dict[str, float]:
+    """Most bytes of each part over one update of a small model on two ranks."""
+    job = Job(SMALL, 16, 2 * microbatches, "fp32", "fp32")
+    most: dict[str, float] = {}
+    for moment in timeline(job, Layout(Axes(dp_shard=2), kind)):
+        for part, size in zip(PARTS, moment.alive):
+            most[part] = max(most.get(part, 0.0), size)
+    return most
+
+
+def test_gradients_stay_whole_while_their_reduction_is_put_off() -> None:
+    """A112: two microbatches on two ranks. zero1 holds whole gradients until the last one, zero2 only shards and one unit."""
+    whole = 4 * sum(math.prod(size) for size in named_sizes(SMALL).values())
+    late, early = at_step("zero1", 2), at_step("zero2", 2)
+    assert late["unreduced gradients"] >= whole
+    assert early["unreduced gradients"] == 2 * 4 * (3 * 64 * 64 + 64 * 64 + 8 * 64 * 64 + 2 * 64)
+    assert early["gradients"] == late["gradients"] == whole / 2
+    assert at_step("zero1", 1) == at_step("zero2", 1)
+
+
+def test_the_peak_is_a_maximum_over_phases() -> None:
+    """A114: full recomputation frees most activations, but the peak falls by less, because it moves to another phase."""
+    shape = generic_shape(layers=32, hidden=4096, heads=32, vocab=28000, ffn=16384)
+    job = Job(shape, 2048, 64)
+    plain = peak(job, Layout(Axes(dp_shard=8), "zero3", 4))
+    full = peak(job, Layout(Axes(dp_shard=8), "zero3", 4, recompute="full"))
+    freed = plain.composition["activations"] - full.composition.get("activations", 0.0)
+    assert plain.moment == "loss of microbatch 1"
+    assert full.moment == "backward of microbatch 1, block 31"
+    assert 0 < plain.allocated - full.allocated < freed - 0.3e9
+    walked = list(timeline(job, Layout(Axes(dp_shard=8), "zero3", 4, recompute="full")))
+    assert max(moment.total for moment in walked) == full.allocated
+    assert (
+        sum(max(moment.alive[part] for moment in walked) for part in range(len(PARTS)))
+        > 1.02 * full.allocated
+    )

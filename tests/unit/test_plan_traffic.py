@@ -1,0 +1,70 @@
+"""What each rank sends: two units against three, per axis, against arithmetic by hand. Known-fault rows: none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from shardwright.arch import generic_shape
+from shardwright.arch.known import known_shape
+from shardwright.layout.axes import Axes
+from shardwright.layout.schedule import actions, communicate, stage_rank
+from shardwright.plan.job import Job, Layout
+from shardwright.plan.traffic import sent_by_axis, traffic
+
+SHAPE = known_shape("llama-3-8b")
+PARAMETERS = 8_030_261_248
+
+
+@pytest.mark.parametrize(("kind", "units"), [("ddp", 2), ("zero1", 2), ("zero2", 2), ("zero3", 3)])
+def test_three_units_against_two(kind: str, units: int) -> None:
+    """One microbatch: each rank sends `units` x (N - 1) / N of the parameters, at one dtype for all."""
+    job = Job(SHAPE, 4096, 8, "bf16", "bf16")
+    sent = sent_by_axis(traffic(job, Layout(Axes(dp_shard=8), kind)))  # type: ignore[arg-type]
+    assert sum(sent.values()) == pytest.approx(units * 7 / 8 * 2 * PARAMETERS)
+
+
+def test_accumulation_costs_what_each_stage_says() -> None:
+    """Four microbatches: zero1 gathers and reduces once, zero2 reduces four times, zero3 also gathers eight times."""
+    job = Job(SHAPE, 4096, 32, "bf16", "fp32")
+    for kind, gathers, reductions in (("zero1", 1, 1), ("zero2", 1, 4), ("zero3", 8, 4)):
+        layout = Layout(Axes(dp_shard=8), kind)  # type: ignore[arg-type]
+        sent = sent_by_axis(traffic(job, layout))["dp_shard"]
+        assert sent == pytest.approx(7 / 8 * PARAMETERS * (2 * gathers + 4 * reductions))
+    once = Layout(Axes(dp_shard=8), "zero3", reshard_after_forward=False)
+    assert sent_by_axis(traffic(job, once))["dp_shard"] == pytest.approx(7 / 8 * PARAMETERS * (2 * 4 + 4 * 4))
+
+
+def test_a_hybrid_sends_shards_between_replicas() -> None:
+    job = Job(SHAPE, 4096, 8, "bf16", "fp32")
+    sent = sent_by_axis(traffic(job, Layout(Axes(dp_replicate=2, dp_shard=4), "zero3")))
+    assert sent["dp_shard"] == pytest.approx(3 / 4 * PARAMETERS * (2 + 2 + 4))
+    assert sent["dp_replicate"] == pytest.approx(2 * 1 / 2 * 4 * PARAMETERS / 4)
+
+
+def test_tensor_and_sequence_parallel_send_the_same_bytes() -> None:
+    """Korthikanti et al., section 4.2.2: an all-reduce is a reduce-scatter and an all-gather, so the volume is equal."""
+    job = Job(SHAPE, 4096, 1)
+    layout = Layout(Axes(tp=4), "ddp")
+    plain = sent_by_axis(traffic(job, replace(layout, sequence_parallel=False)))["tp"]
+    assert sent_by_axis(traffic(job, layout))["tp"] == plain
+    blocks = 32 * 4 * 2 * 3 / 4 * 4096 * 4096 * 2
+    assert plain == pytest.approx(blocks + 2 * 2 * 3 / 4 * 4096 * 4096 * 2)
+
+
+def test_context_parallel_gathers_keys_and_values() -> None:
+    job = Job(SHAPE, 131072, 1)
+    sent = sent_by_axis(traffic(job, Layout(Axes(cp=8), "ddp")))
+    assert sent["cp"] == 32 * 2 * 7 / 8 * 131072 * 2 * 1024 * 2
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved_1f1b", 2), ("zbv", 2)])
+def test_pipeline_sends_are_those_of_the_action_lists(schedule: str, chunks: int) -> None:
+    shape = generic_shape(layers=24, hidden=64, heads=4, vocab=1000)
+    job = Job(shape, 128, 8)
+    lists = communicate(actions(schedule, 4, chunks, 8), lambda s: stage_rank(schedule, 4, s), 4 * chunks)  # type: ignore[arg-type]
+    for rank, own in enumerate(lists):
+        sends = sum(action.kind.startswith("SEND") for action in own)
+        layout = Layout(Axes(pp=4), "ddp", 1, schedule, chunks)  # type: ignore[arg-type]
+        assert sent_by_axis(traffic(job, layout, rank))["pp"] == sends * 128 * 64 * 2
