@@ -97,7 +97,9 @@ class Trainer:
             if any(key.startswith(f"{local.name}.") for key in stored)
         }
         checkpoint_state.materialise_optimizer_state(self.engine.optimizer, list(self.engine.locals), names)
-        store.load(path, self._state())
+        state = self._state()
+        store.load(path, state)
+        checkpoint_state.restore_numbers(self.engine.optimizer, list(self.engine.locals), state)
         self.at = Progression(manifest.update, manifest.target_tokens)
         return path
 
@@ -118,7 +120,7 @@ class Trainer:
                 done = self.at.update
                 if done % run.logging.log_steps == 0 or done == total or result.skipped:
                     self._log(record, progress, result)
-                if run.training.eval_steps and (done % run.training.eval_steps == 0 or done == total):
+                if done == total or (run.training.eval_steps and done % run.training.eval_steps == 0):
                     self._evaluate(record, progress)
                 due = run.checkpoint.save_steps and done % run.checkpoint.save_steps == 0
                 if due or result.stop or done == total:
@@ -178,6 +180,7 @@ class Trainer:
             "train/grad_norm": result.grad_norm,
             "train/clip_coefficient": result.clip_coefficient,
             "train/lr": result.learning_rate,
+            "train/skipped": int(result.skipped),
             "train/epoch": self.data.order.epoch(result.update + 1),
             "train/target_tokens": self.at.target_tokens,
             "perf/target_tokens_per_s": rate,
