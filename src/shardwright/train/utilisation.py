@@ -10,7 +10,8 @@ from shardwright.arch.flops import model_flops, recompute_flops, utilisation
 from shardwright.arch.inventory import read_config, shape_from_config
 from shardwright.config.schema import RunFile
 from shardwright.errors import ConfigError
-from shardwright.plan.hardware import CATALOGUE, Device
+from shardwright.plan.catalogue import CATALOGUE
+from shardwright.plan.device import Device
 
 Utilisation = Callable[[float], tuple[float, float]]
 
