@@ -11,6 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from shardwright.errors import CheckpointError
+
 STATE_MODEL, STATE_OPTIMIZER = "model.", "optimizer."
 
 
@@ -35,14 +37,39 @@ def model_state(module: nn.Module, canonical_names: dict[str, str] | None = None
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, parameters: list[LocalParameter]) -> dict[str, Tensor]:
-    """Every tensor of the optimizer's state, shards as DTensors; parameters without state have no entries."""
+    """Every tensor of the optimizer's state, shards as DTensors, and every number as a 0-dim tensor (a copy).
+
+    Parameters without state have no entries. Raises `CheckpointError` for a value that is neither.
+    """
     found: dict[str, Tensor] = {}
     for local in parameters:
         for entry, value in optimizer.state.get(local.tensor, {}).items():
+            key = f"{STATE_OPTIMIZER}{local.name}.{entry}"
             if isinstance(value, Tensor):
                 same_shape = value.shape == local.tensor.shape and value.dim() > 0
-                found[f"{STATE_OPTIMIZER}{local.name}.{entry}"] = local.wrap(value) if same_shape else value
+                found[key] = local.wrap(value) if same_shape else value
+            elif isinstance(value, int | float):
+                found[key] = torch.tensor(
+                    value, dtype=torch.float64 if isinstance(value, float) else torch.int64
+                )
+            elif value is not None:
+                raise CheckpointError(
+                    f"{type(optimizer).__name__} keeps {entry} of {local.name} as {type(value).__name__}.",
+                    "A checkpoint holds tensors and numbers; without this value the run could not go on as it was.",
+                    "Use an optimizer whose state is tensors and numbers.",
+                )
     return found
+
+
+def restore_numbers(
+    optimizer: torch.optim.Optimizer, parameters: list[LocalParameter], state: dict[str, Tensor]
+) -> None:
+    """Puts the numbers of a loaded `optimizer_state` back; its tensors were filled in place."""
+    for local in parameters:
+        entries = optimizer.state.get(local.tensor, {})
+        for entry, value in entries.items():
+            if isinstance(value, int | float):
+                entries[entry] = type(value)(state[f"{STATE_OPTIMIZER}{local.name}.{entry}"].item())
 
 
 def materialise_optimizer_state(

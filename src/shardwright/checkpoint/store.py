@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
-from shardwright.errors import CheckpointError, did_you_mean
+from shardwright.errors import CheckpointError, ConfigError, did_you_mean
 
 MANIFEST, TENSORS, LATEST = "manifest.json", "tensors", "latest"
 FORMAT = 1
@@ -112,7 +112,9 @@ def save(
         link.symlink_to(final.name)
         link.replace(output_dir / LATEST)
         _sync(output_dir)
-        for old in complete_checkpoints(output_dir)[:-keep] if keep else []:
+        # those that are ahead of this one (after a fall back to an older one) neither count nor go
+        done = [p for p in complete_checkpoints(output_dir) if _update_of(p) <= manifest.update]
+        for old in done[:-keep] if keep else []:
             shutil.rmtree(old)
 
     _agree(_attempt(complete) if first else "")
@@ -126,15 +128,30 @@ def complete_checkpoints(output_dir: Path) -> list[Path]:
         for p in output_dir.glob("checkpoint-*")
         if re.fullmatch(r"checkpoint-\d+", p.name) and (p / MANIFEST).is_file()
     ]
-    return sorted(found, key=lambda path: int(path.name.split("-")[1]))
+    return sorted(found, key=_update_of)
+
+
+def _update_of(path: Path) -> int:
+    return int(path.name.split("-")[1])
 
 
 def find(output_dir: Path, resume: str) -> Path | None:
-    """The checkpoint that `checkpoint.resume` means: `auto`, `never` or a directory."""
+    """The checkpoint that `checkpoint.resume` means: `auto`, `never` or a directory.
+
+    Raises `ConfigError` for `never` where an earlier run has left checkpoints: theirs and the new ones would be taken
+    for one run's, by `auto` and by `save_total_limit`.
+    """
+    there = complete_checkpoints(output_dir)
     if resume == "never":
+        if there:
+            raise ConfigError(
+                f"checkpoint.resume is never, but {output_dir} holds {there[-1].name} of an earlier run.",
+                "Checkpoints of two runs in one directory cannot be told apart.",
+                "Set another checkpoint.output_dir, or resume with checkpoint.resume auto.",
+            )
         return None
     if resume == "auto":
-        return next(reversed(complete_checkpoints(output_dir)), None)
+        return there[-1] if there else None
     path = Path(resume)
     if not (path / MANIFEST).is_file():
         others = [str(p) for p in complete_checkpoints(path.parent)]

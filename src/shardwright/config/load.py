@@ -30,11 +30,8 @@ class Loaded:
         for section in sections():
             lines.append(f"{section}:")
             for key, value in getattr(self.run, section):
-                flow = (
-                    yaml.safe_dump(value, default_flow_style=True, width=10**6)
-                    .removesuffix("\n")
-                    .removesuffix("\n...")
-                )
+                text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=10**6)
+                flow = text.removesuffix("\n").removesuffix("\n...")
                 line = f"  {key}: {flow}"
                 lines.append(f"{line:<56}  # {self.origin[f'{section}.{key}']}" if origins else line)
         return "\n".join(lines) + "\n"
@@ -80,6 +77,41 @@ _Loader.add_implicit_resolver(
 )
 
 
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in rules if tag != "tag:yaml.org,2002:int"]
+    for first, rules in _Loader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(  # not YAML 1.1's 010 (eight) and 1:30 (ninety)
+    "tag:yaml.org,2002:int", re.compile(r"^[-+]?(?:0|[1-9][\d_]*|0x[\da-fA-F_]+)$"), list("-+0123456789")
+)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes the strings that `_Loader` would read as something else."""
+
+
+_Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
+
+
+def _refuse_twice(node: yaml.Node, where: str, path: str) -> None:
+    """Raises `ConfigError` for a key given twice anywhere below `node`."""
+    if isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            _refuse_twice(item, where, path)
+    if isinstance(node, yaml.MappingNode):
+        seen = set()
+        for key_node, value_node in node.value:
+            full = f"{path}.{key_node.value}" if path else str(key_node.value)
+            if full in seen:
+                raise ConfigError(
+                    f"{where}:{key_node.start_mark.line + 1}: `{full}` stands twice.",
+                    "Only one of the two could take effect.",
+                    "Remove one.",
+                )
+            seen.add(full)
+            _refuse_twice(value_node, where, full)
+
+
 def _mapping(node: yaml.Node, where: str, path: str, origin: dict[str, str]) -> dict[str, Any]:
     """The mapping under `node`; records `file:line` of each key of the first two levels in `origin`."""
     if not isinstance(node, yaml.MappingNode):
@@ -88,12 +120,6 @@ def _mapping(node: yaml.Node, where: str, path: str, origin: dict[str, str]) -> 
     for key_node, value_node in node.value:
         key = str(key_node.value)
         full, line = f"{path}.{key}" if path else key, key_node.start_mark.line + 1
-        if key in result:
-            raise ConfigError(
-                f"{where}:{line}: `{full}` stands twice.",
-                "Only one of the two could take effect.",
-                "Remove one.",
-            )
         origin[full] = f"{where}:{line}"
         if not path and key in sections() and isinstance(value_node, yaml.MappingNode):
             result[key] = _mapping(value_node, where, key, origin)
@@ -237,6 +263,7 @@ def load_run_file(
             raise ConfigError(f"{where} is not YAML: {' '.join(str(error).split())}.") from None
         if node is None:
             raise ConfigError(f"{where} is empty.", "", "Copy one of examples/.")
+        _refuse_twice(node, where, "")
         data = _mapping(node, where, "", origin)
     for full, value in (overrides or {}).items():
         if full not in keys():

@@ -24,7 +24,9 @@ Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv"]
 class Section(BaseModel):
     """A section of the run file: unknown keys are refused, values are immutable once read."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, protected_namespaces=(), allow_inf_nan=False
+    )
 
 
 class Model(Section):
@@ -93,7 +95,7 @@ class Training(Section):
     )
     seed: NonNegative = 42
     eval_steps: Positive | None = Field(
-        None, description="Evaluate every so many updates; needs data.validation"
+        None, description="Evaluate every so many updates, and at the end; needs data.validation"
     )
     on_non_finite: Literal["stop", "skip"] = Field(
         "stop",

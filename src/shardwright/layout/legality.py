@@ -49,6 +49,12 @@ def _idle_options(loaded: Loaded) -> Iterator[tuple[str, str]]:
         "training.warmup_steps",
     )
     when(
+        t.lr_scheduler_type in ("constant", "constant_with_warmup"),
+        f"lr_scheduler_type {t.lr_scheduler_type} has no arguments",
+        "training.lr_scheduler_kwargs",
+    )
+    when(t.weight_decay == 0, "training.weight_decay is 0", "training.no_decay")
+    when(
         not run.data.validation,
         "data.validation is empty",
         "training.eval_steps",
@@ -61,8 +67,25 @@ def _idle_options(loaded: Loaded) -> Iterator[tuple[str, str]]:
     return ((key, reason) for key, reason in idle.items() if key in given)
 
 
+_HOMES = {
+    "lr": "training.learning_rate",
+    "params": "",
+    "weight_decay": "training.weight_decay",
+    "wrap": "",
+}
+"""Arguments of optimizers that the run file sets elsewhere."""
+
+
 def _check_training(run: RunFile) -> None:
     t = run.training
+    adam = {"betas": "training.adam_beta1", "eps": "training.adam_epsilon"} if t.optimizer == "adamw" else {}
+    for key, home in {**_HOMES, **adam}.items():
+        if key in t.optimizer_kwargs:
+            raise ConfigError(
+                f"training.optimizer_kwargs: `{key}` cannot stand here.",
+                "It would be overwritten, or overwrite another key silently.",
+                f"Set {home}." if home else f"Remove `{key}`.",
+            )
     if (t.max_steps is None) == (t.num_train_epochs is None):
         both = t.max_steps is not None
         raise ConfigError(
@@ -104,6 +127,30 @@ def _check_precision(run: RunFile) -> None:
         )
 
 
+def _offload_error(reason: str) -> ConfigError:
+    return ConfigError(
+        "memory.cpu_offload params moves shards between a GPU and its host.",
+        reason,
+        "Set memory.cpu_offload to none.",
+    )
+
+
+def check_device(run: RunFile, kind: str) -> None:
+    """Raises `ConfigError` for what this run cannot do on a device of `kind` (`cpu` or `cuda`)."""
+    if run.memory.cpu_offload != "none" and kind == "cpu":
+        raise _offload_error("This run is on the CPU: the shards are there already.")
+
+
+def notices(run: RunFile) -> list[str]:
+    """What is allowed but should be known, one line each."""
+    if run.precision.master_dtype == "bf16":
+        return [
+            "precision.master_dtype bf16: weights and optimizer states have 8 significant bits, so a step smaller than "
+            "1/512 of a weight is rounded away. fp32 keeps it."
+        ]
+    return []
+
+
 def check_run(loaded: Loaded, world_size: int) -> Axes:
     """The axes of this run on `world_size` ranks.
 
@@ -136,15 +183,10 @@ def check_run(loaded: Loaded, world_size: int) -> Axes:
             "Parameters are kept on that many ranks after forward: a divisor of dp_shard_size, neither 1 nor all of it.",
             "Use true or false, or a proper divisor.",
         )
-    if run.memory.cpu_offload != "none" and (
-        run.parallelism.data_parallel == "ddp" or run.hardware.device == "cpu"
-    ):
-        raise ConfigError(
-            "memory.cpu_offload params",
-            "moves shards between a GPU and its host: it needs a GPU and zero1, zero2 or zero3. "
-            "On a CPU the shards are there already.",
-            "Set memory.cpu_offload to none.",
-        )
+    if run.memory.cpu_offload != "none" and run.parallelism.data_parallel == "ddp":
+        raise _offload_error("ddp keeps whole parameters on every rank: there are no shards to move.")
+    if run.hardware.device != "auto":
+        check_device(run, run.hardware.device)
     accumulation_steps(
         run.training.global_batch_size, run.training.per_device_train_batch_size, axes.data_ranks
     )

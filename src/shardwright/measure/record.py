@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -76,6 +78,13 @@ def _missing(package: str) -> ConfigError:
 SINKS: dict[str, type[TensorBoard] | type[Trackio]] = {"tensorboard": TensorBoard, "trackio": Trackio}
 
 
+def check_sinks(report_to: Sequence[str]) -> None:
+    """Raises `ConfigError` where a package that `report_to` needs is not installed."""
+    for name in report_to:
+        if find_spec(name) is None:
+            raise _missing(name)
+
+
 class Record:
     """The metrics of one run; made by rank 0 only.
 
@@ -90,13 +99,16 @@ class Record:
         if path.exists():
             lines = path.read_text(encoding="utf-8").splitlines()
             kept = [line for line in lines if _update_of(line) < first_update]
-        path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        aside = path.with_suffix(".new")
+        aside.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        aside.replace(path)
         self._file: TextIO = path.open("a", encoding="utf-8")
         self._sinks: list[Sink] = [SINKS[name](output_dir) for name in report_to]
 
     def log(self, update: int, values: Values) -> None:
-        """Writes one entry; `update` counts from 0."""
-        self._file.write(json.dumps({"update": update, **values}) + "\n")
+        """Writes one entry; `update` counts from 0. Values that are not finite, which JSON cannot hold, become null."""
+        plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+        self._file.write(json.dumps({"update": update, **plain}, allow_nan=False) + "\n")
         self._file.flush()
         for sink in self._sinks:
             sink.log(update, values)
@@ -122,7 +134,7 @@ def _update_of(line: str) -> float:
     """The update of a line of metrics; a line cut off by a crash belongs to none that is kept."""
     try:
         return float(json.loads(line)["update"])
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, TypeError):
         return float("inf")
 
 

@@ -160,9 +160,8 @@ class Sharded:
                 module.set_reduce_scatter_unused_params(True)
         depth, units = self._options.prefetch, [cast(FSDPModule, module) for module in order]
         if depth < 1:
-            for (
-                module
-            ) in self._modules:  # an empty list would mean torch's own prefetch of one unit in backward
+            # an empty list would mean torch's own prefetch of one unit in backward
+            for module in self._modules:
                 module.set_modules_to_backward_prefetch([module])
             return
         for index, unit in enumerate(units):

@@ -24,6 +24,7 @@ from shardwright.measure.record import Progress, Record
 from shardwright.train.run_data import RunData
 from shardwright.train.signals import StopFlag
 from shardwright.train.update import Engine, UpdateResult
+from shardwright.train.utilisation import make_utilisation
 
 WARMUP_UPDATES = 2
 """Updates after a start that no speed is taken from: allocators, caches and compilation settle."""
@@ -46,6 +47,7 @@ class Trainer:
         self.first = dist.get_rank() == 0
         self.at = Progression()
         self._console = console
+        self._utilisation = make_utilisation(self.run, engine.device, dist.get_world_size())
         self._seconds: list[float] = []
         self._waited = 0.0
 
@@ -95,7 +97,9 @@ class Trainer:
             if any(key.startswith(f"{local.name}.") for key in stored)
         }
         checkpoint_state.materialise_optimizer_state(self.engine.optimizer, list(self.engine.locals), names)
-        store.load(path, self._state())
+        state = self._state()
+        store.load(path, state)
+        checkpoint_state.restore_numbers(self.engine.optimizer, list(self.engine.locals), state)
         self.at = Progression(manifest.update, manifest.target_tokens)
         return path
 
@@ -116,7 +120,7 @@ class Trainer:
                 done = self.at.update
                 if done % run.logging.log_steps == 0 or done == total or result.skipped:
                     self._log(record, progress, result)
-                if run.training.eval_steps and (done % run.training.eval_steps == 0 or done == total):
+                if done == total or (run.training.eval_steps and done % run.training.eval_steps == 0):
                     self._evaluate(record, progress)
                 due = run.checkpoint.save_steps and done % run.checkpoint.save_steps == 0
                 if due or result.stop or done == total:
@@ -170,11 +174,13 @@ class Trainer:
         steady = self._seconds[WARMUP_UPDATES:][-1000:]
         cuts = quantiles(steady, n=20) if len(steady) > 1 else []
         rate = batch.target_tokens / seconds
+        mfu, hfu = self._utilisation(batch.real_tokens / seconds) if self._utilisation else (None, None)
         return {
             "train/loss": result.loss,
             "train/grad_norm": result.grad_norm,
             "train/clip_coefficient": result.clip_coefficient,
             "train/lr": result.learning_rate,
+            "train/skipped": int(result.skipped),
             "train/epoch": self.data.order.epoch(result.update + 1),
             "train/target_tokens": self.at.target_tokens,
             "perf/target_tokens_per_s": rate,
@@ -183,6 +189,8 @@ class Trainer:
             "perf/step_seconds_p50": median(steady) if steady else None,
             "perf/step_seconds_p95": cuts[18] if cuts else None,
             "perf/step_seconds_max": max(steady) if steady else None,
+            "perf/mfu": mfu,
+            "perf/hfu": hfu,
             "mem/peak_allocated_bytes": int(allocated) or None,
             "mem/peak_reserved_bytes": int(reserved) or None,
             "mem/peak_host_bytes": int(host),

@@ -132,10 +132,16 @@ def make_optimizer(
         kind = imported(t.optimizer)
     try:
         return kind(groups, **{**options, **t.optimizer_kwargs})
-    except TypeError as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(
-            f"training.optimizer_kwargs: {error}.", f"They are passed to {t.optimizer}."
+            f"training.optimizer_kwargs: {str(error).rstrip('.')}.", f"They are passed to {t.optimizer}."
         ) from None
+
+
+def check_optimizer(training: Training) -> None:
+    """Raises the `ConfigError` that `make_optimizer` would, before any process starts."""
+    matrix, vector = (nn.Parameter(torch.zeros(shape)) for shape in ((2, 2), (2,)))
+    make_optimizer(training, [Local("matrix", matrix, matrix, True), Local("vector", vector, vector, True)])
 
 
 def imported(path: str) -> Callable[..., torch.optim.Optimizer]:
@@ -170,7 +176,8 @@ def learning_rate_factor(training: Training, updates: int) -> Callable[[int], fl
             "The learning rate must be a function of the update alone, so that a resumed run continues it.",
             did_you_mean(training.lr_scheduler_type, known),
         )
-    stub = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    # min_lr and lr_end are learning rates: the schedules divide them by the optimizer's own
+    stub = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=training.learning_rate)
     try:
         schedule = get_scheduler(
             training.lr_scheduler_type,

@@ -7,15 +7,17 @@ from pathlib import Path
 
 from rich.console import Console
 
+from shardwright.checkpoint.store import find
 from shardwright.config.load import Loaded
 from shardwright.data.prepare import Prepared, prepare
 from shardwright.errors import ConfigError
 from shardwright.launch import finish, inside_a_launcher, run_workers, worker_main
-from shardwright.layout.legality import check_run
+from shardwright.layout.legality import check_device, check_run, notices
+from shardwright.measure.record import check_sinks
 from shardwright.models.build import build_model
 from shardwright.parallel.apply import DTYPES
 from shardwright.parallel.process_group import device_kind
-from shardwright.train.optimizer import LOCAL, imported, learning_rate_factor
+from shardwright.train.optimizer import check_optimizer, learning_rate_factor
 from shardwright.train.run_data import make_order
 from shardwright.train.worker import run_rank
 
@@ -28,6 +30,10 @@ def start_training(loaded: Loaded, nproc_per_node: int) -> int:
         finish(worker_main(lambda: run_rank(loaded)))
     console = Console()
     check_run(loaded, nproc_per_node)
+    device = device_kind(loaded.run.hardware.device, nproc_per_node)
+    check_device(loaded.run, device)
+    for notice in notices(loaded.run):
+        console.print(notice, highlight=False, soft_wrap=True)
     prepare_run(loaded, console)
     output_dir = Path(loaded.run.checkpoint.output_dir)
     output_dir.mkdir(parents=True, exist_ok=True)
@@ -39,7 +45,7 @@ def start_training(loaded: Loaded, nproc_per_node: int) -> int:
             [str(handed)],
             nproc_per_node=nproc_per_node,
             log_dir=output_dir / "logs",
-            device=device_kind(loaded.run.hardware.device, nproc_per_node),
+            device=device,
             threads=loaded.run.hardware.threads_per_rank,
         )
 
@@ -48,8 +54,9 @@ def prepare_run(loaded: Loaded, console: Console) -> Prepared:
     """Refuses what would fail in a rank, and tokenises once for all of them; returns the training rows."""
     run = loaded.run
     build_model(run.model, DTYPES[run.precision.master_dtype])
-    if run.training.optimizer not in LOCAL:
-        imported(run.training.optimizer)
+    check_optimizer(run.training)
+    find(Path(run.checkpoint.output_dir), run.checkpoint.resume)
+    check_sinks(run.logging.report_to)
     learning_rate_factor(run.training, run.training.max_steps or 1)
     train = prepare(run, "train")
     for prepared in (train, prepare(run, "validation")):

@@ -12,7 +12,7 @@ from rich.console import Console
 from shardwright.config.load import Loaded
 from shardwright.export.huggingface import save_pretrained
 from shardwright.launch import finish, worker_main
-from shardwright.layout.legality import check_run
+from shardwright.layout.legality import check_device, check_run
 from shardwright.measure import clock
 from shardwright.measure.record import versions
 from shardwright.models.build import quiet_transformers
@@ -30,6 +30,7 @@ def run_rank(loaded: Loaded) -> int:
     stop = StopFlag()
     with connect(hardware.device, hardware.timeout_seconds, hardware.threads_per_rank) as connection:
         axes = check_run(loaded, connection.placement.world_size)
+        check_device(run, connection.device.type)
         data = _data_in_turn(loaded, connection)
         engine = Engine(run, axes, connection.device, data.updates)
         console = Console(quiet=connection.placement.rank != 0)
