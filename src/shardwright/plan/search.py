@@ -112,6 +112,7 @@ class Search(Bounds):
         self.kinds, self.found = kinds, Found()
         self._fastest = float("inf")
         self._lean: dict[tuple[object, ...], bool] = {}
+        self._times: dict[tuple[Cell, int], StepTime] = {}
 
     def run(self) -> Found:
         """Fills `found` and returns it."""
@@ -224,18 +225,30 @@ class Search(Bounds):
 
         zero3 needs least of all kinds on the device; asking it first settles most cells.
         """
-        if (
-            kind not in ("zero3", "offload")
-            and "zero3" in kinds_of(cell)
-            and not self._lean_fits(cell, "zero3")
-        ):
-            return False
+        if kind not in ("zero3", "offload") and "zero3" in kinds_of(cell):
+            if not self._lean_fits(cell, "zero3"):
+                return False
+            if kind in ("zero1", "zero2") and self._alike(cell):
+                return True
         key = (*cell, kind)
         known = self._lean.get(key)
         if known is None:
             layout = next(iter(variants(cell, kind)), None)
             known = self._lean[key] = layout is not None and self.needs(layout)[1] <= self.capacity
         return known
+
+    def _alike(self, cell: Cell) -> bool:
+        """Whether zero1, zero2 and zero3 take the same time: a pipeline gathers and reduces once per update."""
+        return cell.shell.pp > 1 and self.clock.software.pipeline_keeps_gathered
+
+    def _time(self, cell: Cell, layout: Layout, stage_blocks: tuple[int, ...]) -> StepTime:
+        if layout.data_parallel == "ddp" or layout.offload != "none" or not self._alike(cell):
+            return self.clock.step(layout, stage_blocks)
+        key = (cell, layout.axes.dp_replicate)
+        found = self._times.get(key)
+        if found is None:
+            found = self._times[key] = self.clock.step(layout, stage_blocks)
+        return found
 
     def _cell(self, cell: Cell, kind: str) -> bool:
         """Times the layouts of a cell; False when its leanest one does not fit."""
@@ -245,7 +258,7 @@ class Search(Bounds):
         stage_blocks = self.stage_blocks(cell)
         best = self._limit(cell.shell, kind)
         for layout in variants(cell, kind):
-            time = self.clock.step(layout, stage_blocks)
+            time = self._time(cell, layout, stage_blocks)
             if time.total >= best:
                 continue
             allocated, device = self.needs(layout)
