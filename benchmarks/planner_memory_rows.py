@@ -219,8 +219,8 @@ def memory_table(every_row: bool) -> str:
             )
             half = "validation" if one.row.validation else "calibration"
             lines.append(
-                f"{one.row.source} | {one.row.label} | {half} | {one.row.kind} {one.row.measured / GIB:.2f} GiB | "
-                f"predicted {one.predicted / GIB:.2f} | {outcome}"
+                f"{one.row.source} | {one.row.label} | {half} | {one.row.kind} "
+                f"{one.row.measured / GIB:.2f} GiB | predicted {one.predicted / GIB:.2f} | {outcome}"
             )
     reasons: dict[str, int] = {}
     for row in all_memory_rows():
