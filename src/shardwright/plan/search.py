@@ -238,7 +238,7 @@ class Search(Bounds):
         return known
 
     def _alike(self, cell: Cell) -> bool:
-        """Whether zero1, zero2 and zero3 take the same time: a pipeline gathers and reduces once per update."""
+        """Whether zero1, zero2 and zero3 take equal times: a pipeline gathers and reduces once per update."""
         return cell.shell.pp > 1 and self.clock.software.pipeline_keeps_gathered
 
     def _time(self, cell: Cell, layout: Layout, stage_blocks: tuple[int, ...]) -> StepTime:
