@@ -164,8 +164,8 @@ class Search(Bounds):
     def _fits_at_least(self, shell: Shell, kind: str, exactly: bool = False) -> bool:
         """Whether the family's leanest layout fits here; if not, the leanest one so far is noted.
 
-        Unless asked `exactly`, zero1 and zero2 under a pipeline are taken to fit where zero3 does: they need almost
-        the same.
+        Unless asked `exactly`, zero1 and zero2 under a pipeline are taken to fit where zero3 does: they need
+        almost the same.
         """
         family = self._family(shell, kind)
         if not exactly and kind in ("zero1", "zero2") and "zero3" in self.kinds and self._alike(shell):
