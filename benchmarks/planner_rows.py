@@ -1,7 +1,8 @@
 """Published step times as (job, layout, device, software, measured seconds), one row each.
 
-Every rule that leaves a row out stands in this file, and was written before the predictions were compared. A row goes
-into the calibration or the validation half by a hash of its settings; the measured value is not part of the hash.
+Every rule that leaves a row out stands in this file, and was written before the predictions were compared. A
+row goes into the calibration or the validation half by a hash of its settings; the measured value is not part
+of the hash.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from pathlib import Path
 from shardwright.arch.inventory import Shape, generic_shape
 from shardwright.arch.known import known_shape
 from shardwright.layout.axes import Axes
-from shardwright.plan.hardware import Device, find_device
+from shardwright.plan.device import Device
+from shardwright.plan.hardware import find_device
 from shardwright.plan.job import Job, Layout
 from shardwright.plan.kernels import Software
 
@@ -25,8 +27,8 @@ STALLED = (
 )
 REFERENCE = Path(__file__).resolve().parent.parent / "tests" / "reference"
 
-# Facts of the programs that were measured. Host times, passes, update and send times: fitted on the calibration half, one
-# set for each program. The rest is what the program is known to do.
+# Facts of the programs that were measured. Host times, passes, update and send times: fitted on the
+# calibration half, one set for each program. The rest is what the program is known to do.
 NANOTRON = Software(
     "nanotron",
     host_forward=1.45e-3,
@@ -95,7 +97,9 @@ class Row:
 
     @property
     def validation(self) -> bool:
-        """Whether the row is in the validation half: the first hex digit of the SHA-256 of its settings is 8 or more."""
+        """Whether the row is in the validation half: the first hex digit of the SHA-256 of its settings is 8
+        or more.
+        """
         return int(hashlib.sha256(f"{self.source}|{self.label}".encode()).hexdigest()[0], 16) >= 8
 
 
@@ -117,7 +121,9 @@ _NANOTRON_SHAPES = {
 
 
 def nanotron_stages(shape: Shape, stages: int) -> tuple[int, ...]:
-    """Blocks of each stage as nanotron cuts them: each stage takes pieces until its share of the weights' FLOPs is passed."""
+    """Blocks of each stage as nanotron cuts them: each stage takes pieces until its share of the weights'
+    FLOPs is passed.
+    """
     block = 4 * shape.hidden * shape.hidden + 3 * shape.ffn * shape.hidden
     costs = [0, *[block] * shape.layers, 0, shape.vocab * shape.hidden, 0]
     total, done, stage = sum(costs), 0, 0
@@ -173,10 +179,10 @@ def nanotron() -> Iterator[Row]:
 
 
 def _unrepeatable(rows: list[Row]) -> list[Row]:
-    """Marks runs that the settings do not explain: another run of the same model, tensor parallelism and microbatch (both
-    with or both without a pipeline) takes less than half of their time per slot, and the difference is more than 0.3 s per
-    microbatch. No collective of these sizes takes that long; such runs wait about a second at every microbatch, whatever
-    the model. Uses measurements only, no prediction.
+    """Marks runs that the settings do not explain: another run of the same model, tensor parallelism and
+    microbatch (both with or both without a pipeline) takes less than half of their time per slot, and the
+    difference is more than 0.3 s per microbatch. No collective of these sizes takes that long; such runs wait
+    about a second at every microbatch, whatever the model. Uses measurements only, no prediction.
     """
     slot = [
         row.measured_seconds / (row.layout.microbatches(row.job) + row.layout.axes.pp - 1) for row in rows
@@ -260,7 +266,10 @@ def mosaicml() -> Iterator[Row]:
         device = {"h100_80gb": "h100-sxm-80gb", "a100_80gb": "a100-sxm-80gb", "a100_40gb": "a100-sxm-40gb"}[
             r["device"]
         ]
-        label = f"{r['model']} s{seq} {r['device']} x {gpus} microbatch {rows} x {k} {r['precision']} {r['mp_mode']} {r['sharding']} recompute {r['recompute']}"
+        label = (
+            f"{r['model']} s{seq} {r['device']} x {gpus} microbatch {rows} x {k} {r['precision']} "
+            f"{r['mp_mode']} {r['sharding']} recompute {r['recompute']}"
+        )
         excluded = "fp8" if "fp8" in r["precision"] else ""
         yield Row("mosaicml", label, job, layout, device, "mosaicml", (layers,), seconds, excluded)
 
@@ -435,7 +444,10 @@ def torchtitan() -> Iterator[Row]:
             "a100-80gb-sxm": "a100-sxm-80gb",
             "h200-141gb": "h200-sxm-141gb",
         }[r["device"]]
-        label = f"{r['model']} {r['device']} x {gpus} dp{dp} tp{tp} pp{pp} cp{cp} batch {r['local_batch']} s{seq} {r['recompute']} {r['precision']} compile {r['compile']} {r['note']} {r['source']}"
+        label = (
+            f"{r['model']} {r['device']} x {gpus} dp{dp} tp{tp} pp{pp} cp{cp} batch {r['local_batch']} "
+            f"s{seq} {r['recompute']} {r['precision']} compile {r['compile']} {r['note']} {r['source']}"
+        )
         software = "torchtitan compiled" if r["compile"] == "yes" else "torchtitan"
         yield Row(
             "torchtitan", label, job, layout, device, software, _even(shape.layers, pp), seconds, excluded

@@ -2,8 +2,9 @@
 
     python benchmarks/planner_speed.py
 
-`considered` is every legal layout of the space; `timed` those that were not ruled out by a bound and asked one by one.
-CPU seconds are what the work takes on one core; wall time also depends on what else the machine does.
+`considered` is every legal layout of the space; `timed` those that were not ruled out by a bound and asked
+one by one. CPU seconds are what the work takes on one core; wall time also depends on what else the machine
+does.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ CASES = (
 )
 COMMAND = (
     "from shardwright.plan.verb import Request, run_plan; import sys; "
-    "run_plan(Request(model=sys.argv[1], devices=int(sys.argv[2]), device='h100-sxm-80gb', max_length=int(sys.argv[3]), "
+    "run_plan(Request(model=sys.argv[1], devices=int(sys.argv[2]), device='h100-sxm-80gb', "
+    "max_length=int(sys.argv[3]), "
     "global_batch_size=int(sys.argv[4])), write=lambda line: None); assert 'torch' not in sys.modules"
 )
 
@@ -52,7 +54,8 @@ def one_by_one(seconds: float = 1.0) -> float:
 
 def main() -> None:
     print(
-        f"{'model':<16}{'devices':>8}{'considered':>12}{'timed':>8}{'search CPU s':>14}{'layouts/s':>12}{'command wall s':>16}"
+        f"{'model':<16}{'devices':>8}{'considered':>12}{'timed':>8}"
+        f"{'search CPU s':>14}{'layouts/s':>12}{'command wall s':>16}"
     )
     for model, devices, length, batch in CASES:
         search, _ = make_search(
@@ -71,7 +74,8 @@ def main() -> None:
             )
             walls.append(time.perf_counter() - start)
         print(
-            f"{model:<16}{devices:>8,}{found.considered:>12,}{found.timed:>8,}{cpu:>14.2f}{found.considered / cpu:>12,.0f}{min(walls):>16.2f}"
+            f"{model:<16}{devices:>8,}{found.considered:>12,}{found.timed:>8,}"
+            f"{cpu:>14.2f}{found.considered / cpu:>12,.0f}{min(walls):>16.2f}"
         )
     print(f"one by one, no bounds: {one_by_one():,.0f} layouts per CPU second (time and peak of each)")
 

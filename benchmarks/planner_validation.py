@@ -1,4 +1,5 @@
-"""Prints the planner's errors on published measurements: step time here, peak memory from planner_memory_rows.
+"""Prints the planner's errors on published measurements: step time here, peak memory from
+planner_memory_rows.
 
     python benchmarks/planner_validation.py            the tables
     python benchmarks/planner_validation.py --rows     and every row
@@ -23,15 +24,18 @@ from shardwright.plan.step_time import Clock
 
 LEFT_UNEXPLAINED = """\
 Left unexplained:
-- nanotron: 177 of its 753 rows wait about a second more at every microbatch than an equal run, whatever the model. No
-  setting in the file tells them apart, so no planner can predict them; the rule above leaves them out. It looks at
-  measurements only, but it was written after the residuals of the calibration half had shown the two populations.
-- nanotron, tensor parallelism with a pipeline over nodes: a block costs about 2.3 ms x tp of host time per microbatch (one
-  constant, host_tensor_pipeline). The cause is not known; the smallest model needs a third less than that.
+- nanotron: 177 of its 753 rows wait about a second more at every microbatch than an equal run, whatever the
+model. No setting in the file tells them apart, so no planner can predict them; the rule above leaves them
+  out. It looks at measurements only, but it was written after the residuals of the calibration half had shown
+  the two populations.
+- nanotron, tensor parallelism with a pipeline over nodes: a block costs about 2.3 ms x tp of host time per
+microbatch (one constant, host_tensor_pipeline). The cause is not known; the smallest model needs a third less
+  than that.
 - torchtitan: TP = 8 in eager mode is 20% slower, compiled FSDP 15% faster than the shared constants say.
 - vTrain, TP = 8 with one row of 1,024 tokens: 30% slower than predicted.
-- Megatron-LM on H100 (2024): with the best microbatch and interleaving assumed it is still 3 to 27% faster than predicted.
-  Our H100 constants come from programs without Transformer Engine's kernels and overlapped tensor parallelism.
+- Megatron-LM on H100 (2024): with the best microbatch and interleaving assumed it is still 3 to 27% faster
+than predicted. Our H100 constants come from programs without Transformer Engine's kernels and overlapped
+  tensor parallelism.
 - mosaicml: 1B on 32 A100 runs at 0.81 of the speed per device that the same model reaches on 8."""
 
 
@@ -121,7 +125,8 @@ def main(arguments: list[str]) -> int:
     stalled = [e for e in errors if e.row.validation and e.row.excluded in ("", STALLED)]
     s = summary(stalled)
     print(
-        f"\nValidation half with the stalled nanotron runs counted: median {s['median']:.1%}, 90th percentile {s['p90']:.1%}"
+        f"\nValidation half with the stalled nanotron runs counted: median {s['median']:.1%}, 90th "
+        f"percentile {s['p90']:.1%}"
     )
     print(LEFT_UNEXPLAINED)
     print("\nPeak memory, predicted / measured - 1")
@@ -129,9 +134,10 @@ def main(arguments: list[str]) -> int:
     if "--rows" in arguments:
         print("\nEvery row: error, measured s, predicted s, half, source, setting")
         for e in sorted(errors, key=lambda e: (e.row.source, e.row.label)):
-            half = e.row.excluded and "excluded" or ("validation" if e.row.validation else "calibration")
+            half = (e.row.excluded and "excluded") or ("validation" if e.row.validation else "calibration")
             print(
-                f"{e.error:>+8.1%} {e.row.measured_seconds:>10.3f} {e.predicted:>10.3f}  {half:<12}{e.row.source:<22}{e.row.label}"
+                f"{e.error:>+8.1%} {e.row.measured_seconds:>10.3f} {e.predicted:>10.3f}  "
+                f"{half:<12}{e.row.source:<22}{e.row.label}"
             )
     return 0
 

@@ -70,6 +70,50 @@ def check(
     raise typer.Exit(run_check(loaded, layouts, nproc_per_node, dtype=dtype, updates=updates, plant=plant))
 
 
+@app.command(context_settings=_OVERRIDES, epilog=_EPILOG)
+def plan(
+    context: typer.Context,
+    run_file: Annotated[
+        Path | None, typer.Argument(help="The run file; or give --model and the sizes")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="config.json, its directory, or a known name (llama-3-8b)")
+    ] = None,
+    layers: Annotated[int | None, typer.Option(help="A generic model: with --hidden --heads --vocab")] = None,
+    hidden: int | None = None,
+    heads: int | None = None,
+    kv_heads: int | None = None,
+    ffn: int | None = None,
+    vocab: int | None = None,
+    gated: Annotated[bool, typer.Option(help="Feed-forward with a gate")] = True,
+    devices: Annotated[int | None, typer.Option(help="How many devices")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="A name of the catalogue, or a YAML file of your own")
+    ] = None,
+    max_length: Annotated[int | None, typer.Option(help="Tokens of a row")] = None,
+    global_batch_size: Annotated[int | None, typer.Option(help="Rows of an update")] = None,
+    tokens: Annotated[float | None, typer.Option(help="Tokens to train on: gives days")] = None,
+    param_dtype: str | None = None,
+    reduce_dtype: str | None = None,
+    master_dtype: str | None = None,
+    compiled: Annotated[bool, typer.Option(help="Blocks are compiled")] = False,
+    offload: Annotated[bool, typer.Option(help="Consider state on the host too")] = False,
+    explain: Annotated[str | None, typer.Option(help="A field's arithmetic, `all`, or `examples`")] = None,
+    compare: Annotated[
+        tuple[str, str] | None, typer.Option(help="Two layouts, for example zero3 zero3+tp2")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The answer as JSON")] = False,
+) -> None:
+    """Plan: which layouts fit, what each costs, which to test first; exit 4 when nothing fits."""
+    from shardwright.plan.verb import Request, run_plan
+
+    request = Request(
+        run_file, model, layers, hidden, heads, kv_heads, ffn, vocab, gated, devices, device, max_length,
+        global_batch_size, tokens, param_dtype, reduce_dtype, master_dtype, compiled, offload, tuple(context.args),
+    )  # fmt: skip
+    raise typer.Exit(run_plan(request, as_json=as_json, compare=compare, explain=explain, write=typer.echo))
+
+
 @app.command()
 def schema() -> None:
     """Print the JSON schema of the run file."""

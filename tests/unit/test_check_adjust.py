@@ -39,9 +39,9 @@ def test_tiny_example_is_checked_as_it_is_but_in_float64(
 def test_one_microbatch_becomes_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = _run(tmp_path, monkeypatch, training__per_device_train_batch_size=4)
     adjusted = adjust(run, dtype="fp64", data_ranks=2, device="cpu", updates=1)
-    assert adjusted.run.training.per_device_train_batch_size == 2
+    assert adjusted.run.training.per_device_train_batch_size == 1
     assert adjusted.run.training.global_batch_size == 8
-    assert "4 -> 2, so that 2 microbatches are accumulated" in adjusted.lines[0]
+    assert "4 -> 1, so that 4 microbatches are accumulated" in adjusted.lines[0]
 
 
 def test_equal_rows_are_thinned_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from shardwright.errors import ConfigError
-from shardwright.plan.hardware import CATALOGUE, find_device
+from shardwright.plan.catalogue import CATALOGUE
+from shardwright.plan.hardware import find_device
 
 
 def test_every_figure_has_a_source() -> None:

@@ -20,7 +20,7 @@ from shardwright.layout.axes import Axes
 from shardwright.layout.schedule import legality
 from shardwright.plan.host import host_bytes, pinned_bytes
 from shardwright.plan.job import Job, Layout
-from shardwright.plan.memory import PARTS, peak, timeline
+from shardwright.plan.memory import PARTS, peak, short_peak, timeline
 from shardwright.plan.peak import peak_bytes
 from shardwright.plan.program import PROGRAMS
 
@@ -83,6 +83,8 @@ def test_the_closed_form_is_the_maximum_of_the_timeline(case: tuple[Job, Layout,
         return
     walked = peak(job, layout, PROGRAMS[program])
     assert peak_bytes(job, layout, PROGRAMS[program]) == pytest.approx((walked.allocated, walked.reserved))
+    short = short_peak(job, layout, PROGRAMS[program])
+    assert (short.allocated, short.reserved) == pytest.approx((walked.allocated, walked.reserved))
 
 
 def test_pinned_memory_is_rounded_to_powers_of_two() -> None:

@@ -55,7 +55,7 @@ def test_one_rank_sends_nothing() -> None:
 
 def test_notes_two_gigabytes_at_100_gb_per_second_take_20_ms() -> None:
     """The note's payload over bandwidth, without latency and at full efficiency."""
-    assert 2e9 / 100e9 == pytest.approx(0.020)
+    assert pytest.approx(0.020) == 2e9 / 100e9
     assert send_seconds(H100, False, 450e9 * H100.efficiency.link) == pytest.approx(
         1.0 + H100.node.link_latency
     )

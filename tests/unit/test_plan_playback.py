@@ -1,8 +1,11 @@
-"""Pipelines by playing their lists, against the published idle times and a longest path. Known-fault row A80."""
+"""Pipelines by playing their lists, against the published idle times and a longest path. Known-fault row
+A80.
+"""
 
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 
@@ -20,7 +23,9 @@ def run(
 def longest_path(
     schedule: str, pp: int, chunks: int, microbatches: int, times: list[StageSeconds], send: float
 ) -> float:
-    """The end of the last action, by relaxing every edge until nothing moves: order on a rank, and data between stages."""
+    """The end of the last action, by relaxing every edge until nothing moves: order on a rank, and data
+    between stages.
+    """
     lists = actions(schedule, pp, chunks, microbatches)  # type: ignore[arg-type]
     nodes = [(action.stage, action.kind, action.microbatch) for own in lists for action in own]
     took = {
@@ -31,7 +36,7 @@ def longest_path(
     }
     edges = []
     for own in lists:
-        edges += [(tuple(a), tuple(b), 0.0) for a, b in zip(own, own[1:])]
+        edges += [(tuple(a), tuple(b), 0.0) for a, b in pairwise(own)]
     last = len(times) - 1
     for stage, kind, index in nodes:
         for after, kinds in ((stage + 1, "F"), (stage - 1, "BI")):
@@ -58,7 +63,9 @@ def longest_path(
 @pytest.mark.parametrize("pp", [2, 4, 8])
 @pytest.mark.parametrize("rounds", [1, 2, 5])
 def test_idle_time_of_equal_stages(pp: int, rounds: int) -> None:
-    """GPipe and 1F1B: (p - 1)(F + B); interleaved: divided by chunks (Narayanan et al. 2021); ZB1P: (p - 1)(F + I - W)."""
+    """GPipe and 1F1B: (p - 1)(F + B); interleaved: divided by chunks (Narayanan et al. 2021); ZB1P: (p - 1)(F
+    + I - W).
+    """
     f, i, w = 1.0, 1.3, 0.7
     for schedule, chunks, idle in (
         ("gpipe", 1, (pp - 1) * (f + i + w)),

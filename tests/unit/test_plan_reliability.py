@@ -1,4 +1,6 @@
-"""Training time and interruptions: the notes' example, Llama 3's figures, and the optimum against brute force."""
+"""Training time and interruptions: the notes' example, Llama 3's figures, and the optimum against brute
+force.
+"""
 
 from __future__ import annotations
 

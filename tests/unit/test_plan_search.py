@@ -41,7 +41,9 @@ def make(model: str, devices: int, length: int, batch: int, device: str = "h100-
     ],
 )
 def test_equals_brute_force(model: str, devices: int, length: int, batch: int, device: str) -> None:
-    """Every legal layout timed and weighed one by one gives no faster one in any family that the search looks at closely."""
+    """Every legal layout timed and weighed one by one gives no faster one in any family that the search looks
+    at closely.
+    """
     search = make(model, devices, length, batch, device)
     found = search.run()
     other = make(model, devices, length, batch, device)
@@ -162,7 +164,9 @@ def test_recompute_modes_are_all_searched() -> None:
 
 
 def test_405b_on_16384_is_fast() -> None:
-    """CPU seconds, not wall time: other work on the machine does not count. 20,000 layouts a second is the bound."""
+    """CPU seconds, not wall time: other work on the machine does not count. 20,000 layouts a second is the
+    bound.
+    """
     search = make("llama-3.1-405b", 16384, 8192, 2048)
     start = time.process_time()
     found = search.run()

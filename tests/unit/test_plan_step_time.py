@@ -1,4 +1,6 @@
-"""Step time: laws of the kernels by hand, closed form against played pipelines, limits that must hold. Known-fault row A119."""
+"""Step time: laws of the kernels by hand, closed form against played pipelines, limits that must hold.
+Known-fault row A119.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from shardwright.arch.flops import model_flops, utilisation
 from shardwright.arch.inventory import counts, generic_shape
 from shardwright.layout.axes import Axes
 from shardwright.layout.schedule import legality, split_blocks
-from shardwright.plan.hardware import Device, find_device
+from shardwright.plan.device import Device
+from shardwright.plan.hardware import find_device
 from shardwright.plan.job import Job, Layout
 from shardwright.plan.kernels import Software, attention_seconds, block_time, matmul_seconds
 from shardwright.plan.network import Group, gather_seconds
@@ -125,7 +128,9 @@ def test_full_recomputation_adds_one_forward() -> None:
 
 
 def test_zero3_exposes_what_does_not_fit_under_compute() -> None:
-    """Prefetch hides a block's gather under the block before, and none without it; edges are always exposed."""
+    """Prefetch hides a block's gather under the block before, and none without it; edges are always
+    exposed.
+    """
     job, shard = Job(SHAPE, 512, 8), Group(8, 8)
     block = counts(SHAPE).block * 2.0
     gather, reduce = gather_seconds(H100, shard, block), gather_seconds(H100, shard, 2 * block)
@@ -193,8 +198,8 @@ def test_closed_form_equals_the_played_pipeline_for_equal_stages(
     layout = Layout(Axes(pp=pp, dp_shard=2, tp=tp), kind, 1, schedule, chunks)  # type: ignore[arg-type]
     blocks = split_blocks(32, pp * chunks, 0.0)
     closed, played = clock.step(layout, blocks), clock.timed(layout, blocks)
-    # Embedding and head make the end stages a little heavier, also without a vocabulary: their collectives remain. zbv's
-    # closed form is exact where forward, input and weight gradients take equal times.
+    # Embedding and head make the end stages a little heavier, also without a vocabulary: their collectives
+    # remain. zbv's closed form is exact where forward, input and weight gradients take equal times.
     assert closed.total == pytest.approx(played.total, rel=0.03 if schedule == "zbv" else 0.015)
     assert closed[:5] == played[:5]
 

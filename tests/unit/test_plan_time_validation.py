@@ -1,4 +1,6 @@
-"""Step times against published measurements: the bound of the validation half, the split, and what is left out."""
+"""Step times against published measurements: the bound of the validation half, the split, and what is left
+out.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def test_validation_half_is_within_the_bound(errors: list) -> None:
 
 
 def test_the_validation_half_is_no_worse_than_the_calibration_half(errors: list) -> None:
-    """Nothing was fitted on it: if it had been tuned for, the calibration half would be the better one by far."""
+    """Nothing was fitted on it: if it had been tuned for, the calibration half would be the better one by
+    far.
+    """
     halves = [
         summary([e for e in errors if not e.row.excluded and e.row.validation is half])
         for half in (False, True)
@@ -86,7 +90,9 @@ def test_the_split_is_a_hash_of_settings_alone() -> None:
 
 
 def test_stalled_runs_are_found_by_measurements_alone() -> None:
-    """The rule sees no prediction: each run left out has a twin with the same model, TP and microbatch at under half its time."""
+    """The rule sees no prediction: each run left out has a twin with the same model, TP and microbatch at
+    under half its time.
+    """
     rows = [row for row in all_rows() if row.source == "nanotron"]
     for row in (row for row in rows if row.excluded == STALLED):
         slot = row.measured_seconds / (row.layout.microbatches(row.job) + row.layout.axes.pp - 1)

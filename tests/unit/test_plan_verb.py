@@ -153,7 +153,8 @@ def test_run_file(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     run = tmp_path / "run.yaml"
     run.write_text(
-        f"model: {{model_name_or_path: {tmp_path}, init: random}}\ndata: {{train: [x.jsonl], max_length: 8192}}\n"
+        f"model: {{model_name_or_path: {tmp_path}, init: random}}\n"
+        "data: {train: [x.jsonl], max_length: 8192}\n"
         "training: {global_batch_size: 64, max_steps: 1}\nprecision: {param_dtype: bf16}\n"
     )
     code, text = plan(Request(run_file=run, devices=8, device="h100"))
@@ -184,8 +185,10 @@ def test_requests_that_are_refused(wrong: Request, message: str) -> None:
 def test_nothing_heavy_is_imported() -> None:
     code = (
         "import sys; from shardwright.plan.verb import Request, run_plan; "
-        "run_plan(Request(model='llama-3-8b', devices=8, max_length=8192, global_batch_size=64), write=lambda line: None); "
-        "print([m for m in ('torch', 'numpy', 'transformers', 'datasets', 'pydantic', 'yaml') if m in sys.modules])"
+        "request = Request(model='llama-3-8b', devices=8, max_length=8192, global_batch_size=64); "
+        "run_plan(request, write=lambda line: None); "
+        "heavy = ('torch', 'numpy', 'transformers', 'datasets', 'pydantic', 'yaml'); "
+        "print([m for m in heavy if m in sys.modules])"
     )
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True

@@ -314,3 +314,19 @@ def family_of(model_type: str) -> Family:
             "Give the shape as flags (--layers, --hidden, --heads, --ffn, --vocab), or name a model of shardwright.arch.known.",
         )
     return FAMILIES[name]
+
+
+def is_known(config: Mapping[str, Any]) -> bool:
+    """Whether the parameters of this config.json follow from its family, without building the model."""
+    kind = str(config.get("model_type"))
+    return ALIASES.get(kind, kind) in FAMILIES
+
+
+def refuse_experts(config: Mapping[str, Any]) -> None:
+    """Raises `ConfigError` for a mixture-of-experts model: its parameters do not all multiply every token."""
+    for key in ("num_experts", "num_local_experts", "n_routed_experts"):
+        if config.get(key):
+            raise ConfigError(
+                f"{key} = {config[key]}: mixture-of-experts models are not planned.",
+                "A token meets few of the experts, and they are split by an axis of their own.",
+            )

@@ -13,7 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
-from shardwright.arch.families import Family, family_of
+from shardwright.arch.families import Family, family_of, refuse_experts
 from shardwright.errors import ConfigError
 
 Part = Literal["embedding", "positions", "attention", "mlp", "norm", "head"]
@@ -160,12 +160,7 @@ def shape_from_config(source: str | Path | Mapping[str, Any]) -> Shape:
     name = str(config.get("_name_or_path") or "")
     if isinstance(config.get("text_config"), Mapping):
         config = config["text_config"]
-    for key in ("num_experts", "num_local_experts", "n_routed_experts"):
-        if config.get(key):
-            raise ConfigError(
-                f"{key} = {config[key]}: mixture-of-experts models are not planned.",
-                "Their experts are split by another axis.",
-            )
+    refuse_experts(config)
     numbers = {
         key: _value(config, family, key)
         for key in ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")

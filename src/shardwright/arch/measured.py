@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any
 
-from shardwright.arch.families import FAMILIES
+from shardwright.arch.families import FAMILIES, refuse_experts
 from shardwright.arch.inventory import Group, Part, Shape
 from shardwright.errors import ConfigError
 
@@ -37,7 +37,16 @@ def _block_groups(sizes: Mapping[str, tuple[int, ...]], blocks: list[str]) -> li
         alike = len(own) == len(blocks) and len(set(own)) == 1
         size = own[0] if alike else (-(-sum(map(prod, own)) // len(blocks)),)
         split = "column" if len(size) >= 2 or not alike else None
-        groups.append(Group(f"{block}.{rest}", size, len(blocks), part, "column" if split else None, size[0] if split else 0))
+        groups.append(
+            Group(
+                f"{block}.{rest}",
+                size,
+                len(blocks),
+                part,
+                "column" if split else None,
+                size[0] if split else 0,
+            )
+        )
     return groups
 
 
@@ -48,6 +57,7 @@ def shape_from_inventory(inventory: Mapping[str, Any]) -> Shape:
     modules), `embedding` and `head` (module names or None). Raises `ConfigError` without blocks or a width.
     """
     config, blocks = inventory["config"], list(inventory["blocks"])
+    refuse_experts(config)
     sizes = {name: tuple(size) for name, size in inventory["parameters"].items()}
     if not blocks:
         raise ConfigError("The model has no repeated blocks.", "A layout groups and splits blocks.")
@@ -55,7 +65,9 @@ def shape_from_inventory(inventory: Mapping[str, Any]) -> Shape:
     table = embedding or head
     hidden = _first(config, _WIDTH) or (table[1] if table and len(table) > 1 else None)
     if hidden is None:
-        raise ConfigError("The width of the model is not known.", "It has no embedding and its config no hidden_size.")
+        raise ConfigError(
+            "The width of the model is not known.", "It has no embedding and its config no hidden_size."
+        )
     groups = _block_groups(sizes, blocks)
     inside = {name for name in sizes if any(name.startswith(block + ".") for block in blocks)}
     for name, size in sizes.items():

@@ -125,7 +125,9 @@ def _accumulating(run: RunFile, data_ranks: int) -> tuple[RunFile, list[str]]:
         return run, [
             "Each rank has one microbatch of one row: accumulation is not shown. Raise training.global_batch_size."
         ]
-    rows = max(size for size in range(1, share) if share % size == 0)
+    # not as many microbatches as ranks, where there is a choice: a wrong factor then tells which of the two it is
+    sizes = [size for size in range(share - 1, 0, -1) if share % size == 0]
+    rows = next((size for size in sizes if share // size != data_ranks), sizes[0])
     training = t.model_copy(update={"per_device_train_batch_size": rows})
     line = f"per_device_train_batch_size {share} -> {rows}, so that {share // rows} microbatches are accumulated."
     return run.model_copy(update={"training": training}), [line]

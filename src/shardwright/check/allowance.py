@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from shardwright.check.record import Notes, Record, Scalars
+from shardwright.check.reference_muon import AMPLIFICATION
 from shardwright.check.tolerance import Tolerance
 
 
@@ -35,7 +36,13 @@ class ParameterAllowance:
             clipped = 2 * relative * scale * scalars.clip_coefficient
             self.gradient[name] = max(self.gradient.get(name, 0.0), clipped)
             held = {kind: file[name] for kind, file in states.items() if name in file.names}
-            step = scalars.learning_rate * self._step(self.gradient[name], held, update, relative)
+            if self.notes.optimizer == "muon" and "momentum_buffer" in held:
+                own = record.tensors(update, "grad")[name] * scalars.clip_coefficient
+                step = scalars.learning_rate * self._orthogonal_step(
+                    self.gradient[name], held["momentum_buffer"], own
+                )
+            else:
+                step = scalars.learning_rate * self._step(self.gradient[name], held, update, relative)
             self.grown[name] = self.grown.get(name, 0.0) + step
 
     def _step(self, gradient: float, state: dict[str, Tensor], update: int, relative: float) -> Tensor:
@@ -51,6 +58,12 @@ class ParameterAllowance:
         u = (m / root).abs()
         sensitive = torch.minimum(gradient * (1 + u) / root, 2 * u.clamp(min=1.0))
         return sensitive + relative * u
+
+    def _orthogonal_step(self, gradient: float, buffer: Tensor, own: Tensor) -> Tensor:
+        """What an error of `gradient` in each element may change in a step of Muon; `own` is the clipped gradient."""
+        norm = torch.lerp(own, buffer, self.notes.momentum).norm()
+        changed = torch.clamp(2 * AMPLIFICATION * gradient * buffer.numel() ** 0.5 / norm, max=2.4)
+        return 0.2 * max(buffer.shape) ** 0.5 * changed
 
     def allowed(self, name: str, reference: Tensor, update: int) -> Tensor:
         rounding = 8 * update * self.tolerance.master_eps * reference.abs().max().double()

@@ -38,7 +38,7 @@ def gradient_faults(facts: Facts) -> Iterable[Diagnosis]:
         yield Diagnosis(
             "small_parameters",
             f"{where.text} differ{how}",
-            "how parameters are cut that have fewer rows than ranks",
+            "how parameters are cut or reduced that have no dim, or fewer rows than ranks",
         )
     elif where.special == "unit":
         how = f": {mechanism.evidence}" if mechanism else ""

@@ -78,10 +78,13 @@ def extent(facts: Facts) -> Extent:
     if len(names) == total:
         return Extent(f"all {total} tensors", "", _one_shard(facts))
     tied, skipped = {name for group in facts.notes.tied for name in group}, set(facts.notes.no_decay)
+    scalars = {name for name, shape in shapes.items() if not shape}
     small = {name for name, shape in shapes.items() if (shape[0] if shape else 1) < facts.dp_shard}
     block = next((b for b in facts.notes.blocks if all(name.startswith(f"{b}.") for name in names)), "")
     if names <= tied:
         where, special = f"only the tied {shown}", "tied"
+    elif names <= scalars:
+        where, special = f"only {len(names)} of the {len(scalars)} 0-dim tensors ({shown}{rest})", "small"
     elif names <= small:
         where, special = (
             f"only {len(names)} tensors with fewer rows than the {facts.dp_shard} shards ({shown}{rest})",

@@ -19,6 +19,7 @@ from transformers import get_scheduler
 
 from shardwright.check.changes import IGNORE, Changes, silence_dropout
 from shardwright.check.record import MicrobatchNote, Notes, Record, Scalars
+from shardwright.check.reference_muon import ReferenceMuon
 from shardwright.check.rows import CheckedRows
 from shardwright.config.schema import RunFile, Training
 from shardwright.data.loader import Microbatch, UpdateBatch
@@ -73,9 +74,28 @@ class Reference:
             return torch.optim.AdamW(groups, lr=t.learning_rate, **{**options, **t.optimizer_kwargs})
         if t.optimizer == "sgd":
             return torch.optim.SGD(groups, lr=t.learning_rate, **{"foreach": False, **t.optimizer_kwargs})
+        if t.optimizer == "muon":
+            return ReferenceMuon(self._muon_groups(groups), lr=t.learning_rate, **t.optimizer_kwargs)
         module, _, name = t.optimizer.partition(":")
         kind = getattr(importlib.import_module(module), name)
         return kind(groups, lr=t.learning_rate, **t.optimizer_kwargs)
+
+    def _muon_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """`groups` split into matrices that are made orthogonal and the rest: vectors, embeddings, the head."""
+        parts, tables = find_parts(self.model), set()
+        for name, module in self.model.named_modules():
+            if isinstance(module, nn.Embedding) or name in (parts.embedding, parts.head):
+                tables |= {id(p) for p in module.parameters()}
+        split = []
+        for group in groups:
+            matrices = [p for p in group["params"] if p.dim() == 2 and id(p) not in tables]
+            rest = [p for p in group["params"] if p.dim() != 2 or id(p) in tables]
+            split += [
+                {**group, "params": own, "orthogonal": o}
+                for own, o in ((matrices, True), (rest, False))
+                if own
+            ]
+        return split
 
     def _schedule(self, optimizer: torch.optim.Optimizer) -> Any:
         t = self.training
@@ -235,12 +255,14 @@ class Reference:
     def _notes(self, lines: tuple[str, ...]) -> Notes:
         t, parts, first = self.training, find_parts(self.model), self._first
         steps = 3 * len(first["microbatch_targets"]) + 2
+        group = self.optimizer.param_groups[0]
+        betas = group.get("betas", (t.adam_beta1, t.adam_beta2))
         return Notes(
             names=tuple(self.named),
             optimizer=t.optimizer,
             weight_decay=t.weight_decay,
-            adam={"beta1": t.adam_beta1, "beta2": t.adam_beta2, "epsilon": t.adam_epsilon},
-            momentum=float(t.optimizer_kwargs.get("momentum", 0.0)),
+            adam={"beta1": betas[0], "beta2": betas[1], "epsilon": float(group.get("eps", t.adam_epsilon))},
+            momentum=float(group.get("momentum", 0.0)),
             no_decay=tuple(n for n, p in self.trained.items() if excluded_from_decay(n, p.dim(), t.no_decay)),
             frozen=tuple(name for name in self.named if name not in self.trained),
             tied=parts.tied,

@@ -125,7 +125,7 @@ def shrunk_rows(run: RunFile, data_ranks: int) -> RunFile:
     t = run.training
     rows = min(t.per_device_train_batch_size, SMALL["rows"])
     before = t.global_batch_size // (t.per_device_train_batch_size * data_ranks)
-    microbatches = min(before if before > 1 else 2, SMALL["microbatches"])
+    microbatches = min(before if before > 1 else SMALL["microbatches"], SMALL["microbatches"])
     training = t.model_copy(
         update={"per_device_train_batch_size": rows, "global_batch_size": rows * microbatches * data_ranks}
     )

@@ -107,6 +107,8 @@ def _check(
         console,
         f"Allowed: {tolerance.formula}; relative to each tensor's largest element. AdamW steps as check/tolerance.py derives.",
     )
+    if fault:
+        _say(console, f"Planted into every candidate: {fault}.")
     loaded = replace(loaded, run=loaded.run.model_copy(update={"training": training}))
     candidates = [
         _candidate(loaded, name, ranks, adjusted, fault, directory / f"candidate-{i}")

@@ -1,8 +1,8 @@
 """Which path to test first, what it needs checking, what it will not fix, and what would make a job fit.
 
-The situations and their paths are those of the project's notes on distributed training (October 2026): DDP when a useful
-batch fits; FSDP2 when replicated state does not; a ZeRO stage with offload where that is set up; tensor and pipeline
-parallelism when layer compute or scale needs more partitioning.
+The situations and their paths are those of the project's notes on distributed training (October 2026): DDP
+when a useful batch fits; FSDP2 when replicated state does not; a ZeRO stage with offload where that is set
+up; tensor and pipeline parallelism when layer compute or scale needs more partitioning.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardwright.arch.inventory import counts
-from shardwright.plan.hardware import CATALOGUE
+from shardwright.plan.catalogue import CATALOGUE
+from shardwright.plan.host import host_bytes
 from shardwright.plan.job import DTYPE_BYTES, Job, Layout
 from shardwright.plan.search import Choice, Found, Search
 from shardwright.plan.space import shells
@@ -88,15 +89,20 @@ class Limits:
 
 
 def will_not_fix(search: Search, choice: Choice, composition: dict[str, float], allocated: float) -> Limits:
-    """Loading and padding; activations that no data rank divides; the number of ranks beyond which local work is too small."""
+    """Loading and padding; activations that no data rank divides; the number of ranks beyond which local work
+    is too small.
+    """
     lines = [
-        "Slow loading, preprocessing or padding: no layout changes them. Look at data/wait_seconds and data/padding_fraction."
+        "Slow loading, preprocessing or padding: no layout changes them. Look at data/wait_seconds and "
+        "data/padding_fraction."
     ]
     activations = composition.get("activations", 0.0) + composition.get("recomputation and workspace", 0.0)
     if allocated and activations > 0.3 * allocated and choice.layout.axes.cp == 1:
         lines.append(
-            f"Activations: {format_bytes(activations)} of the {format_bytes(allocated)} peak. FSDP does not divide them, nor do more "
-            "data ranks at a fixed microbatch: recompute, lower the microbatch, or split rows with cp_size or tp_size."
+            f"Activations: {format_bytes(activations)} of the {format_bytes(allocated)} peak. FSDP does not "
+            f"divide them, nor do more "
+            "data ranks at a fixed microbatch: recompute, lower the microbatch, or split rows with cp_size "
+            "or tp_size."
         )
     useful = useful_ranks(search, choice)
     if useful:
@@ -105,7 +111,9 @@ def will_not_fix(search: Search, choice: Choice, composition: dict[str, float], 
 
 
 def useful_ranks(search: Search, choice: Choice) -> str:
-    """The number of devices beyond which doubling the data ranks gives less than 1.5 times the speed, as a sentence."""
+    """The number of devices beyond which doubling the data ranks gives less than 1.5 times the speed, as a
+    sentence.
+    """
     job, layout = search.job, choice.layout
     devices, seconds = search.devices, choice.seconds
     while True:
@@ -115,15 +123,22 @@ def useful_ranks(search: Search, choice: Choice) -> str:
             rows -= 1
         if job.global_batch_size % (axes.data_ranks * rows):
             return (
-                f"More than {devices:,} devices with these axes: {job.global_batch_size:,} rows per update do not divide over twice as "
+                f"More than {devices:,} devices with these axes: {job.global_batch_size:,} rows per update "
+                f"do not divide over twice as "
                 "many data ranks, and the batch is part of the objective."
             )
         wider = replace(layout, axes=axes, microbatch_rows=rows)
         if layout.schedule == "1f1b" and wider.microbatches(job) < axes.pp:
-            return f"More than {devices:,} devices with these axes: fewer microbatches than pipeline stages would be left."
+            return (
+                f"More than {devices:,} devices with these axes: fewer microbatches than pipeline stages "
+                f"would be left."
+            )
         faster = search.clock.step(wider, choice.stage_blocks).total
         if seconds / faster < STILL_USEFUL:
-            return f"Beyond {devices:,} devices local work is small: {2 * devices:,} are predicted {seconds / faster:.2f} times as fast, not 2."
+            return (
+                f"Beyond {devices:,} devices local work is small: {2 * devices:,} are predicted "
+                f"{seconds / faster:.2f} times as fast, not 2."
+            )
         devices, seconds, layout = 2 * devices, faster, wider
 
 
@@ -167,13 +182,16 @@ def offloaded(search: Search) -> Choice | None:
 
 
 def what_would_fit(search: Search) -> list[str]:
-    """Changes, nearest first, each of which alone would make some layout fit with all state on the devices."""
+    """Changes, nearest first, each of which alone would make some layout fit with all state on the
+    devices.
+    """
     job, devices = search.job, search.devices
     lines = []
     unit = largest_unit_bytes(job)
     if 2 * unit > search.capacity:
         lines.append(
-            f"Even one unit does not fit: the largest one gathers {format_bytes(unit)} and makes a gradient as large. Cut it: smaller "
+            f"Even one unit does not fit: the largest one gathers {format_bytes(unit)} and makes a gradient "
+            f"as large. Cut it: smaller "
             "units, or tp_size, which splits the computation of a layer too."
         )
     more = next((n for n in (devices * 2**i for i in range(1, 11)) if _try(search, job, n)), None)
@@ -196,14 +214,15 @@ def what_would_fit(search: Search) -> list[str]:
         length //= 2
     host = offloaded(search)
     if host is not None:
-        states = counts(job.shape).total * (4 * DTYPE_BYTES[job.master_dtype])
+        per_node = host_bytes(job, host.layout).peak * min(devices, search.device.node.devices)
         lines.append(
-            f"memory.cpu_offload params: {format_bytes(host.device_bytes)} on a device and {format_bytes(states)} on the hosts together, "
-            f"{format_seconds(host.seconds)} per update."
+            f"memory.cpu_offload params: {format_bytes(host.device_bytes)} on a device, "
+            f"{format_bytes(per_node)} on each host, {format_seconds(host.seconds)} per update."
         )
     weights = counts(job.shape).total * DTYPE_BYTES[job.param_dtype] / devices
     lines.append(
-        f"Training fewer parameters (model.freeze, LoRA): frozen weights in {job.param_dtype} need {format_bytes(weights)} a rank and no "
+        f"Training fewer parameters (model.freeze, LoRA): frozen weights in {job.param_dtype} need "
+        f"{format_bytes(weights)} a rank and no "
         "gradients or optimizer states. That is another objective."
     )
     return lines

@@ -1,4 +1,6 @@
-"""The planner's answer as data: what was asked, the ranked layouts, what was rejected and why, and the advice."""
+"""The planner's answer as data: what was asked, the ranked layouts, what was rejected and why, and the
+advice.
+"""
 
 from __future__ import annotations
 
@@ -67,8 +69,8 @@ def layout_keys(layout: Layout) -> dict[str, Any]:
 
 
 def short_peak(search: Search, layout: Layout) -> Peak:
-    """The timeline's peak, of the pipeline ranks that can be the fullest and of as many microbatches as reach the steady
-    state: more do not change it."""
+    """The timeline's peak, of the pipeline ranks that can be the fullest and of as many microbatches as reach
+    the steady state: more do not change it."""
     job, pp = search.job, layout.axes.pp
     microbatches = layout.microbatches(job)
     rounds = max(1, microbatches // pp)
@@ -93,7 +95,8 @@ def short_peak(search: Search, layout: Layout) -> Peak:
 class Described:
     """One layout with everything that is printed about it. Bytes, seconds, and fractions.
 
-    sent_bytes: what pipeline rank 0 sends in one update, by axis. moment and composition say when its memory is fullest and what is alive then; empty where that was not asked for.
+    sent_bytes: what pipeline rank 0 sends in one update, by axis. moment and composition say when its memory
+    is fullest and what is alive then; empty where that was not asked for.
     """
 
     name: str
@@ -147,7 +150,9 @@ def describe(search: Search, choice: Choice, *, composition: bool = True) -> Des
 
 @dataclass(frozen=True)
 class Refused:
-    """A family in which nothing fits: what its leanest layout needs, mostly of what, and the nearest change that helps."""
+    """A family in which nothing fits: what its leanest layout needs, mostly of what, and the nearest change
+    that helps.
+    """
 
     family: str
     name: str

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from shardwright.arch.flops import model_flops, recompute_flops
@@ -15,7 +16,7 @@ from shardwright.arch.inventory import counts
 from shardwright.errors import ConfigError, did_you_mean
 from shardwright.plan.activations import kept_tensors, loss_copies, total_per_token
 from shardwright.plan.job import DTYPE_BYTES
-from shardwright.plan.memory import Peak, peak
+from shardwright.plan.memory import Peak, short_peak
 from shardwright.plan.program import SHARDWRIGHT, Program
 from shardwright.plan.rank_bytes import Rules, holds, moments_of, rank_bytes, rank_elements, rules
 from shardwright.plan.reliability import FAILURES_SOURCE, interruptions, training_flops
@@ -23,7 +24,7 @@ from shardwright.plan.traffic import traffic
 from shardwright.units import format_bytes_binary, format_seconds
 
 if TYPE_CHECKING:
-    from shardwright.plan.hardware import Device
+    from shardwright.plan.device import Device
     from shardwright.plan.job import Job, Layout
     from shardwright.plan.step_time import StepTime
 
@@ -51,8 +52,9 @@ class Subject:
     def rules(self) -> Rules:
         return rules(self.job, self.layout, self.program, self.microbatches)
 
+    @cached_property
     def peak(self) -> Peak:
-        return peak(self.job, self.layout, self.program)
+        return short_peak(self.job, self.layout, self.program)
 
 
 def _gib(size: float) -> str:
@@ -60,7 +62,7 @@ def _gib(size: float) -> str:
 
 
 def _memory(s: Subject) -> list[str]:
-    p = s.peak()
+    p = s.peak
     where = f"pipeline rank {p.pipeline_rank}, {p.moment}" if s.layout.axes.pp > 1 else p.moment
     lines = [f"peak = the largest sum over all moments of one update; it is at: {where}"]
     lines += [f"  {name:<28}{_gib(size):>12}" for name, size in p.composition.items()]
@@ -75,7 +77,7 @@ def _memory(s: Subject) -> list[str]:
 
 
 def _parameters(s: Subject) -> list[str]:
-    rank = s.peak().pipeline_rank
+    rank = s.peak.pipeline_rank
     blocks, first, last = holds(s.job, s.layout, rank)
     rule, axes = s.rules, s.layout.axes
     parts = rank_elements(s.job, s.layout, rule.degree, first >= 0, last >= 0)
@@ -97,7 +99,7 @@ def _parameters(s: Subject) -> list[str]:
 
 
 def _gradients(s: Subject) -> list[str]:
-    rule, b = s.rules, rank_bytes(s.job, s.layout, s.program, s.peak().pipeline_rank)
+    rule, b = s.rules, rank_bytes(s.job, s.layout, s.program, s.peak.pipeline_rank)
     if not rule.sharded:
         return [
             f"whole on every rank, always there: {_gib(b.always)} ({s.job.master_dtype})  [gradient_as_bucket_view]"
@@ -115,7 +117,7 @@ def _gradients(s: Subject) -> list[str]:
 
 
 def _optimizer(s: Subject) -> list[str]:
-    b = rank_bytes(s.job, s.layout, s.program, s.peak().pipeline_rank)
+    b = rank_bytes(s.job, s.layout, s.program, s.peak.pipeline_rank)
     what = "two moments" if moments_of(s.job.optimizer) == 2 else "one momentum"
     shared = f"over {s.rules.degree} ranks" if s.rules.degree > 1 else "on every rank"
     return [f"{s.job.optimizer}: {what} in {s.job.master_dtype} {shared}: {_gib(b.optimizer)}  [{ZERO}]"]
@@ -135,7 +137,7 @@ def _activations(s: Subject) -> list[str]:
         cut = f" / {one.bytes_per_token / share:.0f}" if share != one.bytes_per_token else ""
         lines.append(f"  {one.name:<28}{one.bytes_per_token:>12,.0f}{cut} bytes per token")
     per_token = total_per_token(kept, axes.tp, sp, s.program.keeps_gathered)
-    b = rank_bytes(job, layout, s.program, s.peak().pipeline_rank)
+    b = rank_bytes(job, layout, s.program, s.peak.pipeline_rank)
     coefficient = per_token / job.shape.hidden
     lines += [
         f"  a block keeps {per_token:,.0f} bytes per token = {coefficient:.1f} s b h with recompute {layout.recompute}  "

@@ -23,7 +23,8 @@ def compute_lines(clock: Clock, layout: Layout) -> Iterator[str]:
     tokens = layout.microbatch_rows * job.max_length / a.cp
     peak = device.peak(job.param_dtype)
     yield (
-        f"{device.name}: peak {format_flops(peak)}/s {job.param_dtype} [{device.sources.get('peak_flops', 'hardware file')}]; reached by large "
+        f"{device.name}: peak {format_flops(peak)}/s {job.param_dtype} "
+        f"[{device.sources.get('peak_flops', 'hardware file')}]; reached by large "
         f"products {e.matmul:.2f}, wave {e.wave:.3g}, depth {e.depth:.0f} [{e.fitted}]"
     )
     for product in matmuls(s):
@@ -32,7 +33,8 @@ def compute_lines(clock: Clock, layout: Layout) -> Iterator[str]:
         forward = matmul_seconds(device, tokens, fan_out, fan_in, job.param_dtype)
         flops = 2 * tokens * fan_in * fan_out
         yield (
-            f"  {product.name:<5} {tokens:,.0f} x {fan_in:,.0f} x {fan_out:,.0f}: {format_flops(flops)} / {format_flops(flops / forward)}/s = "
+            f"  {product.name:<5} {tokens:,.0f} x {fan_in:,.0f} x {fan_out:,.0f}: {format_flops(flops)} / "
+            f"{format_flops(flops / forward)}/s = "
             f"{format_seconds(forward)} ({flops / forward / peak:.0%} of peak)"
         )
     forward, backward = attention_seconds(
@@ -49,24 +51,33 @@ def compute_lines(clock: Clock, layout: Layout) -> Iterator[str]:
     flops = attention_flops(
         layout.microbatch_rows, job.max_length / a.cp, job.max_length, s.heads / a.tp, s.head_dim
     )
-    yield f"  attention ({job.attention}, causal): {format_flops(flops)} forward in {format_seconds(forward)}, backward {format_seconds(backward)}"
+    yield (
+        f"  attention ({job.attention}, causal): {format_flops(flops)} forward in "
+        f"{format_seconds(forward)}, backward {format_seconds(backward)}"
+    )
     element = clock.software.hidden_passes, clock.software.mlp_passes
     yield (
-        f"  norms, residuals, rotary: {element[0]:g} passes over tokens x hidden and {element[1]:g} over tokens x MLP width at "
-        f"{format_bytes(device.memory_bandwidth * e.bandwidth)}/s ({e.bandwidth:.2f} of the memory bandwidth); backward twice"
+        f"  norms, residuals, rotary: {element[0]:g} passes over tokens x hidden and {element[1]:g} over "
+        f"tokens x MLP width at "
+        f"{format_bytes(device.memory_bandwidth * e.bandwidth)}/s ({e.bandwidth:.2f} of the memory "
+        f"bandwidth); backward twice"
     )
     b = clock.block(layout)
     yield (
-        f"  a block: forward {format_seconds(b.forward)}, backward {format_seconds(b.backward)} (recomputed {format_seconds(b.recompute)}), "
-        f"waits of tp {format_seconds(b.tensor)} and cp {format_seconds(b.context)} in them; x {s.layers // a.pp} blocks a rank"
+        f"  a block: forward {format_seconds(b.forward)}, backward {format_seconds(b.backward)} (recomputed "
+        f"{format_seconds(b.recompute)}), "
+        f"waits of tp {format_seconds(b.tensor)} and cp {format_seconds(b.context)} in them; x "
+        f"{s.layers // a.pp} blocks a rank"
     )
 
 
 def _line(clock: Clock, name: str, group: Group, payload: float) -> str:
     line = gather_line(clock.device, group)
     return (
-        f"  {name}: {group.size} ranks ({group.local} in a node): {group.size - 1} steps x {format_seconds(step_latency(clock.device, group))} + "
-        f"{group.size - 1}/{group.size} x {format_bytes(payload)} / {format_bytes(ring_bandwidth(clock.device, group))}/s = "
+        f"  {name}: {group.size} ranks ({group.local} in a node): {group.size - 1} steps x "
+        f"{format_seconds(step_latency(clock.device, group))} + "
+        f"{group.size - 1}/{group.size} x {format_bytes(payload)} / "
+        f"{format_bytes(ring_bandwidth(clock.device, group))}/s = "
         f"{format_seconds(line.seconds(payload))}"
     )
 
@@ -77,7 +88,8 @@ def collective_lines(clock: Clock, layout: Layout) -> Iterator[str]:
     size, s, per_node = DTYPE_BYTES[job.param_dtype], job.shape, device.node.devices
     e = device.efficiency
     yield (
-        f"links {format_bytes(device.node.link_bandwidth)}/s x {e.link:.2f}, network {format_bytes(device.node.network_bandwidth)}/s a device x "
+        f"links {format_bytes(device.node.link_bandwidth)}/s x {e.link:.2f}, network "
+        f"{format_bytes(device.node.network_bandwidth)}/s a device x "
         f"{e.network:.2f}, one direction [{device.node.source}; {e.fitted}]"
     )
     tokens = layout.microbatch_rows * job.max_length / a.cp
@@ -101,7 +113,10 @@ def collective_lines(clock: Clock, layout: Layout) -> Iterator[str]:
             group,
             block * DTYPE_BYTES[job.reduce_dtype],
         )
-        yield f"  hidden under the block before where it fits; compute loses {clock.software.overlap_slowdown:g} s for each second of overlap"
+        yield (
+            f"  hidden under the block before where it fits; compute loses "
+            f"{clock.software.overlap_slowdown:g} s for each second of overlap"
+        )
 
 
 def time_lines(field: str | None, clock: Clock, layout: Layout) -> list[str]:
@@ -114,7 +129,8 @@ def time_lines(field: str | None, clock: Clock, layout: Layout) -> list[str]:
     if field in (None, "time", "bubble") and layout.axes.pp > 1:
         a, k = layout.axes, layout.microbatches(clock.job)
         lines.append(
-            f"  {layout.schedule} on {a.pp} ranks x {layout.chunks} stages, {k} microbatches: the lists of layout/schedule.py, played; equal "
+            f"  {layout.schedule} on {a.pp} ranks x {layout.chunks} stages, {k} microbatches: the lists of "
+            f"layout/schedule.py, played; equal "
             "stages of 1F1B would idle (p - 1)(F + B)"
         )
     return lines

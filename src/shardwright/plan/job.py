@@ -22,10 +22,11 @@ DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 class Job:
     """The objective and its numbers: the same for every layout that is compared.
 
-    max_length: tokens per row. global_batch_size: rows per update. The dtypes are those of the run file's `precision`:
-    compute, gradient reduction, and stored weights with optimizer states (a bf16 compute dtype with an fp32 master
-    keeps the master copy as the only stored weights with zero*, and both copies with ddp).
-    attention `flash`: no tokens x tokens matrix is kept. loss `chunked`: logits of a part of the rows at a time.
+    max_length: tokens per row. global_batch_size: rows per update. The dtypes are those of the run file's
+    `precision`: compute, gradient reduction, and stored weights with optimizer states (a bf16 compute dtype
+    with an fp32 master keeps the master copy as the only stored weights with zero*, and both copies with
+    ddp). attention `flash`: no tokens x tokens matrix is kept. loss `chunked`: logits of a part of the rows
+    at a time.
     """
 
     shape: Shape
@@ -43,8 +44,9 @@ class Job:
 class Layout:
     """One way to split the job over the ranks, and its memory choices.
 
-    chunks: pipeline stages per rank (more than 1 for interleaved_1f1b and zbv). unit: what is gathered together, a
-    block, everything, or so many blocks. reshard_after_forward: of the blocks; an integer keeps shards on so many ranks.
+    chunks: pipeline stages per rank (more than 1 for interleaved_1f1b and zbv). unit: what is gathered
+    together, a block, everything, or so many blocks. reshard_after_forward: of the blocks; an integer keeps
+    shards on so many ranks.
     """
 
     axes: Axes = field(default_factory=Axes)

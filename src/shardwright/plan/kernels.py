@@ -1,11 +1,12 @@
 """How long the kernels of one block, of the head and of the optimizer run on one device.
 
-Shapes: M tokens of a microbatch on this rank, S tokens of a row, D hidden, F inner width of the MLP, V vocabulary.
+Shapes: M tokens of a microbatch on this rank, S tokens of a row, D hidden, F inner width of the MLP, V
+vocabulary.
 
 Laws (a device's `Efficiency` holds the constants):
-- matrix product M x K times K x N: 2MNK / (peak x matmul x mn x k). mn = MN / (MN + wave) stands for the last, partly
-  filled wave of output tiles, k = K / (K + depth) for filling and draining the pipeline of each tile. Never faster than
-  its operands can be read and its result written.
+- matrix product M x K times K x N: 2MNK / (peak x matmul x mn x k). mn = MN / (MN + wave) stands for the
+last, partly filled wave of output tiles, k = K / (K + depth) for filling and draining the pipeline of each
+  tile. Never faster than its operands can be read and its result written.
 - flash attention: FLOPs / (peak x fraction x head_dim / (head_dim + 32) x S / (S + ramp)).
 - element-wise kernels, norms, softmax, optimizer: bytes / (memory bandwidth x fraction).
 """
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from shardwright.arch.inventory import Shape, counts
-from shardwright.plan.hardware import Device
+from shardwright.plan.device import Device
 from shardwright.plan.job import DTYPE_BYTES, Attention, Recompute
 
 HEAD_RAMP = 32
@@ -26,21 +27,21 @@ HEAD_RAMP = 32
 class Software:
     """What a training program does around the kernels: facts of the program, not of the device.
 
-    host_forward, host_backward: seconds the host needs to issue one block's kernels (and 1/2 of it for the head): the
-    floor of a block's time. host_tensor_parallel: added for each block and direction when tensor parallelism is on.
-    host_tensor_pipeline: added for each block, direction and tensor-parallel rank when a pipeline crosses nodes.
-    hidden_passes: reads and writes of a [M, D] tensor by norms, residuals, dropout and rotary of one block in the forward
-    pass (fused: about 10, eager: 30); the backward pass has twice as many. mlp_passes: the same for [M, F].
-    attention_rate: speed of its flash kernels relative to FlashAttention-2 (the first generation: about half).
-    logits_bytes: bytes per logit moved by loss and its gradient. accumulate_bytes: per parameter and microbatch, what
-    adding the gradient into its buffer moves. optimizer_bytes: per parameter this rank updates.
-    overlap_data_parallel: gradients travel while the backward pass of the last microbatch runs.
-    overlap_tensor_parallel: fraction of the backward tensor-parallel collectives hidden under weight gradients.
-    overlap_slowdown: seconds that compute loses for each second a collective runs beside it.
-    bucket_bytes: gradients are reduced in pieces of so many bytes (None: all at once).
-    overlap_pipeline: sends between stages run beside compute. pipeline_seconds: fixed time of one send and receive.
-    pipeline_keeps_gathered: under a pipeline, zero2 and zero3 gather once per update and reduce once, as zero1 does
-    (torch.distributed.pipelining does that to `fully_shard`).
+    host_forward, host_backward: seconds the host needs to issue one block's kernels (and 1/2 of it for the
+    head): the floor of a block's time. host_tensor_parallel: added for each block and direction when tensor
+    parallelism is on. host_tensor_pipeline: added for each block, direction and tensor-parallel rank when a
+    pipeline crosses nodes. hidden_passes: reads and writes of a [M, D] tensor by norms, residuals, dropout
+    and rotary of one block in the forward pass (fused: about 10, eager: 30); the backward pass has twice as
+    many. mlp_passes: the same for [M, F]. attention_rate: speed of its flash kernels relative to
+    FlashAttention-2 (the first generation: about half). logits_bytes: bytes per logit moved by loss and its
+    gradient. accumulate_bytes: per parameter and microbatch, what adding the gradient into its buffer moves.
+    optimizer_bytes: per parameter this rank updates. overlap_data_parallel: gradients travel while the
+    backward pass of the last microbatch runs. overlap_tensor_parallel: fraction of the backward
+    tensor-parallel collectives hidden under weight gradients. overlap_slowdown: seconds that compute loses
+    for each second a collective runs beside it. bucket_bytes: gradients are reduced in pieces of so many
+    bytes (None: all at once). overlap_pipeline: sends between stages run beside compute. pipeline_seconds:
+    fixed time of one send and receive. pipeline_keeps_gathered: under a pipeline, zero2 and zero3 gather once
+    per update and reduce once, as zero1 does (torch.distributed.pipelining does that to `fully_shard`).
     update_seconds: fixed time of an update (data, logging, gradient norm, host synchronisation).
     """
 
@@ -69,8 +70,8 @@ class Software:
 class BlockTime:
     """Seconds of one block and microbatch on one rank, collectives not included.
 
-    matmul, attention, elementwise: forward. backward_*: backward without recomputation. recompute: what is run again.
-    host_forward, host_backward: the time the host needs to issue them.
+    matmul, attention, elementwise: forward. backward_*: backward without recomputation. recompute: what is
+    run again. host_forward, host_backward: the time the host needs to issue them.
     """
 
     matmul: float
@@ -105,7 +106,9 @@ def matmul_seconds(device: Device, m: float, n: float, k: float, dtype: str) -> 
 
 
 def _products(device: Device, m: float, fan_in: float, fan_out: float, dtype: str) -> tuple[float, float]:
-    """(forward, backward) seconds of a linear layer: the backward pass is the input's and the weight's gradient."""
+    """(forward, backward) seconds of a linear layer: the backward pass is the input's and the weight's
+    gradient.
+    """
     forward = matmul_seconds(device, m, fan_out, fan_in, dtype)
     backward = matmul_seconds(device, m, fan_in, fan_out, dtype) + matmul_seconds(
         device, fan_out, fan_in, m, dtype
@@ -133,9 +136,9 @@ def attention_seconds(
 ) -> tuple[float, float]:
     """(forward, backward) seconds of attention's core, causal.
 
-    flash: 2.5 times the forward FLOPs in the backward pass, because the scores are computed again. eager: two full
-    (not halved) products, and scores, softmax and dropout that pass through memory: 13 bytes per score forward and 19
-    backward with a fused softmax in 16 bits.
+    flash: 2.5 times the forward FLOPs in the backward pass, because the scores are computed again. eager: two
+    full (not halved) products, and scores, softmax and dropout that pass through memory: 13 bytes per score
+    forward and 19 backward with a fused softmax in 16 bits.
     """
     e = device.efficiency
     if kind == "flash":
@@ -189,7 +192,8 @@ def block_time(
     if recompute == "full":
         again = qkv_f + out_f + up_f + down_f + att_f + element
     elif recompute == "selective":
-        # Products are kept; attention's core (when it is not flash) or the element-wise kernels are run again.
+        # Products are kept; attention's core (when it is not flash) or the element-wise kernels are run
+        # again.
         again = att_f if attention == "eager" else element
     host_tp = software.host_tensor_parallel if tp > 1 else 0.0
     host_f = software.host_forward + host_tp

@@ -8,10 +8,11 @@ meets, the embedding; and the optimizer step. A test holds the two equal on rand
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardwright.layout.schedule import Action, rank_actions, rank_stages
 from shardwright.plan.job import Job, Layout
+from shardwright.plan.peak import PeakModel
 from shardwright.plan.program import SHARDWRIGHT, Program
 from shardwright.plan.rank_bytes import RankBytes, rank_bytes, stage_saved
 
@@ -232,3 +233,20 @@ def peak(
         moment=moment.label,
         composition={name: size for name, size in parts if size > 0},
     )
+
+
+def short_peak(job: Job, layout: Layout, program: Program = SHARDWRIGHT) -> Peak:
+    """`peak`, walking only the pipeline ranks that can be the fullest and as many microbatches as reach the steady state.
+
+    Whole rounds, so that interleaved schedules keep their shape; GPipe has no steady state.
+    """
+    pp, microbatches = layout.axes.pp, layout.microbatches(job)
+    rounds = max(1, microbatches // pp)
+    few = microbatches // rounds * min(rounds, 3)
+    if pp == 1:
+        few = min(microbatches, 3)
+    elif layout.schedule == "gpipe":
+        few = microbatches
+    rows = layout.microbatch_rows * layout.axes.data_ranks * few
+    ranks = PeakModel(job, program).ranks(layout)
+    return peak(replace(job, global_batch_size=rows), layout, program, ranks=ranks)

@@ -1,9 +1,9 @@
 """Seconds of collectives: latency of every step plus bytes over bandwidth, on nodes of equal devices.
 
-N ranks of a group, of which `local` stand in one node. A ring sends (N - 1) / N of the payload to the next rank in N - 1
-steps; where it crosses nodes, each of the `local` ranks has its own network card, so the ring sees local x network
-bandwidth, but never more than the links. Thakur, Rabenseifner, Gropp 2005 (doi:10.1177/1094342005051521) for the
-cost of rings and trees.
+N ranks of a group, of which `local` stand in one node. A ring sends (N - 1) / N of the payload to the next
+rank in N - 1 steps; where it crosses nodes, each of the `local` ranks has its own network card, so the ring
+sees local x network bandwidth, but never more than the links. Thakur, Rabenseifner, Gropp 2005
+(doi:10.1177/1094342005051521) for the cost of rings and trees.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from math import log2
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from shardwright.plan.hardware import Device
+    from shardwright.plan.device import Device
 
 TREE_BANDWIDTH = 0.5
 """A tree sends the payload up and down through every inner node: half a ring's bandwidth, log2(N) steps."""

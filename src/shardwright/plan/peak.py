@@ -61,8 +61,8 @@ def _clamp(schedule: Schedule | None, pp: int, microbatches: int) -> int:
         return microbatches
     if schedule in ("interleaved_1f1b", "zero_bubble"):
         rounds = max(1, microbatches // pp)
-        return microbatches // rounds * min(rounds, 3)
-    return min(microbatches, 3 * pp)
+        return microbatches // rounds * min(rounds, 2)
+    return min(microbatches, pp + 2 if schedule == "1f1b" else 2 * pp + 2)
 
 
 @lru_cache(maxsize=8192)
@@ -81,16 +81,17 @@ def states(
         )
     own = rank_stages(schedule, pp, chunks, rank)
     alive, deferred, weights = [0] * len(own), [0] * len(own), [0] * len(own)
-    found: dict[tuple[str, int, tuple[int, ...], bool, bool], list[State]] = {}
+    place = {stage: chunk for chunk, stage in enumerate(own)}
+    found: dict[tuple[str, int, bool], list[State]] = {}
     for stage, kind, _ in rank_actions(schedule, pp, chunks, count, rank):
-        chunk = own.index(stage)
+        chunk = place[stage]
         if kind == "F":
             alive[chunk] += 1
             continue
-        gradients = tuple((done > 0) + (done == count) for done in weights)
+        gradients = tuple([(done > 0) + (done == count) for done in weights])
         first, last = weights[chunk] == 0, weights[chunk] == count - 1
         state = State(kind, chunk, tuple(alive), tuple(deferred), gradients, first, last)
-        _keep(found.setdefault((kind, chunk, gradients, first, last), []), state)
+        _keep(found.setdefault((kind, chunk, last), []), state)
         alive[chunk] -= kind != "W"
         deferred[chunk] += {"I": 1, "W": -1}.get(kind, 0)
         weights[chunk] += kind != "I"
@@ -98,13 +99,22 @@ def states(
 
 
 def _keep(group: list[State], new: State) -> None:
-    """Adds `new` unless another of its group holds at least as much of everything; drops those it dominates."""
+    """Adds `new` unless another of its group holds at least as much of everything; drops those it dominates.
+
+    Gradients that are put off and gradients that are reduced cannot be compared: more of them means some against none.
+    """
 
     def covers(a: State, b: State) -> bool:
-        return all(x >= y for x, y in zip(a.alive + a.deferred, b.alive + b.deferred))
+        return (
+            a.first <= b.first
+            and all(map(ge, a.alive, b.alive))
+            and all(map(ge, a.deferred, b.deferred))
+            and all([x == y or not y for x, y in zip(a.gradients, b.gradients)])
+        )
 
-    if any(covers(old, new) for old in group):
-        return
+    for old in group:
+        if covers(old, new):
+            return
     group[:] = [old for old in group if not covers(new, old)] + [new]
 
 
@@ -260,18 +270,9 @@ class Profile(NamedTuple):
     moments: tuple[Moment, ...]
 
 
-def _largest(entries: tuple[Entry, ...], weight: tuple[float, ...]) -> tuple[Moment, ...]:
-    """The entries in bytes, without those that are dominated at these sizes."""
-    sized = sorted((Moment(sum(map(mul, e[0], weight)), *e[1:]) for e in entries), reverse=True)
-    kept: list[Moment] = []
-    for new in sized:
-        for old in kept:
-            alike = old.place == new.place and old.sends >= new.sends
-            if alike and all(map(ge, old.waiting + old.reduced, new.waiting + new.reduced)):
-                break
-        else:
-            kept.append(new)
-    return tuple(kept)
+def _sized(entries: tuple[Entry, ...], weight: tuple[float, ...]) -> tuple[Moment, ...]:
+    """The entries in bytes."""
+    return tuple([Moment(sum(map(mul, e[0], weight)), e[1], e[2], e[3], e[4]) for e in entries])
 
 
 class PeakModel:
@@ -296,6 +297,10 @@ class PeakModel:
             ranks = {0, pp - 1, *(own[end] for own in alike.values() for end in ends)}
             self._held[key] = tuple((rank, every[rank]) for rank in sorted(ranks))
         return self._held[key]
+
+    def ranks(self, layout: Layout) -> tuple[int, ...]:
+        """The pipeline ranks of which one is the fullest, whatever the sizes."""
+        return tuple(rank for rank, _ in self._holdings(layout))
 
     def _elements(
         self, layout: Layout, degree: int, first: bool, last: bool
@@ -330,7 +335,7 @@ class PeakModel:
             made = []
             for rank, h in self._holdings(layout):
                 entries = rank_entries(schedule, axes.pp, layout.chunks, count, rank, h, late)
-                moments = _largest(entries, weight)
+                moments = _sized(entries, weight)
                 made.append(Profile(sum(h.blocks), h.first >= 0, h.last >= 0, moments))
             found = self._profiles[key] = tuple(made)
         return found

@@ -18,7 +18,9 @@ class Played(NamedTuple):
 
 
 class StageSeconds(NamedTuple):
-    """One microbatch on one stage: forward, the input's gradient, the weights' gradient. B is the sum of the last two."""
+    """One microbatch on one stage: forward, the input's gradient, the weights' gradient. B is the sum of the
+    last two.
+    """
 
     forward: float
     inputs: float
@@ -33,13 +35,14 @@ def play(
 ) -> Played:
     """Plays the lists: an action starts when its rank is free and what it needs has arrived.
 
-    A forward needs the forward of the stage before, a backward that of the stage after and its own forward; a hop between
-    ranks takes `send` seconds beside compute. Raises `ValueError` when the lists never finish.
+    A forward needs the forward of the stage before, a backward that of the stage after and its own forward; a
+    hop between ranks takes `send` seconds beside compute. Raises `ValueError` when the lists never finish.
     """
     stages, last = len(times), len(times) - 1
     owner = [rank_of(stage) for stage in range(stages)]
     count = 1 + max((action.microbatch for own in lists for action in own), default=0)
-    # What has arrived when: forwards of all stages, then gradients handed back by all stages; -1.0 is not yet.
+    # What has arrived when: forwards of all stages, then gradients handed back by all stages; -1.0 is not
+    # yet.
     arrived = [-1.0] * (2 * stages * count)
     gradients = stages * count
     waiting: dict[int, int] = {}

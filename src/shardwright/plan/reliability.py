@@ -1,8 +1,9 @@
 """How long training takes in days, and what interruptions cost.
 
-Training FLOPs: C = 6 P D (Kaplan et al. 2020, arXiv:2001.08361). Failures: Llama 3's 419 unexpected interruptions in 54
-days on 16,384 H100 (arXiv:2407.21783, section 3.3.4 and table 5) give the default rate per device. Checkpoint interval:
-Young 1974 (doi:10.1145/361147.361115) and Daly 2006 (doi:10.1016/j.future.2004.11.016).
+Training FLOPs: C = 6 P D (Kaplan et al. 2020, arXiv:2001.08361). Failures: Llama 3's 419 unexpected
+interruptions in 54 days on 16,384 H100 (arXiv:2407.21783, section 3.3.4 and table 5) give the default rate
+per device. Checkpoint interval: Young 1974 (doi:10.1145/361147.361115) and Daly 2006
+(doi:10.1016/j.future.2004.11.016).
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ FAILURES_SOURCE = (
     "419 unexpected interruptions in 54 days on 16,384 devices: Llama 3 (arXiv:2407.21783), table 5"
 )
 RESTART_SECONDS = 600.0
-"""Notice the failure, replace the node, start processes, load the checkpoint: an assumption, to be replaced by `drill`."""
+"""Notice the failure, replace the node, start processes, load the checkpoint: an assumption, to be replaced
+by `drill`.
+"""
 STORAGE_BANDWIDTH = 1e9
 """Bytes/s that one node writes to shared storage: an assumption."""
 
@@ -80,7 +83,8 @@ def interruptions(
 ) -> Interruptions:
     """Failures, the checkpoint interval that loses least, and the effective training time of a job.
 
-    checkpoint_bytes: of the whole job. Every node writes its share at storage_bandwidth; training waits for the save.
+    checkpoint_bytes: of the whole job. Every node writes its share at storage_bandwidth; training waits for
+    the save.
     """
     mtbf = mean_time_between_failures(devices, rate)
     save = checkpoint_bytes / (nodes * storage_bandwidth)

@@ -1,9 +1,10 @@
 """The fastest layout of every family, by branch and bound over all legal layouts.
 
-A shell, then a cell, has a lower bound of its time: kernels and pipeline without any data-parallel cost. Shells and cells are
-visited in the order of their bounds, and left as soon as the bound is above the best time that their families already have.
-So each family's best layout is the best of all its legal layouts, though few are timed one by one. Memory is bounded the
-same way: one microbatch row, everything recomputed, and the finest sharding need least.
+A shell, then a cell, has a lower bound of its time: kernels and pipeline without any data-parallel cost.
+Shells and cells are visited in the order of their bounds, and left as soon as the bound is above the best
+time that their families already have. So each family's best layout is the best of all its legal layouts,
+though few are timed one by one. Memory is bounded the same way: one microbatch row, everything recomputed,
+and the finest sharding need least.
 """
 
 from __future__ import annotations
@@ -12,17 +13,13 @@ from dataclasses import dataclass, field, replace
 from math import log
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardwright.arch.inventory import counts
-from shardwright.layout.schedule import split_blocks
-from shardwright.plan.job import DTYPE_BYTES, Job, Layout
-from shardwright.plan.peak import PeakModel
+from shardwright.plan.bounds import Bounds
+from shardwright.plan.job import Job, Layout
 from shardwright.plan.program import SHARDWRIGHT, Program
-from shardwright.plan.rank_bytes import block_bytes
 from shardwright.plan.space import (
     ON_DEVICE,
     PREFETCH,
     RECOMPUTE,
-    SPLIT_WEIGHTS,
     UNITS,
     Cell,
     Shell,
@@ -32,17 +29,17 @@ from shardwright.plan.space import (
     shells,
     variants,
 )
-from shardwright.plan.step_time import Clock, StepTime, idle_rounds
+from shardwright.plan.step_time import StepTime
 
 if TYPE_CHECKING:
-    from shardwright.plan.hardware import Device
+    from shardwright.plan.device import Device
     from shardwright.plan.kernels import Software
 
 BAND = 1.02
 """Layouts whose times differ by less than 2% are ranked by simplicity: no prediction is that sharp."""
 REFINED = 3
 FAR = 1.25
-"""Once a family has a layout that fits, its slower ones are searched only up to this multiple of the best of all."""
+"""Once a family has a layout that fits, slower ones are searched up to this multiple of the best of all."""
 
 
 class Choice(NamedTuple):
@@ -70,7 +67,7 @@ class Rejection(NamedTuple):
 
 @dataclass
 class Found:
-    """What the search found. considered: legal layouts in the space; timed: those asked for time and memory one by one."""
+    """What the search found. considered: legal layouts in the space; timed: those that no bound ruled out."""
 
     best: dict[str, Choice] = field(default_factory=dict)
     rejected: dict[str, Rejection] = field(default_factory=dict)
@@ -99,7 +96,7 @@ def complexity(layout: Layout) -> int:
     return score + 6 * (layout.offload != "none")
 
 
-class Search:
+class Search(Bounds):
     """Searches the layouts of a job on a number of equal devices."""
 
     def __init__(
@@ -111,147 +108,10 @@ class Search:
         program: Program = SHARDWRIGHT,
         kinds: tuple[str, ...] = ON_DEVICE,
     ) -> None:
-        self.job, self.device, self.devices, self.program, self.kinds = job, device, devices, program, kinds
-        self.clock = Clock(job, device, software)
-        self.peaks = PeakModel(job, program)
-        self.capacity = device.memory_bytes
-        self._total, self._block = counts(job.shape).total, counts(job.shape).block_split
+        super().__init__(job, device, devices, software, program)
+        self.kinds, self.found = kinds, Found()
         self._fastest = float("inf")
         self._lean: dict[tuple[object, ...], bool] = {}
-        self._blocks: dict[tuple[object, ...], int] = {}
-        self._saved: dict[tuple[object, ...], float] = {}
-        self._probes: dict[tuple[Shell, int, str], Layout] = {}
-        self.found = Found()
-
-    # ---- memory
-
-    def stage_blocks(self, cell: Cell) -> tuple[int, ...]:
-        """Blocks of each pipeline stage of the cell."""
-        return split_blocks(self.job.shape.layers, cell.shell.pp * cell.chunks)
-
-    def needs(self, layout: Layout) -> tuple[float, float]:
-        """(allocated, with fragmentation and context) bytes at the peak of the fullest rank."""
-        self.found.timed += 1
-        allocated, reserved = self.peaks.peak_bytes(layout)
-        return allocated, reserved + self.program.context_bytes
-
-    def _states(self, shell: Shell, kind: str) -> float:
-        """Bytes of model states that every layout of the family keeps, a lower bound: even parts, nothing else."""
-        m, r = DTYPE_BYTES[self.job.master_dtype], DTYPE_BYTES[self.job.reduce_dtype]
-        part = self._total / (shell.tp * shell.pp)
-        shard = shell.data * shell.cp
-        if kind == "ddp":
-            # `_kept` counts gathered parameters and whole gradients under a pipeline for every kind: not twice.
-            twice = (
-                (DTYPE_BYTES[self.job.param_dtype] + r) * (1 + self.program.fragmentation)
-                if shell.pp > 1
-                else 0.0
-            )
-            return max(4 * m - twice, 0.0) * part
-        if kind == "offload":
-            return 0.0
-        # Parameters and moments are shards for every zero*; gradients too once they are reduced.
-        return (3 * m + min(m, r)) * part / shard
-
-    def _kept(self, cell: Cell) -> float:
-        """Bytes of activations that the first pipeline rank keeps, a lower bound: microbatches in flight at its fullest."""
-        s = cell.shell
-        key = (s.tp, s.cp, cell.microbatch_rows, s.tp > 1, cell.recompute, s.pp > 1)
-        saved = self._saved.get(key)
-        if saved is None:
-            saved = self._saved[key] = block_bytes(self.job, self.program, key).saved
-        flight: float = min(s.pp, cell.microbatches)
-        if cell.schedule == "gpipe":
-            flight = cell.microbatches
-        elif cell.schedule == "interleaved_1f1b":
-            flight = min(flight * (cell.chunks + 1) / cell.chunks - 1, cell.microbatches)
-        blocks = self._first_blocks(cell)
-        kept = saved * blocks * flight
-        if (
-            s.pp > 1
-            and self.program.pipeline_keeps_gathered
-            and cell.schedule not in SPLIT_WEIGHTS
-            and s.data * s.cp > 1
-        ):
-            # Under a pipeline gathered parameters stay, and gradients stay whole until the last microbatch. (ddp keeps
-            # whole parameters and gradients anyway, in wider dtypes.)
-            job = self.job
-            width = DTYPE_BYTES[job.param_dtype] + (
-                DTYPE_BYTES[job.reduce_dtype] if cell.microbatches > 1 else 0
-            )
-            kept += width * blocks * self._block / s.tp
-        return kept * (1 + self.program.fragmentation)
-
-    def _first_blocks(self, cell: Cell) -> int:
-        """Blocks of pipeline rank 0."""
-        key = (cell.shell.pp, cell.schedule, cell.chunks)
-        found = self._blocks.get(key)
-        if found is None:
-            stages, pp = self.stage_blocks(cell), cell.shell.pp
-            found = stages[0] + stages[-1] if cell.schedule == "zbv" else sum(stages[::pp])
-            self._blocks[key] = found
-        return found
-
-    def least(self, shell: Shell, kind: str) -> tuple[Layout, float] | None:
-        """The layout of the family that needs least on this shell, and what it needs; None when the family is empty.
-
-        One row a microbatch and everything recomputed; or all rows in one microbatch, which keeps no unreduced gradients.
-        """
-        rows = self.job.global_batch_size // shell.data
-        best: tuple[Layout, float] | None = None
-        for microbatch in {1, rows}:
-            count = rows // microbatch
-            schedule = None if shell.pp == 1 else "1f1b" if count >= shell.pp else "gpipe"
-            cell = Cell(shell, schedule, 1, microbatch, count, "full")  # type: ignore[arg-type]
-            # For every kind the first variant shards most, and drops parameters after forward where there is a choice.
-            layout = next(iter(variants(cell, kind)), None) if kind in kinds_of(cell) else None
-            if layout is not None:
-                needed = self.needs(layout)[1]
-                if best is None or needed < best[1]:
-                    best = (layout, needed)
-        return best
-
-    # ---- bounds
-
-    def _cell_bound(self, cell: Cell) -> float:
-        """Seconds that no layout of the cell goes below: kernels and pipeline, without any data-parallel cost."""
-        shell, layers = cell.shell, self.job.shape.layers
-        b = self.clock.block(self._probe(shell, cell.microbatch_rows, cell.recompute))
-        one = (b.forward + b.backward) * layers / shell.pp
-        idle = 0.0
-        if shell.pp > 1:
-            if cell.schedule == "zbv":
-                idle = (b.backward - b.weights) * layers / shell.pp * (shell.pp - 1) / 2
-            elif cell.schedule == "zero_bubble":
-                idle = (one - 2 * b.weights * layers / shell.pp) * (shell.pp - 1)
-            else:
-                idle = one * (
-                    (shell.pp - 1) / cell.chunks + idle_rounds(shell.pp, cell.chunks, cell.microbatches)
-                )
-        return cell.microbatches * one + max(idle, 0.0) * (1 - shell.pp / layers)
-
-    def _shell_bound(self, shell: Shell) -> float:
-        """The smallest bound of its cells: nothing recomputed, no idle time, the best microbatch."""
-        rows = self.job.global_batch_size // shell.data
-        layers = self.job.shape.layers
-        best = float("inf")
-        microbatch = 1
-        while microbatch <= rows:
-            if rows % microbatch == 0:
-                b = self.clock.block(self._probe(shell, microbatch, "none"))
-                best = min(best, (b.forward + b.backward) * layers / shell.pp * (rows // microbatch))
-            microbatch *= 2
-        return best * 0.97  # microbatches that are no powers of two may be a little better
-
-    def _probe(self, shell: Shell, microbatch: int, recompute: str) -> Layout:
-        key = (shell, microbatch, recompute)
-        found = self._probes.get(key)
-        if found is None:
-            cell = Cell(shell, "1f1b" if shell.pp > 1 else None, 1, microbatch, 1, recompute)  # type: ignore[arg-type]
-            found = self._probes[key] = next(iter(variants(cell, "ddp")))
-        return found
-
-    # ---- the search
 
     def run(self) -> Found:
         """Fills `found` and returns it."""
@@ -263,7 +123,7 @@ class Search:
             found.considered += count_layouts(rows, shell.data, shell.cp, shell.pp, layers)
             kinds = [kind for kind in self.kinds if self._fits_at_least(shell, kind)]
             if kinds:
-                alive.append((self._shell_bound(shell), shell, kinds))
+                alive.append((self.shell_bound(shell), shell, kinds))
         alive.sort(key=lambda entry: entry[0])
         for bound, shell, kinds in alive:
             open_kinds = [kind for kind in kinds if bound < self._limit(shell, kind)]
@@ -273,9 +133,10 @@ class Search:
             del found.rejected[family]
         played: set[str] = set()
         while True:
-            # Playing a pipeline changes its time a little, so others may come to the top: until the top has been played.
+            # Playing a pipeline changes its time a little, so others may come to the top.
             rest = [choice for choice in found.ranked()[:REFINED] if choice.family not in played]
             if not rest:
+                found.timed = self.asked
                 return found
             played.add(rest[0].family)
             found.best[rest[0].family] = self.refine(rest[0])
@@ -284,15 +145,15 @@ class Search:
         return f"{kind}+{shell.family}" if shell.family else kind
 
     def _limit(self, shell: Shell, kind: str) -> float:
-        """Seconds above which a layout of this family is of no interest: its own best, or far above the best of all."""
+        """Seconds above which a layout of this family is of no interest: its own best, or FAR x the best."""
         best = self.found.best.get(self._family(shell, kind))
         return min(best.seconds, FAR * self._fastest) if best else float("inf")
 
     def _fits_at_least(self, shell: Shell, kind: str) -> bool:
-        """Whether the family's leanest layout fits; if not, it is noted when it is the leanest of its family so far."""
+        """Whether the family's leanest layout fits here; if not, the leanest one so far is noted."""
         family = self._family(shell, kind)
         known = self.found.rejected.get(family)
-        states = self._states(shell, kind) + self.program.context_bytes
+        states = self.states(shell, kind) + self.program.context_bytes
         if states > self.capacity and known is not None and known.device_bytes <= states:
             return False
         least = self.least(shell, kind)
@@ -307,15 +168,14 @@ class Search:
 
     def _shell(self, shell: Shell, kinds: list[str]) -> None:
         # GPipe idles as long as 1F1B and keeps more: where both run, it cannot be the better of the two.
-        room = {
-            kind: self.capacity - self._states(shell, kind) + self.program.context_bytes for kind in kinds
-        }
+        left = self.capacity - self.program.context_bytes
+        room = {kind: left - self.states(shell, kind) for kind in kinds}
         most = max(room.values())
         bounded = []
         for cell in cells(self.job, shell):
-            kept = self._kept(cell)
+            kept = self.kept(cell)
             if kept <= most and not (cell.schedule == "gpipe" and cell.microbatches >= shell.pp):
-                bounded.append((self._cell_bound(cell), kept, cell))
+                bounded.append((self.cell_bound(cell), kept, cell))
         bounded.sort(key=lambda entry: entry[0])
         too_many: dict[tuple[object, ...], int] = {}
         for bound, kept, cell in bounded:
@@ -325,16 +185,13 @@ class Search:
             open_kinds = [kind for kind in open_kinds if kept <= room[kind]]
             allowed = kinds_of(cell)
             for kind in open_kinds:
-                # What does not fit with fewer rows, or with more recomputed, does not fit with more; as long as there are
-                # more microbatches than ranks, so that the pipeline is full.
+                # What does not fit with fewer rows, or with more recomputed, does not fit with more; as long
+                # as there are more microbatches than ranks, so that the pipeline is full.
                 key = (kind, cell.schedule, cell.chunks, cell.recompute)
                 hopeless = cell.microbatches > shell.pp and cell.microbatch_rows >= too_many.get(key, 1 << 60)
-                if (
-                    kind in allowed
-                    and not hopeless
-                    and not self._cell(cell, kind)
-                    and cell.microbatches > shell.pp
-                ):
+                if kind not in allowed or hopeless or self._cell(cell, kind):
+                    continue
+                if cell.microbatches > shell.pp:
                     for recompute in RECOMPUTE[: RECOMPUTE.index(cell.recompute) + 1]:
                         key = (kind, cell.schedule, cell.chunks, recompute)
                         too_many[key] = min(too_many.get(key, 1 << 60), cell.microbatch_rows)
@@ -342,25 +199,20 @@ class Search:
     def only(
         self, tp: int, cp: int, pp: int, kind: str, replicate: int | None = None, schedule: str | None = None
     ) -> Choice | None:
-        """The fastest layout that fits with these axes and this data-parallel family (and schedule, and replicas)."""
+        """The fastest layout that fits with these axes and data-parallel family (and schedule, replicas)."""
         data = self.devices // (tp * cp * pp)
         shell = Shell(tp, cp, pp, data)
         best: Choice | None = None
-        for bound, cell in sorted((self._cell_bound(cell), cell) for cell in cells(self.job, shell)):
-            if (
-                (best and bound >= best.seconds)
-                or (schedule and cell.schedule != schedule)
-                or kind not in kinds_of(cell)
-            ):
+        for cell in sorted(cells(self.job, shell), key=self.cell_bound):
+            wanted = kind in kinds_of(cell) and schedule in (None, cell.schedule)
+            if not wanted or (best and self.cell_bound(cell) >= best.seconds):
                 continue
             if not self._lean_fits(cell, kind):
                 continue
             stage_blocks = self.stage_blocks(cell)
             for layout in variants(cell, kind):
                 time = self.clock.step(layout, stage_blocks)
-                if (replicate and layout.axes.dp_replicate != replicate) or (
-                    best and time.total >= best.seconds
-                ):
+                if replicate not in (None, layout.axes.dp_replicate) or (best and time.total >= best.seconds):
                     continue
                 allocated, device = self.needs(layout)
                 if device <= self.capacity:

@@ -60,9 +60,13 @@ def parts_line(described: Described) -> str:
 def head(a: Answer) -> Iterator[str]:
     job = a.job
     name = job.shape.name or job.shape.family
-    yield f"{name}: {format_count(a.parameters)} parameters on {a.devices:,} x {a.device} ({gib(a.capacity_bytes)} each)"
     yield (
-        f"Update: {job.global_batch_size:,} rows of {job.max_length:,} tokens; {job.param_dtype} compute, {job.reduce_dtype} reduction, "
+        f"{name}: {format_count(a.parameters)} parameters on {a.devices:,} x {a.device} "
+        f"({gib(a.capacity_bytes)} each)"
+    )
+    yield (
+        f"Update: {job.global_batch_size:,} rows of {job.max_length:,} tokens; {job.param_dtype} compute, "
+        f"{job.reduce_dtype} reduction, "
         f"{job.master_dtype} weights, {job.optimizer}"
     )
     yield f"{a.considered:,} legal layouts considered"
@@ -70,15 +74,22 @@ def head(a: Answer) -> Iterator[str]:
 
 def layout_table(ranked: tuple[Described, ...]) -> Iterator[str]:
     width = max(len(d.name) for d in ranked) + 2
-    yield f"  {'layout':<{width}}{'microbatch':>10}  {'recompute':<10}{'s/update':>9}{'tokens/s':>12}{'MFU':>6}{'HFU':>6}{'peak':>11}"
+    yield (
+        f"  {'layout':<{width}}{'microbatch':>10}  "
+        f"{'recompute':<10}{'s/update':>9}{'tokens/s':>12}{'MFU':>6}{'HFU':>6}{'peak':>11}"
+    )
     for d in ranked:
         rows = f"{d.keys['training.per_device_train_batch_size']} x {d.microbatches}"
         recompute = d.keys.get("memory.activation_checkpointing", "none")
         yield (
-            f"  {d.name:<{width}}{rows:>10}  {recompute:<10}{d.seconds:>9.2f}{d.tokens_per_second:>12,.0f}{d.mfu:>6.0%}{d.hfu:>6.0%}"
+            f"  {d.name:<{width}}{rows:>10}  "
+            f"{recompute:<10}{d.seconds:>9.2f}{d.tokens_per_second:>12,.0f}{d.mfu:>6.0%}{d.hfu:>6.0%}"
             f"{gib(d.device_bytes):>11}"
         )
-    yield "  MFU and HFU: full attention (not halved for causal), head in, embedding lookup out; HFU counts recomputed blocks."
+    yield (
+        "  MFU and HFU: full attention (not halved for causal), head in, embedding lookup out; HFU "
+        "counts recomputed blocks."
+    )
 
 
 def first(a: Answer) -> Iterator[str]:
@@ -117,10 +128,14 @@ def refused(a: Answer, most: int = 8) -> Iterator[str]:
 def interruption_lines(a: Answer) -> Iterator[str]:
     i = a.interruptions
     yield (
-        f"Interruptions: {i.failures_per_day:.2g} a day expected ({FAILURES_SOURCE}); save {format_seconds(i.save_seconds)}, restart "
+        f"Interruptions: {i.failures_per_day:.2g} a day expected ({FAILURES_SOURCE}); save "
+        f"{format_seconds(i.save_seconds)}, restart "
         f"{format_seconds(i.restart_seconds)} (assumed)"
     )
-    yield f"  save every {format_seconds(i.interval_seconds)} (Daly 2006): {i.effective:.1%} effective training time"
+    yield (
+        f"  save every {format_seconds(i.interval_seconds)} (Daly 2006): {i.effective:.1%} effective "
+        f"training time"
+    )
 
 
 def training_lines(a: Answer, tokens: float) -> Iterator[str]:
@@ -130,8 +145,10 @@ def training_lines(a: Answer, tokens: float) -> Iterator[str]:
     flops = training_flops(a.parameters, tokens)
     seconds = tokens / a.first.tokens_per_second
     yield (
-        f"Training on {format_count(tokens)} tokens: C = 6PD = {flops:.3g} FLOP; {format_seconds(seconds)} at the predicted rate "
-        f"({format_flops(flops / seconds)}/s by that count), {format_seconds(seconds / a.interruptions.effective)} with interruptions"
+        f"Training on {format_count(tokens)} tokens: C = 6PD = {flops:.3g} FLOP; {format_seconds(seconds)} "
+        f"at the predicted rate "
+        f"({format_flops(flops / seconds)}/s by that count), "
+        f"{format_seconds(seconds / a.interruptions.effective)} with interruptions"
     )
 
 

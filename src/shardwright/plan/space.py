@@ -1,7 +1,8 @@
 """Every legal layout of a job on a number of devices: what may be combined, and why the rest may not.
 
-Words: a shell is (tp, cp, pp); a cell adds schedule, microbatch and recomputation to it. What is left are the data-parallel
-variants of a cell, which change neither kernels nor pipeline: they only add time, so a cell's time without them is a bound.
+Words: a shell is (tp, cp, pp); a cell adds schedule, microbatch and recomputation to it. What is left are the
+data-parallel variants of a cell, which change neither kernels nor pipeline: they only add time, so a cell's
+time without them is a bound.
 """
 
 from __future__ import annotations
@@ -24,10 +25,14 @@ UNITS: tuple[int | str, ...] = ("block", 2, 4, "root")
 PREFETCH = (1, 2)
 
 KINDS = ("ddp", "zero1", "zero2", "zero3", "hsdp", "offload")
-"""Data-parallel families. hsdp is zero3 with dp_replicate > 1; offload is zero3 with shards and optimizer on the host."""
+"""Data-parallel families. hsdp is zero3 with dp_replicate > 1; offload is zero3 with shards and optimizer on
+the host.
+"""
 
 ON_DEVICE = KINDS[:-1]
-"""Without offload, which needs host memory that the catalogue does not know: it is searched when asked for."""
+"""Without offload, which needs host memory that the catalogue does not know: it is searched when asked
+for.
+"""
 
 WITHOUT_HSDP = tuple(kind for kind in KINDS if kind != "hsdp")
 
@@ -45,12 +50,16 @@ class Shell(NamedTuple):
 
     @property
     def family(self) -> str:
-        """Which axes split the model: `tp+pp`, `tp`, `pp` or an empty string. cp splits rows, so it does not count."""
+        """Which axes split the model: `tp+pp`, `tp`, `pp` or an empty string. cp splits rows, so it does not
+        count.
+        """
         return "+".join(name for name, size in (("tp", self.tp), ("pp", self.pp)) if size > 1)
 
 
 class Cell(NamedTuple):
-    """A shell with schedule, microbatch and recomputation; the data-parallel variants are what is left open."""
+    """A shell with schedule, microbatch and recomputation; the data-parallel variants are what is left
+    open.
+    """
 
     shell: Shell
     schedule: Schedule | None
@@ -68,7 +77,9 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 def tensor_reason(shape: Shape, tp: int) -> str:
-    """Why the model cannot be split over `tp` ranks, or an empty string: whole heads and equal MLP columns."""
+    """Why the model cannot be split over `tp` ranks, or an empty string: whole heads and equal MLP
+    columns.
+    """
     for name, value in (
         ("num_attention_heads", shape.heads),
         ("num_key_value_heads", shape.kv_heads),
@@ -131,7 +142,9 @@ def cells(job: Job, shell: Shell) -> Iterator[Cell]:
 
 
 def kinds_of(cell: Cell) -> tuple[str, ...]:
-    """The data-parallel families that a cell can have. Without a group to shard over there is only ddp (on one rank)."""
+    """The data-parallel families that a cell can have. Without a group to shard over there is only ddp (on
+    one rank).
+    """
     if cell.schedule in SPLIT_WEIGHTS:
         return ("ddp",)
     if cell.shell.data * cell.shell.cp == 1:

@@ -1,31 +1,22 @@
 """Seconds of one update, part by part: kernels, exposed collectives, pipeline, optimizer.
 
-`Clock` holds what does not change between layouts (job, device, software) and keeps the times that layouts share, so
-that the search can ask for tens of thousands of layouts a second.
+`Clock` holds what does not change between layouts (job, device, software) and keeps the times that layouts
+share, so that the search can ask for tens of thousands of layouts a second.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardwright.arch.inventory import counts
-from shardwright.layout.schedule import actions, legality, rank_stages, stage_rank
-from shardwright.plan.job import DTYPE_BYTES, Job, Layout
-from shardwright.plan.kernels import Software, block_time, embedding_time, head_time
-from shardwright.plan.network import (
-    Line,
-    all_reduce_lines,
-    all_reduce_seconds,
-    gather_line,
-    gather_seconds,
-    group_of,
-    send_seconds,
-)
+from shardwright.layout.schedule import actions, legality, stage_rank
+from shardwright.plan.network import Line, all_reduce_lines, gather_line, group_of, send_seconds
 from shardwright.plan.playback import StageSeconds, play
+from shardwright.plan.rank_time import RankClock, RankKind, RankSeconds
 
 if TYPE_CHECKING:
-    from shardwright.plan.hardware import Device
+    from shardwright.plan.device import Device
+    from shardwright.plan.job import Job, Layout
+    from shardwright.plan.kernels import Software
 
 PLAYED_ACTIONS = 2500
 """Longer action lists are played with fewer microbatches and continued at the pace of the busiest rank."""
@@ -34,10 +25,11 @@ PLAYED_ACTIONS = 2500
 class StepTime(NamedTuple):
     """Seconds of one update on the busiest pipeline rank; `total` is their sum.
 
-    compute: forward and backward of all microbatches. recompute: what of the backward pass is run again. tensor, context:
-    exposed collectives of these axes. gathers: exposed waits for parameters and gradients at every microbatch (zero3).
-    bubble: idle time of the pipeline. sends: exposed sends between stages. reduction: exposed gradient reduction and
-    parameter gathers once per update. optimizer. fixed: what an update costs besides.
+    compute: forward and backward of all microbatches. recompute: what of the backward pass is run again.
+    tensor, context: exposed collectives of these axes. gathers: exposed waits for parameters and gradients at
+    every microbatch (zero3). bubble: idle time of the pipeline. sends: exposed sends between stages.
+    reduction: exposed gradient reduction and parameter gathers once per update. optimizer. fixed: what an
+    update costs besides.
     """
 
     compute: float
@@ -56,33 +48,6 @@ class StepTime(NamedTuple):
         return sum(self)
 
 
-class BlockSeconds(NamedTuple):
-    """One block and microbatch: forward, backward (recompute in it), the weights' gradient (in backward), and of them the
-    recomputed part and the waits of the tensor and context axes."""
-
-    forward: float
-    backward: float
-    weights: float
-    recompute: float
-    tensor: float
-    context: float
-
-
-class RankSeconds(NamedTuple):
-    """One microbatch on one pipeline rank (all its stages), and its parameters: of its blocks, and of embedding and head.
-
-    It does not depend on the data-parallel axes; `_waits` gives what they add.
-    """
-
-    number: int
-    blocks: int
-    forward: float
-    backward: float
-    weights: float
-    edge_parameters: float
-    parameters: float
-
-
 class Waits(NamedTuple):
     """Exposed seconds of the data-parallel axes on one rank: at each microbatch, and once per update."""
 
@@ -90,171 +55,24 @@ class Waits(NamedTuple):
     update: float
 
 
-class RankKind(NamedTuple):
-    """Pipeline ranks that are alike: blocks in all their stages, and whether they hold embedding and head."""
-
-    blocks: int
-    first: bool
-    last: bool
-
-
-@lru_cache(maxsize=4096)
-def rank_kinds(
-    stage_blocks: tuple[int, ...], schedule: str | None, pp: int, chunks: int
-) -> tuple[tuple[RankKind, int], ...]:
-    """The distinct kinds of pipeline ranks and how many there are of each."""
-    found: dict[RankKind, int] = {}
-    for rank in range(pp):
-        own = (0,) if pp == 1 else rank_stages(schedule or "1f1b", pp, chunks, rank)  # type: ignore[arg-type]
-        kind = RankKind(sum(stage_blocks[stage] for stage in own), 0 in own, len(stage_blocks) - 1 in own)
-        found[kind] = found.get(kind, 0) + 1
-    return tuple(found.items())
-
-
 def idle_rounds(pp: int, chunks: int, microbatches: int) -> float:
-    """Microbatches' worth of idle time in interleaved rounds of fewer microbatches than ranks: each chunk but the first waits."""
+    """Microbatches' worth of idle time in interleaved rounds of fewer microbatches than ranks: each chunk but
+    the first waits.
+    """
     if chunks == 1:
         return 0.0
     rounds = max(1, microbatches // pp)
     return rounds * (chunks - 1) * max(pp - microbatches // rounds, 0) / chunks
 
 
-class Clock:
+class Clock(RankClock):
     """Predicts the time of an update of `job` on `device` under `software` for any layout."""
 
     def __init__(self, job: Job, device: Device, software: Software) -> None:
-        self.job, self.device, self.software = job, device, software
-        self._blocks: dict[tuple, BlockSeconds] = {}
-        self._edges: dict[tuple, tuple[float, float, float, float]] = {}
-        self._rank_seconds: dict[tuple, list[RankSeconds]] = {}
+        super().__init__(job, device, software)
         self._played: dict[tuple, float] = {}
         self._gathers: dict[tuple[int, int], Line] = {}
         self._reduces: dict[tuple[int, int], tuple[Line, Line]] = {}
-        number = counts(job.shape)
-        self._block_split, self._block_whole = number.block_split, number.block_whole
-        self._embedding = number.embedding + number.positions
-        self._head = number.head + number.final_norm
-        self._tied_head = number.embedding if job.shape.tied else 0
-        self._size = DTYPE_BYTES[job.param_dtype]
-        self._reduce_size = DTYPE_BYTES[job.reduce_dtype]
-        self._speed = device.memory_bandwidth * device.efficiency.bandwidth
-
-    def block(self, layout: Layout) -> BlockSeconds:
-        """One block and microbatch, exposed tensor- and context-parallel collectives included."""
-        a = layout.axes
-        crosses = a.pp > 1 and a.world_size > self.device.node.devices
-        key = (a.tp, a.cp, layout.microbatch_rows, layout.sequence_parallel, layout.recompute, crosses)
-        found = self._blocks.get(key)
-        if found is None:
-            found = self._blocks[key] = self._block(layout, crosses)
-        return found
-
-    def _block(self, layout: Layout, crosses: bool) -> BlockSeconds:
-        job, device, a, s, software = self.job, self.device, layout.axes, self.job.shape, self.software
-        time = block_time(
-            device,
-            software,
-            s,
-            layout.microbatch_rows,
-            job.max_length,
-            a.tp,
-            a.cp,
-            layout.sequence_parallel,
-            layout.recompute,
-            job.attention,
-            job.param_dtype,
-        )
-        tokens = layout.microbatch_rows * job.max_length / a.cp
-        tp = group_of(a.tp, 1, device.node.devices)
-        payload = tokens * s.hidden * self._size
-        again = layout.recompute == "full"
-        if layout.sequence_parallel:
-            one = gather_seconds(device, tp, payload)
-            # Forward: gather, scatter, twice. Backward: the same, and the sharded inputs of the two column products are
-            # gathered once more for the weights' gradient.
-            tp_f, tp_b = 4 * one, 6 * one
-        else:
-            tp_f = tp_b = 2 * all_reduce_seconds(device, tp, payload)
-        tp_b = (tp_b + again * tp_f) * (1 - software.overlap_tensor_parallel)
-        # Context parallel gathers K and V of the whole row; backward gathers them again and scatters their gradients.
-        kv = layout.microbatch_rows * job.max_length * 2 * s.kv_width / a.tp * self._size
-        cp_f = gather_seconds(device, group_of(a.cp, a.tp, device.node.devices), kv)
-        cp_b = cp_f * (2 + again)
-        host = software.host_tensor_pipeline * a.tp if a.tp > 1 and crosses else 0.0
-        forward = max(time.matmul + time.attention + time.elementwise + tp_f + cp_f, time.host_forward + host)
-        backward = (
-            time.backward_matmul
-            + time.backward_attention
-            + time.backward_elementwise
-            + time.recompute
-            + tp_b
-            + cp_b
-        )
-        return BlockSeconds(
-            forward,
-            max(backward, time.host_backward + host),
-            time.backward_matmul / 2,
-            time.recompute,
-            tp_f + tp_b,
-            cp_f + cp_b,
-        )
-
-    def _edge(self, layout: Layout) -> tuple[float, float, float, float]:
-        """Forward and backward seconds of the head (with the loss), then of the embedding, collectives included."""
-        a = layout.axes
-        key = (a.tp, a.cp, layout.microbatch_rows)
-        found = self._edges.get(key)
-        if found is None:
-            job, rows = self.job, layout.microbatch_rows
-            head = head_time(
-                self.device, self.software, job.shape, rows, job.max_length, a.tp, a.cp, job.param_dtype
-            )
-            embedding = embedding_time(
-                self.device, job.shape, rows, job.max_length, a.tp, a.cp, job.param_dtype
-            )
-            payload = rows * job.max_length / a.cp * job.shape.hidden * self._size
-            one = gather_seconds(self.device, group_of(a.tp, 1, self.device.node.devices), payload)
-            found = self._edges[key] = (head[0] + one, head[1] + one, embedding[0] + one, embedding[1] + one)
-        return found
-
-    def rank(self, layout: Layout, kind: RankKind, number: int = 1) -> RankSeconds:
-        """One microbatch on a pipeline rank of this kind, without the data-parallel axes."""
-        n, first, last = kind
-        b = self.block(layout)
-        head_f, head_b, embedding_f, embedding_b = self._edge(layout)
-        forward, backward, edge = n * b.forward, n * b.backward, 0.0
-        if first:
-            forward, backward, edge = forward + embedding_f, backward + embedding_b, self._embedding
-        if last:
-            forward, backward = forward + head_f, backward + head_b
-            edge += self._head + (0 if first else self._tied_head)
-        edge /= layout.axes.tp
-        parameters = n * (self._block_split / layout.axes.tp + self._block_whole) + edge
-        if not self._each_microbatch(layout):
-            backward += parameters * self.software.accumulate_bytes / self._speed
-        return RankSeconds(number, n, forward, backward, n * b.weights, edge, parameters)
-
-    def _ranks(self, layout: Layout, stage_blocks: tuple[int, ...]) -> list[RankSeconds]:
-        a = layout.axes
-        crosses = a.pp > 1 and a.world_size > self.device.node.devices
-        key = (
-            a.tp,
-            a.cp,
-            a.pp,
-            layout.microbatch_rows,
-            layout.sequence_parallel,
-            layout.recompute,
-            crosses,
-            layout.schedule,
-            layout.chunks,
-            stage_blocks,
-            self._each_microbatch(layout),
-        )
-        found = self._rank_seconds.get(key)
-        if found is None:
-            kinds = rank_kinds(stage_blocks, layout.schedule, a.pp, layout.chunks)
-            found = self._rank_seconds[key] = [self.rank(layout, kind, number) for kind, number in kinds]
-        return found
 
     def _gather(self, size: int, stride: int) -> Line:
         key = (size, stride)
@@ -286,7 +104,8 @@ class Clock:
             return [Waits(0.0, self._once(layout, rank, microbatches)) for rank in ranks]
         shard = self._gather(a.dp_shard * a.cp, a.tp)
         if layout.offload == "params":
-            # Each gather first brings this rank's shard from the host, each reduction ends in sending one there.
+            # Each gather first brings this rank's shard from the host, each reduction ends in sending one
+            # there.
             shard = Line(shard.fixed, shard.per_byte + 1 / (a.dp_shard * a.cp * self.device.host_bandwidth))
         edge_bytes = shard.per_byte * (self._size + self._reduce_size)
         unit = self._unit_waits(layout, shard)
@@ -296,11 +115,12 @@ class Clock:
         ]
 
     def _unit_waits(self, layout: Layout, shard: Line) -> float:
-        """Seconds per block and microbatch that wait for parameters to come or gradients to leave, window by window.
+        """Seconds per block and microbatch that wait for parameters to come or gradients to leave, window by
+        window.
 
-        With prefetch the gather of the next unit runs under the compute of a unit, and in the backward pass the
-        reduce-scatter of the unit before as well. What does not fit there is exposed. While both run, compute is slower
-        by `overlap_slowdown`. Embedding and head, at the ends, have nothing to hide under.
+        With prefetch the gather of the next unit runs under the compute of a unit, and in the backward pass
+        the reduce-scatter of the unit before as well. What does not fit there is exposed. While both run,
+        compute is slower by `overlap_slowdown`. Embedding and head, at the ends, have nothing to hide under.
         """
         a, b, slow = layout.axes, self.block(layout), self.software.overlap_slowdown
         layers = self.job.shape.layers // a.pp
@@ -331,12 +151,6 @@ class Clock:
         )
         return waits / size
 
-    def _each_microbatch(self, layout: Layout) -> bool:
-        """Whether units are gathered and reduced at every microbatch: zero3, but not where a pipeline keeps them."""
-        return layout.data_parallel == "zero3" and (
-            layout.axes.pp == 1 or not self.software.pipeline_keeps_gathered
-        )
-
     def _once(self, layout: Layout, rank: RankSeconds, reductions: int) -> float:
         """Exposed seconds of so many gradient reductions and one gather of the parameters."""
         a, software, kind = layout.axes, self.software, layout.data_parallel
@@ -360,7 +174,9 @@ class Clock:
         return reductions * exposed + gathers
 
     def step(self, layout: Layout, stage_blocks: tuple[int, ...]) -> StepTime:
-        """The time of one update in closed form; `stage_blocks` says how many blocks each pipeline stage holds."""
+        """The time of one update in closed form; `stage_blocks` says how many blocks each pipeline stage
+        holds.
+        """
         ranks = self._ranks(layout, stage_blocks)
         waits = self._waits(layout, ranks)
         k = layout.microbatches(self.job)
@@ -412,11 +228,11 @@ class Clock:
     ) -> tuple[float, float]:
         """(idle seconds of the busiest rank, exposed sends) of one update.
 
-        The first microbatch passes the other ranks forward and the last one backward; in between the busiest rank sets
-        the pace. Chunks divide that, but with several stages per rank every round waits for its heaviest stage, and for
-        the first microbatch to come round. With the weights' gradient apart (zero_bubble), it fills the wait of the ranks
-        it belongs to; in zbv only the input's gradient of one stage is waited for. For equal stages this is what `timed`
-        gets by playing the lists.
+        The first microbatch passes the other ranks forward and the last one backward; in between the busiest
+        rank sets the pace. Chunks divide that, but with several stages per rank every round waits for its
+        heaviest stage, and for the first microbatch to come round. With the weights' gradient apart
+        (zero_bubble), it fills the wait of the ranks it belongs to; in zbv only the input's gradient of one
+        stage is waited for. For equal stages this is what `timed` gets by playing the lists.
         """
         schedule, chunks, pp = layout.schedule, layout.chunks, layout.axes.pp
         whole = worst.forward + worst.backward + gathers
@@ -437,8 +253,8 @@ class Clock:
         if chunks > 1:
             b = self.block(layout)
             heaviest = [max(stage_blocks[i * pp : (i + 1) * pp]) for i in range(chunks)]
-            # A rank does a forward of one chunk and a backward of the opposite one in turn, all ranks in step: each turn
-            # takes as long as the longest kind of turn.
+            # A rank does a forward of one chunk and a backward of the opposite one in turn, all ranks in
+            # step: each turn takes as long as the longest kind of turn.
             turn = max(b.forward * i + b.backward * j for i, j in zip(heaviest, reversed(heaviest)))
             idle += microbatches * max(chunks * turn - worst.blocks * (b.forward + b.backward), 0.0)
         steps = 2 * (pp - 1)
@@ -480,7 +296,7 @@ class Clock:
 
     def _optimizer(self, layout: Layout, local_parameters: float) -> float:
         if layout.offload == "params":
-            # Gradients travel to the host and weights back; the host updates them at its own memory bandwidth, which
-            # moves about four times as many bytes as travel.
+            # Gradients travel to the host and weights back; the host updates them at its own memory
+            # bandwidth, which moves about four times as many bytes as travel.
             return local_parameters * 4 * 2 * self._reduce_size / self.device.host_bandwidth
         return local_parameters * self.software.optimizer_bytes / self._speed

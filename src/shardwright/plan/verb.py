@@ -14,11 +14,13 @@ from shardwright.errors import ConfigError, ExitCode
 from shardwright.plan.advice import first_to_test
 from shardwright.plan.answer import answer, describe, layout_keys, layout_name
 from shardwright.plan.examples import worked_examples
-from shardwright.plan.explain import Subject, explain as explain_field
+from shardwright.plan.explain import Subject
+from shardwright.plan.explain import explain as explain_field
 from shardwright.plan.explain_time import time_lines
 from shardwright.plan.hardware import find_device
 from shardwright.plan.job import Job
 from shardwright.plan.kernels import Software
+from shardwright.plan.program import SHARDWRIGHT, SHARDWRIGHT_COMPILED
 from shardwright.plan.search import Choice, Search
 from shardwright.plan.show import bar, keys_line, layout_table, parts_line, text
 from shardwright.plan.space import KINDS, ON_DEVICE, tensor_reason
@@ -26,7 +28,12 @@ from shardwright.plan.space import KINDS, ON_DEVICE, tensor_reason
 if TYPE_CHECKING:
     from shardwright.arch.inventory import Shape
 
-COMPILED = {"hidden_passes": 12.0, "mlp_passes": 4.0, "host_forward": 0.3e-3, "host_backward": 0.3e-3}
+COMPILED: dict[str, Any] = {
+    "hidden_passes": 12.0,
+    "mlp_passes": 4.0,
+    "host_forward": 0.3e-3,
+    "host_backward": 0.3e-3,
+}
 """What torch.compile changes: fused element-wise kernels, fewer launches."""
 
 
@@ -56,33 +63,35 @@ class Request:
     overrides: tuple[str, ...] = ()
 
 
+def _generic(request: Request, layers: int) -> Shape:
+    hidden, heads, vocab = request.hidden, request.heads, request.vocab
+    if hidden is None or heads is None or vocab is None:
+        sizes = {"--hidden": hidden, "--heads": heads, "--vocab": vocab}
+        missing = ", ".join(name for name, value in sizes.items() if value is None)
+        raise ConfigError(f"--layers needs {missing} too.", "Together they give the shape of the model.")
+    return generic_shape(
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        vocab=vocab,
+        ffn=request.ffn,
+        kv_heads=request.kv_heads,
+        gated=request.gated,
+        tied=False,
+        biases=False,
+    )
+
+
 def _shape(request: Request, run: Any) -> Shape:
     if request.layers is not None:
-        sizes = {
-            "layers": request.layers,
-            "hidden": request.hidden,
-            "heads": request.heads,
-            "vocab": request.vocab,
-        }
-        missing = [f"--{name}" for name, value in sizes.items() if value is None]
-        if missing:
-            raise ConfigError(
-                f"--layers needs {', '.join(missing)} too.", "Together they give the shape of the model."
-            )
-        return generic_shape(
-            **{name: int(value) for name, value in sizes.items() if value is not None},
-            ffn=request.ffn,
-            kv_heads=request.kv_heads,
-            gated=request.gated,
-            tied=False,
-            biases=False,
-        )
+        return _generic(request, request.layers)
     name = request.model or (run.model.model_name_or_path if run else None)
     if name is None:
         raise ConfigError(
             "No model is given.",
             "",
-            "Give a run file, --model (a known name, config.json or its directory) or --layers --hidden --heads --vocab.",
+            "Give a run file, --model (a known name, config.json or its directory) or --layers --hidden "
+            "--heads --vocab.",
         )
     if Path(name).exists():
         from shardwright.arch.inventory import read_config
@@ -101,7 +110,9 @@ def _shape(request: Request, run: Any) -> Shape:
 
 
 def make_search(request: Request) -> tuple[Search, Any]:
-    """The search of a request, and its run file if there is one. Raises `ConfigError` for what is missing or unknown."""
+    """The search of a request, and its run file if there is one. Raises `ConfigError` for what is missing or
+    unknown.
+    """
     run = None
     if request.run_file is not None:
         from shardwright.config.load import load_run_file, parse_overrides
@@ -137,15 +148,17 @@ def make_search(request: Request) -> tuple[Search, Any]:
         request.device or ("cpu" if run and run.hardware.device == "cpu" else "h100-sxm-80gb")
     )
     compiled = request.compiled or bool(run and run.memory.compile)
-    software = Software(**COMPILED) if compiled else Software()  # type: ignore[arg-type]
+    software = Software(**COMPILED) if compiled else Software()
+    program = SHARDWRIGHT_COMPILED if compiled else SHARDWRIGHT
     offload = request.offload or bool(run and run.memory.cpu_offload != "none")
-    return Search(
-        job, device, int(needed["devices"] or 0), software, kinds=KINDS if offload else ON_DEVICE
-    ), run
+    kinds = KINDS if offload else ON_DEVICE
+    return Search(job, device, int(needed["devices"] or 0), software, program, kinds), run
 
 
 def named(search: Search, name: str) -> Choice | None:
-    """The fastest layout that fits of those with this name; None when none fits. Raises `ConfigError` when it is not legal."""
+    """The fastest layout that fits of those with this name; None when none fits. Raises `ConfigError` when it
+    is not legal.
+    """
     from shardwright.layout.names import parse_layout
 
     keys = parse_layout(name)
@@ -167,7 +180,8 @@ def named(search: Search, name: str) -> Choice | None:
     data = search.devices // (tp * cp * pp)
     if search.job.global_batch_size % data:
         raise ConfigError(
-            f"`{name}`: {data} data ranks do not divide the {search.job.global_batch_size} rows of an update.",
+            f"`{name}`: {data} data ranks do not divide the {search.job.global_batch_size} rows of an "
+            f"update.",
             "The batch is part of the objective.",
         )
     return search.only(tp, cp, pp, kind, replicate, keys.get("pp_schedule"))
@@ -193,7 +207,8 @@ def _compare(search: Search, names: tuple[str, str], write: Callable[[str], obje
     if len(fitting) == 2:
         a, b = fitting
         write(
-            f"\n{a.name} takes {a.seconds / b.seconds:.2f} times the time and {a.device_bytes / b.device_bytes:.2f} times the memory of {b.name}"
+            f"\n{a.name} takes {a.seconds / b.seconds:.2f} times the time and "
+            f"{a.device_bytes / b.device_bytes:.2f} times the memory of {b.name}"
         )
     return ExitCode.DONE if fitting else ExitCode.NOTHING_FITS
 
@@ -238,8 +253,8 @@ def run_plan(
 ) -> int:
     """Prints the plan and returns the exit code: 4 when nothing fits with all state on the devices.
 
-    compare: two layout names. explain: a field of the answer, `all`, or `examples` for the notes' worked examples, which need
-    no job. write: gets each line.
+    compare: two layout names. explain: a field of the answer, `all`, or `examples` for the notes' worked
+    examples, which need no job. write: gets each line.
     """
     if explain == "examples":
         for line in worked_examples():

@@ -24,6 +24,7 @@ from shardwright.measure.record import Progress, Record
 from shardwright.train.run_data import RunData
 from shardwright.train.signals import StopFlag
 from shardwright.train.update import Engine, UpdateResult
+from shardwright.train.utilisation import make_utilisation
 
 WARMUP_UPDATES = 2
 """Updates after a start that no speed is taken from: allocators, caches and compilation settle."""
@@ -46,6 +47,7 @@ class Trainer:
         self.first = dist.get_rank() == 0
         self.at = Progression()
         self._console = console
+        self._utilisation = make_utilisation(self.run, engine.device, dist.get_world_size())
         self._seconds: list[float] = []
         self._waited = 0.0
 
@@ -172,6 +174,7 @@ class Trainer:
         steady = self._seconds[WARMUP_UPDATES:][-1000:]
         cuts = quantiles(steady, n=20) if len(steady) > 1 else []
         rate = batch.target_tokens / seconds
+        mfu, hfu = self._utilisation(batch.real_tokens / seconds) if self._utilisation else (None, None)
         return {
             "train/loss": result.loss,
             "train/grad_norm": result.grad_norm,
@@ -186,6 +189,8 @@ class Trainer:
             "perf/step_seconds_p50": median(steady) if steady else None,
             "perf/step_seconds_p95": cuts[18] if cuts else None,
             "perf/step_seconds_max": max(steady) if steady else None,
+            "perf/mfu": mfu,
+            "perf/hfu": hfu,
             "mem/peak_allocated_bytes": int(allocated) or None,
             "mem/peak_reserved_bytes": int(reserved) or None,
             "mem/peak_host_bytes": int(host),
