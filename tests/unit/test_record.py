@@ -1,0 +1,76 @@
+"""metrics.jsonl, and what of an earlier attempt stays in it."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from shardwright.errors import ConfigError
+from shardwright.measure import record as module
+from shardwright.measure.record import Progress, Record, check_sinks
+
+
+def read(directory: Path) -> list[dict[str, object]]:
+    def refuse(text: str) -> None:
+        raise AssertionError(f"{text} is not JSON")
+
+    lines = (directory / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line, parse_constant=refuse) for line in lines]
+
+
+def test_a_resumed_file_reads_like_one_run(tmp_path: Path) -> None:
+    first = Record(tmp_path / "run", [], 0)
+    for update in range(5):
+        first.log(update, {"train/loss": 1.0 / (update + 1)})
+    first.log(4, {"eval/loss": 3.0})
+    first.close()
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('3\n{"update": 5, "train/lo')
+    second = Record(tmp_path / "run", [], 3)
+    for update in (3, 4):
+        second.log(update, {"train/loss": 1.0 / (update + 1)})
+    second.close()
+    assert read(tmp_path / "run") == [{"update": u, "train/loss": 1.0 / (u + 1)} for u in range(5)]
+    assert [p.name for p in (tmp_path / "run").iterdir()] == ["metrics.jsonl"]
+
+
+def test_what_json_cannot_hold_is_null(tmp_path: Path) -> None:
+    record = Record(tmp_path, [], 0)
+    record.log(
+        0, {"train/loss": float("nan"), "train/grad_norm": float("inf"), "mem/x": None, "train/lr": 0.1}
+    )
+    record.close()
+    assert read(tmp_path) == [
+        {"update": 0, "train/loss": None, "train/grad_norm": None, "mem/x": None, "train/lr": 0.1}
+    ]
+
+
+def test_missing_packages_are_named_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_sinks([])
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"report_to trackio: the package is not installed"):
+        check_sinks(["trackio"])
+
+
+def test_the_line_of_an_update() -> None:
+    text = io.StringIO()
+    progress = Progress(Console(file=text, width=20), 10)
+    values = {
+        "train/loss": 2.5,
+        "train/grad_norm": 10.0,
+        "train/lr": 1e-3,
+        "perf/target_tokens_per_s": 1234.5,
+        "perf/step_seconds": 0.5,
+        "mem/peak_host_bytes": 2.5e9,
+    }
+    progress.show(8, values, 61.0)
+    progress.close()
+    expected = (
+        "update  9/10  loss 2.5000  norm 10  lr 1.00e-03  1,234 target tokens/s  500 ms/update  "
+        "peak 2.5 GB  1 min 01 s left\n"
+    )
+    assert text.getvalue() == expected
