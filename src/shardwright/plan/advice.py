@@ -15,7 +15,7 @@ from shardwright.arch.inventory import counts
 from shardwright.plan.catalogue import CATALOGUE
 from shardwright.plan.host import host_bytes
 from shardwright.plan.job import DTYPE_BYTES, Job, Layout
-from shardwright.plan.search import Choice, Found, Search
+from shardwright.plan.search import Choice, Found, Search, complexity
 from shardwright.plan.space import shells
 from shardwright.units import format_bytes, format_seconds
 
@@ -76,16 +76,23 @@ def path_of(layout: Layout) -> str:
     return "ddp" if layout.data_parallel == "ddp" else "fsdp"
 
 
-def first_to_test(found: Found) -> Choice | None:
-    """The simplest path that is close to the fastest; None when nothing fits."""
+def first_to_test(search: Search, found: Found) -> Choice | None:
+    """The simplest path that is close to the fastest; None when nothing fits.
+
+    A family's best may split rows (cp) where it need not: its best without is looked at too.
+    """
     ranked = found.ranked()
     if not ranked:
         return None
+    if not search.job.global_batch_size % search.devices:
+        for kind in {c.family for c in ranked if path_of(c.layout) == "context"}:
+            plain = search.only(1, 1, 1, kind)
+            ranked += [plain] if plain else []
     fastest = min(choice.seconds for choice in ranked)
     for path in ("ddp", "fsdp", "context", "parallel", "offload"):
         close = [c for c in ranked if path_of(c.layout) == path and c.seconds <= CLOSE * fastest]
         if close:
-            return close[0]
+            return min(close, key=lambda c: (complexity(c.layout), c.seconds))
     return ranked[0]
 
 

@@ -229,15 +229,11 @@ def answer(search: Search, shown: int = 5) -> Answer:
     """Searches, and puts the answer together; the `shown` best families are described in full."""
     found = search.run()
     ranked = found.ranked()
-    first = first_to_test(found)
-    described = {
-        choice.family: describe(search, choice, composition=choice is first) for choice in ranked[:shown]
-    }
-    if first is not None:
-        described.setdefault(first.family, describe(search, first))
+    first = first_to_test(search, found)
+    described = [describe(search, choice, composition=False) for choice in ranked[:shown]]
+    own = describe(search, first) if first is not None else None
     limits: tuple[str, ...] = ()
-    if first is not None:
-        own = described[first.family]
+    if first is not None and own is not None:
         limits = will_not_fix(search, first, own.composition, own.allocated_bytes).sentences
     would_fit = () if ranked else tuple(what_would_fit(search))
     nodes = max(1, search.devices // search.device.node.devices)
@@ -249,8 +245,8 @@ def answer(search: Search, shown: int = 5) -> Answer:
         capacity_bytes=search.capacity,
         parameters=total,
         considered=found.considered,
-        ranked=tuple(described[choice.family] for choice in ranked[:shown]),
-        first=described[first.family] if first else None,
+        ranked=tuple(described),
+        first=own,
         path=path_of(first.layout) if first else "",
         refused=tuple(_refusals(search, found, would_fit)),
         illegal=found.refused,

@@ -73,17 +73,17 @@ def head(a: Answer) -> Iterator[str]:
 
 
 def layout_table(ranked: tuple[Described, ...]) -> Iterator[str]:
-    width = max(len(d.name) for d in ranked) + 2
+    width = max(8, *(len(d.name) + 2 for d in ranked))
     yield (
         f"  {'layout':<{width}}{'microbatch':>10}  "
-        f"{'recompute':<10}{'s/update':>9}{'tokens/s':>12}{'MFU':>6}{'HFU':>6}{'peak':>11}"
+        f"{'recompute':<10}{'s/update':>9}{'tokens/s':>15}{'MFU':>6}{'HFU':>6}{'peak':>11}"
     )
     for d in ranked:
         rows = f"{d.keys['training.per_device_train_batch_size']} x {d.microbatches}"
         recompute = d.keys.get("memory.activation_checkpointing", "none")
         yield (
             f"  {d.name:<{width}}{rows:>10}  "
-            f"{recompute:<10}{d.seconds:>9.2f}{d.tokens_per_second:>12,.0f}{d.mfu:>6.0%}{d.hfu:>6.0%}"
+            f"{recompute:<10}{d.seconds:>9.2f}{d.tokens_per_second:>15,.0f}{d.mfu:>6.0%}{d.hfu:>6.0%}"
             f"{gib(d.device_bytes):>11}"
         )
     yield (

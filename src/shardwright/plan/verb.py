@@ -225,7 +225,7 @@ def _compare(search: Search, names: tuple[str, str], write: Callable[[str], obje
 def _explain(search: Search, field: str, tokens: float | None, write: Callable[[str], object]) -> int:
     """The arithmetic of the layout to test first; where nothing fits, of the one that needs least."""
     found = search.run()
-    choice = first_to_test(found)
+    choice = first_to_test(search, found)
     name = None if field == "all" else field
     if choice is not None:
         layout, time = choice.layout, choice.time
