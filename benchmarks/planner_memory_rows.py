@@ -21,6 +21,7 @@ from planner_rows import nanotron, torchtitan
 
 from shardwright.arch.known import known_shape
 from shardwright.layout.axes import Axes
+from shardwright.plan.hardware import find_device
 from shardwright.plan.job import Job, Layout
 from shardwright.plan.memory import Peak, peak
 from shardwright.plan.program import (
@@ -136,6 +137,14 @@ def torchtitan_rows() -> Iterator[MemoryRow]:
         )
 
 
+def out_of_memory_rows() -> Iterator[tuple[str, float, float]]:
+    """(label, predicted bytes on the device, bytes that it has) of torchtitan runs that ran out of memory."""
+    for r, row in zip(_read("torchtitan.csv"), torchtitan()):
+        if r["peak_memory"] == "OOM":
+            found = peak(row.job, row.layout, TORCHTITAN, stage_blocks=row.stage_blocks)
+            yield row.label, found.device, find_device(row.device).memory_bytes
+
+
 def simumax_rows() -> Iterator[MemoryRow]:
     """Megatron-LM with Transformer Engine on 8 x B200: bf16, distributed optimizer, one row per microbatch, fused loss."""
     for r in _read("simumax.csv"):
@@ -219,13 +228,17 @@ def memory_table(every_row: bool) -> str:
             )
             half = "validation" if one.row.validation else "calibration"
             lines.append(
-                f"{one.row.source} | {one.row.label} | {half} | {one.row.kind} {one.row.measured / GIB:.2f} GiB | "
-                f"predicted {one.predicted / GIB:.2f} | {outcome}"
+                f"{one.row.source} | {one.row.label} | {half} | {one.row.kind} "
+                f"{one.row.measured / GIB:.2f} GiB | predicted {one.predicted / GIB:.2f} | {outcome}"
             )
     reasons: dict[str, int] = {}
     for row in all_memory_rows():
         if row.excluded:
             reasons[row.excluded] = reasons.get(row.excluded, 0) + 1
+    lines += [
+        f"ran out of memory at {capacity / GIB:.0f} GiB, predicted {needed / GIB:.0f} GiB: {label[:60]}"
+        for label, needed, capacity in out_of_memory_rows()
+    ]
     lines += [f"left out: {count} rows: {reason}" for reason, count in reasons.items()]
     return "\n".join(lines)
 

@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shardwright.arch.inventory import Shape, generic_shape
+from shardwright.arch.inventory import generic_shape
 from shardwright.arch.known import known_shape
+from shardwright.arch.shape import Shape
 from shardwright.layout.axes import Axes
 from shardwright.plan.device import Device
 from shardwright.plan.hardware import find_device

@@ -129,15 +129,15 @@ def test_small_models_stay_as_they_are() -> None:
 
 
 def test_sizes_by_hand() -> None:
-    """1,000 parameters on 2 ranks: 2 x 40 + 8 bytes each, activations 8 bytes x tokens x width a rank, 16 x 13 on disk."""
+    """1,000 parameters on 2 ranks: 2 x 40 + 8 bytes each, activations 8 bytes x tokens x width a rank."""
     size = Size(parameters=1000, activation_width=50, microbatch_tokens=10, update_tokens=80)
     assert size.memory_bytes(2) == 2 * (40_000 + 8 * 10 * 50) + 8000
-    assert size.disk_bytes(3) == 16 * 1000 * 13
+    assert size.disk_bytes(3, 5) == 5 * 8 * 1000 * 13
     assert size.flops(3) == 6 * 1000 * 80 * 3
-    assert Limits(10**6, 10**6).exceeded(size, 2, 3) == ""
-    assert "of memory where 1.0 kB" in Limits(1000, 10**6).exceeded(size, 2, 3)
-    assert "of disk where 1.0 kB" in Limits(10**6, 1000).exceeded(size, 2, 3)
-    assert "operations a layout" in Limits(10**6, 10**6, flops=1e6).exceeded(size, 2, 3)
+    assert Limits(10**6, 10**6).exceeded(size, 2, 3, 5) == ""
+    assert "of memory where 1.0 kB" in Limits(1000, 10**6).exceeded(size, 2, 3, 5)
+    assert "of disk where 1.0 kB" in Limits(10**6, 1000).exceeded(size, 2, 3, 5)
+    assert "operations a layout" in Limits(10**6, 10**6, flops=1e6).exceeded(size, 2, 3, 5)
     config = {
         "hidden_size": 4,
         "num_hidden_layers": 2,
@@ -165,3 +165,17 @@ def test_a_model_too_large_is_shrunk_and_says_so(tmp_path: Path, monkeypatch: py
     )
     assert adjusted.changes.vocabulary == 921 == 840 + 32_001 % 840
     assert adjusted.run.model.config_overrides["num_hidden_layers"] == 4
+
+
+def test_ids_and_labels_stay_in_a_shrunk_vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both are taken modulo the vocabulary, so a label is still the next id; the data itself is not refused."""
+    run = _run(tmp_path, monkeypatch, model__config_overrides={"vocab_size": 50})
+    right = CheckedRows(_run(tmp_path, monkeypatch), Changes(), data_rank=0, data_ranks=1).update(0)
+    mapped = CheckedRows(run, Changes(vocabulary=50), data_rank=0, data_ranks=1).update(0)
+    assert mapped.target_tokens == right.target_tokens and mapped.row_ids == right.row_ids
+    for before, after in zip(right.microbatches, mapped.microbatches):
+        targets = before.labels != IGNORE
+        assert torch.equal(after.input_ids, before.input_ids % 50)
+        assert torch.equal(after.labels != IGNORE, targets)
+        assert torch.equal(after.labels[targets], before.labels[targets] % 50)
+        assert (before.labels[targets] >= 50).any()

@@ -44,6 +44,14 @@ def test_rows_with_an_unrecorded_setting_lie_between_both() -> None:
     assert sum(one.row.measured > one.predicted for one in outside) == 1
 
 
+def test_runs_that_ran_out_of_memory_are_predicted_to() -> None:
+    """Both published by torchtitan; every run of its that worked is predicted to fit."""
+    failed = list(published.out_of_memory_rows())
+    assert len(failed) == 2 and all(needed > capacity for _, needed, capacity in failed)
+    ran = [row for row in published.torchtitan_rows() if not row.excluded]
+    assert all(row.predicted() < 94 * published.GIB for row in ran)
+
+
 def test_the_fragmentation_of_nanotron_is_the_fitted_one() -> None:
     """Found again from the calibration half alone."""
     rows = [

@@ -10,10 +10,11 @@ from shardwright.arch.inventory import generic_shape
 from shardwright.arch.known import known_shape
 from shardwright.layout.schedule import split_blocks
 from shardwright.plan.advice import first_to_test, path_of, what_would_fit, will_not_fix
-from shardwright.plan.answer import answer, short_peak
+from shardwright.plan.answer import answer
 from shardwright.plan.hardware import find_device
 from shardwright.plan.job import Job
 from shardwright.plan.kernels import Software
+from shardwright.plan.memory import short_peak
 from shardwright.plan.search import FAR, Search
 from shardwright.plan.space import (
     ON_DEVICE,
@@ -145,7 +146,7 @@ def test_long_sequence_activations_are_named_as_not_fixed() -> None:
     search = make("llama-3-8b", 8, 8192, 64)
     first = first_to_test(search.run())
     assert first is not None
-    peak = short_peak(search, first.layout)
+    peak = short_peak(search.job, first.layout, search.program)
     lines = will_not_fix(search, first, peak.composition, peak.allocated).sentences
     assert any(line.startswith("Activations: ") and "FSDP does not divide them" in line for line in lines)
 
@@ -154,7 +155,7 @@ def test_a_shown_peak_is_within_the_device() -> None:
     for model, devices, length, batch in (("llama-3-70b", 64, 4096, 128), ("llama-3.1-8b", 64, 131072, 64)):
         search = make(model, devices, length, batch)
         for choice in search.run().best.values():
-            peak = short_peak(search, choice.layout)
+            peak = short_peak(search.job, choice.layout, search.program)
             assert peak.device == pytest.approx(choice.device_bytes, rel=1e-6), choice.layout
             assert choice.device_bytes <= search.capacity
 

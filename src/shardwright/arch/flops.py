@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from shardwright.arch.inventory import Shape, counts, matmuls
+from shardwright.arch.inventory import counts, matmuls
+from shardwright.arch.shape import Shape
 
 FORWARD_AND_BACKWARD = 3
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 
-from shardwright.arch.inventory import Shape, generic_shape, shape_from_config
+from shardwright.arch.inventory import generic_shape, shape_from_config
+from shardwright.arch.shape import Shape
 from shardwright.errors import ConfigError, did_you_mean
 
 # name: (layers, hidden, heads, kv_heads, ffn), then what differs from the defaults of the family.

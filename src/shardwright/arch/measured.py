@@ -11,7 +11,7 @@ from math import prod
 from typing import Any
 
 from shardwright.arch.families import FAMILIES, refuse_experts
-from shardwright.arch.inventory import Group, Part, Shape
+from shardwright.arch.shape import Group, Part, Shape
 from shardwright.errors import ConfigError
 
 _WIDTH = ("hidden_size", "n_embd", "d_model", "dim")

@@ -37,14 +37,16 @@ class Adjusted:
     lines: tuple[str, ...]
 
 
-def adjust(run: RunFile, *, dtype: str, data_ranks: int, device: str, updates: int) -> Adjusted:
+def adjust(
+    run: RunFile, *, dtype: str, data_ranks: int, device: str, updates: int, layouts: int = 1
+) -> Adjusted:
     """What is checked of `run` on `data_ranks` data ranks. dtype: fp64, or run for the run file's own."""
     lines = []
     if dtype == "fp64":
         run = run.model_copy(
             update={"precision": Precision(param_dtype="fp64", reduce_dtype="fp64", master_dtype="fp64")}
         )
-    run, vocabulary, shrunk = _fitting(run, data_ranks, updates)
+    run, vocabulary, shrunk = _fitting(run, data_ranks, updates, 1 + layouts)
     lines += shrunk
     changes = Changes(vocabulary=vocabulary)
     run, accumulated = _accumulating(run, data_ranks)
@@ -81,11 +83,13 @@ def _limits() -> Limits:
     return Limits(int(SHARE * psutil.virtual_memory().available), int(SHARE * free_disk))
 
 
-def _fitting(run: RunFile, data_ranks: int, updates: int) -> tuple[RunFile, int | None, list[str]]:
+def _fitting(
+    run: RunFile, data_ranks: int, updates: int, records: int
+) -> tuple[RunFile, int | None, list[str]]:
     """(run, vocabulary for ids if it was shrunk, lines): first fewer and shorter rows, then a smaller model."""
     config, limits = _config(run), _limits()
     size, lines = _size(run, config), []
-    reason = limits.exceeded(size, data_ranks, updates)
+    reason = limits.exceeded(size, data_ranks, updates, records)
     if not reason:
         return run, None, []
     smaller = shrunk_rows(run, data_ranks)
@@ -96,7 +100,7 @@ def _fitting(run: RunFile, data_ranks: int, updates: int) -> tuple[RunFile, int 
             f"update, {t.per_device_train_batch_size} a microbatch."
         )
         run, size = smaller, _size(smaller, config)
-    reason = limits.exceeded(size, data_ranks, updates)
+    reason = limits.exceeded(size, data_ranks, updates, records)
     if not reason:
         return run, None, lines
     if config is None:
@@ -108,7 +112,7 @@ def _fitting(run: RunFile, data_ranks: int, updates: int) -> tuple[RunFile, int 
     tokenizer = run.model.tokenizer_name_or_path or run.model.model_name_or_path
     run = run.model_copy(update={"model": model.model_copy(update={"tokenizer_name_or_path": tokenizer})})
     small = _size(run, {**config, **overrides})
-    if still := limits.exceeded(small, data_ranks, updates):
+    if still := limits.exceeded(small, data_ranks, updates, records):
         raise refuse(still)
     lines.append(describe_shrinking(config, overrides, size.parameters, small.parameters, reason))
     vocabulary = next((overrides[key] for key in ("vocab_size",) if key in overrides), None)

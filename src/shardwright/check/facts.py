@@ -101,7 +101,8 @@ def extent(facts: Facts) -> Extent:
         where, special = f"only the {len(names)} tensors with weight decay ({shown}{rest})", "decay"
     else:
         where, special = f"{len(names)} of {total} tensors ({shown}{' first' if rest else ''})", ""
-    return Extent(where, special, _one_shard(facts))
+    # the rows of an embedding that differ are those of the tokens seen, whatever the shards
+    return Extent(where, special, "" if special == "tied" else _one_shard(facts))
 
 
 def _one_shard(facts: Facts) -> str:

@@ -3,7 +3,8 @@
 Kept: the family and its options, the ratio of query to key-value heads, of hidden to head width and of feed-forward to
 hidden, tying, the remainder of the vocabulary modulo every axis size up to 8, at least one layer of each kind and at least
 four. Float64 needs, in bytes per parameter: 8 x (parameter, gradient, two moments, gradient bucket) on each rank, one
-whole copy on rank 0 while it writes, and, on disk, 8 x 5 tensors x updates for the reference and for one candidate.
+whole copy on rank 0 while it writes; and on disk 8 x 4 in each update of each record, which is the reference's and one for
+each layout.
 """
 
 from __future__ import annotations
@@ -50,8 +51,9 @@ class Size:
         activations = 8 * self.microbatch_tokens * self.activation_width
         return ranks * (40 * self.parameters + activations) + 8 * self.parameters
 
-    def disk_bytes(self, updates: int) -> int:
-        return 2 * 8 * self.parameters * (1 + 4 * updates)
+    def disk_bytes(self, updates: int, records: int) -> int:
+        """Parameters at the start; gradients, parameters and two moments of each update; in each record."""
+        return records * 8 * self.parameters * (1 + 4 * updates)
 
     def flops(self, updates: int) -> float:
         """Forward and backward of the updates: 6 per parameter and token."""
@@ -141,9 +143,9 @@ class Limits:
     disk_bytes: int
     flops: float = WORK_FLOPS
 
-    def exceeded(self, size: Size, ranks: int, updates: int) -> str:
+    def exceeded(self, size: Size, ranks: int, updates: int, records: int) -> str:
         """Why `size` does not fit, or nothing."""
-        memory, disk, flops = size.memory_bytes(ranks), size.disk_bytes(updates), size.flops(updates)
+        memory, disk, flops = size.memory_bytes(ranks), size.disk_bytes(updates, records), size.flops(updates)
         if memory > self.memory_bytes:
             return f"{format_bytes(memory)} of memory where {format_bytes(self.memory_bytes)} may be used"
         if disk > self.disk_bytes:

@@ -32,7 +32,7 @@ class Row:
 
 
 def result_row(layout: str, comparison: Comparison, seconds: float | None) -> Row:
-    """The line of a layout that ran: relative differences of the worst update, with the name of the worst tensor."""
+    """The line of a layout that ran: relative differences of the worst update, and the part of the allowance used."""
     last = comparison.updates[-1]
     counts = [u.candidate.target_tokens for u in comparison.updates]
     equal = all(not u.scalars["target_tokens"].differs for u in comparison.updates)
@@ -57,7 +57,10 @@ def crashed_row(layout: str, code: int) -> Row:
 
 
 def _tensor(numbers: TensorNumbers | None) -> str:
-    return "n/a" if numbers is None else f"{numbers.relative:.1e} {numbers.name}"
+    if numbers is None:
+        return "n/a"
+    used = f"{numbers.used:.0%}" if numbers.used < 10 else f"{numbers.used:.0e} x"
+    return f"{numbers.relative:.1e} ({used}) {numbers.name}"
 
 
 def show(console: Console, rows: Sequence[Row]) -> None:
@@ -76,7 +79,7 @@ def show(console: Console, rows: Sequence[Row]) -> None:
         )
     for row in rows:
         style = "green" if row.passed else "bold red"
-        cells = [cell.replace(" ", "\n", 1) if 4 <= i <= 6 else cell for i, cell in enumerate(row.cells)]
+        cells = [cell.replace(") ", ")\n", 1) if 4 <= i <= 6 else cell for i, cell in enumerate(row.cells)]
         cells[7] = f"[{style}]{row.cells[7]}[/]"
         table.add_row(*cells)
     console.print(table)

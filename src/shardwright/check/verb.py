@@ -73,7 +73,9 @@ def run_check(
     for name in names:
         check_run(with_layout(loaded, name), nproc_per_node)
     device = device_kind(loaded.run.hardware.device, nproc_per_node)
-    adjusted = adjust(loaded.run, dtype=dtype, data_ranks=nproc_per_node, device=device, updates=updates)
+    adjusted = adjust(
+        loaded.run, dtype=dtype, data_ranks=nproc_per_node, device=device, updates=updates, layouts=len(names)
+    )
     with tempfile.TemporaryDirectory(prefix="shardwright-check-") as directory:
         return _check(
             replace(loaded, run=adjusted.run),
@@ -105,7 +107,8 @@ def _check(
     _say(console, _describe(reference, adjusted, clock.now() - started))
     _say(
         console,
-        f"Allowed: {tolerance.formula}; relative to each tensor's largest element. AdamW steps as check/tolerance.py derives.",
+        f"Allowed: {tolerance.formula}; relative to each tensor's largest element; from update 2 on r + min(10 p, 0.1), where "
+        "p is how far weights have drifted, in steps. AdamW steps as check/tolerance.py derives. (%): the part that is used.",
     )
     if fault:
         _say(console, f"Planted into every candidate: {fault}.")

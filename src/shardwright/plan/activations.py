@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Literal
 
 from shardwright.arch.families import family_of
-from shardwright.arch.inventory import Shape
+from shardwright.arch.shape import Shape
 from shardwright.plan.job import Attention, Recompute
 from shardwright.plan.program import Program
 

@@ -1,8 +1,9 @@
 """Which path to test first, what it needs checking, what it will not fix, and what would make a job fit.
 
-The situations and their paths are those of the project's notes on distributed training (October 2026): DDP
-when a useful batch fits; FSDP2 when replicated state does not; a ZeRO stage with offload where that is set
-up; tensor and pipeline parallelism when layer compute or scale needs more partitioning.
+The situations and their paths are those of the project's notes on distributed training (October 2026), with
+one added for long rows: DDP when a useful batch fits; FSDP2 when replicated state does not; a ZeRO stage with
+offload where that is set up; tensor and pipeline parallelism when layer compute or scale needs more
+partitioning.
 """
 
 from __future__ import annotations
@@ -51,6 +52,11 @@ PATHS = {
         "State fits only with shards on the host",
         "Actual sharding, versions, checkpoint compatibility",
     ),
+    "context": Path(
+        "FSDP2 with CP",
+        "Activations of long rows do not fit; FSDP does not divide them",
+        "Attention across the parts of a row, positions, labels shifted before the split, communication",
+    ),
     "parallel": Path(
         "TP / PP",
         "Layer compute or scale needs more partitioning",
@@ -63,8 +69,10 @@ def path_of(layout: Layout) -> str:
     """Which row of the table a layout belongs to."""
     if layout.offload != "none":
         return "offload"
-    if layout.axes.tp > 1 or layout.axes.pp > 1 or layout.axes.cp > 1:
+    if layout.axes.tp > 1 or layout.axes.pp > 1:
         return "parallel"
+    if layout.axes.cp > 1:
+        return "context"
     return "ddp" if layout.data_parallel == "ddp" else "fsdp"
 
 
@@ -74,7 +82,7 @@ def first_to_test(found: Found) -> Choice | None:
     if not ranked:
         return None
     fastest = min(choice.seconds for choice in ranked)
-    for path in ("ddp", "fsdp", "parallel", "offload"):
+    for path in ("ddp", "fsdp", "context", "parallel", "offload"):
         close = [c for c in ranked if path_of(c.layout) == path and c.seconds <= CLOSE * fastest]
         if close:
             return close[0]

@@ -4,13 +4,13 @@ advice.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardwright.arch.flops import model_flops, recompute_flops, utilisation
 from shardwright.arch.inventory import counts
 from shardwright.plan.advice import PATHS, first_to_test, path_of, what_would_fit, will_not_fix
-from shardwright.plan.memory import Peak, peak
+from shardwright.plan.memory import short_peak
 from shardwright.plan.reliability import Interruptions, interruptions
 from shardwright.plan.search import Choice, Found, Search
 from shardwright.plan.space import KINDS
@@ -68,29 +68,6 @@ def layout_keys(layout: Layout) -> dict[str, Any]:
     return keys
 
 
-def short_peak(search: Search, layout: Layout) -> Peak:
-    """The timeline's peak, of the pipeline ranks that can be the fullest and of as many microbatches as reach
-    the steady state: more do not change it."""
-    job, pp = search.job, layout.axes.pp
-    microbatches = layout.microbatches(job)
-    rounds = max(1, microbatches // pp)
-    # Whole rounds, so that interleaved schedules keep their shape; GPipe has no steady state.
-    few = (
-        min(microbatches, 3)
-        if pp == 1
-        else microbatches
-        if layout.schedule == "gpipe"
-        else microbatches // rounds * min(rounds, 4)
-    )
-    rows = layout.microbatch_rows * layout.axes.data_ranks * few
-    return peak(
-        replace(job, global_batch_size=rows),
-        layout,
-        search.program,
-        ranks=[rank for rank, _ in search.peaks._holdings(layout)],
-    )
-
-
 @dataclass(frozen=True)
 class Described:
     """One layout with everything that is printed about it. Bytes, seconds, and fractions.
@@ -121,7 +98,7 @@ class Described:
 def describe(search: Search, choice: Choice, *, composition: bool = True) -> Described:
     """Everything about one layout that fits; without `composition`, all but what its peak is made of."""
     job, layout = search.job, choice.layout
-    found = short_peak(search, layout) if composition else None
+    found = short_peak(job, layout, search.program) if composition else None
     moment = found.moment if found else ""
     tokens = job.global_batch_size * job.max_length
     rate = tokens / choice.seconds
@@ -192,7 +169,7 @@ def _refusals(search: Search, found: Found, would_fit: tuple[str, ...]) -> list[
             change = f"{nearest.family} fits"
         if not change and would_fit:
             change = would_fit[0].partition(":")[0].rstrip(".")
-        top = short_peak(search, rejection.layout).composition
+        top = short_peak(search.job, rejection.layout, search.program).composition
         name, size = next(iter(top.items()))
         mostly = f"{name} {size / GIB:.1f} GiB"
         result.append(Refused(family, layout_name(rejection.layout), rejection.device_bytes, mostly, change))

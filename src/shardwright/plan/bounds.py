@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from shardwright.arch.inventory import counts
 from shardwright.layout.schedule import split_blocks
+from shardwright.plan.block_bytes import block_bytes
 from shardwright.plan.job import DTYPE_BYTES, Job, Layout
 from shardwright.plan.peak import PeakModel
 from shardwright.plan.program import SHARDWRIGHT, Program
-from shardwright.plan.rank_bytes import block_bytes
 from shardwright.plan.space import SPLIT_WEIGHTS, Cell, Shell, kinds_of, variants
 from shardwright.plan.step_time import Clock, idle_rounds
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from shardwright.layout.axes import Axes
 
 if TYPE_CHECKING:
-    from shardwright.arch.inventory import Shape
+    from shardwright.arch.shape import Shape
     from shardwright.config.schema import DataParallel, Schedule
 
 Recompute = Literal["none", "selective", "full"]

@@ -16,7 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from shardwright.arch.inventory import Shape, counts
+from shardwright.arch.inventory import counts
+from shardwright.arch.shape import Shape
 from shardwright.plan.device import Device
 from shardwright.plan.job import DTYPE_BYTES, Attention, Recompute
 

@@ -10,112 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from operator import ge, mul
+from operator import mul
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardwright.layout.schedule import rank_actions, rank_stages
+from shardwright.plan.block_bytes import activation_key, block_bytes, loss_bytes, with_casts
 from shardwright.plan.job import DTYPE_BYTES, Job, Layout
+from shardwright.plan.pipeline_states import State, states, steady_count
 from shardwright.plan.program import SHARDWRIGHT, Program
-from shardwright.plan.rank_bytes import (
-    Rules,
-    activation_key,
-    block_bytes,
-    holds,
-    loss_bytes,
-    rank_elements,
-    rules,
-    state_bytes,
-    units,
-    with_casts,
-)
+from shardwright.plan.rank_bytes import Rules, holds, rank_elements, rules, state_bytes, units
 from shardwright.plan.states import Elements
 
 if TYPE_CHECKING:
     from shardwright.config.schema import Schedule
 
 BLOCK, EMBEDDING, HEAD = 0, 1, 2
-
-
-class State(NamedTuple):
-    """What a backward action of a pipeline rank meets, whatever the sizes.
-
-    kind, chunk: the action and the rank's stage it is for. alive: microbatches in flight per stage, this one included.
-    deferred: microbatches per stage whose weight gradients are still to come. gradients: per stage, 0 before its first
-    backward, 2 after its last, else 1. first, last: this is the stage's first, or last, backward for weights.
-    """
-
-    kind: str
-    chunk: int
-    alive: tuple[int, ...]
-    deferred: tuple[int, ...]
-    gradients: tuple[int, ...]
-    first: bool
-    last: bool
-
-
-def _clamp(schedule: Schedule | None, pp: int, microbatches: int) -> int:
-    """A number of microbatches with the same states: the steady phase repeats. GPipe has none."""
-    if schedule is None:
-        return min(microbatches, 3)
-    if schedule == "gpipe":
-        return microbatches
-    if schedule in ("interleaved_1f1b", "zero_bubble"):
-        rounds = max(1, microbatches // pp)
-        return microbatches // rounds * min(rounds, 2)
-    return min(microbatches, pp + 2 if schedule == "1f1b" else 2 * pp + 2)
-
-
-@lru_cache(maxsize=8192)
-def states(
-    schedule: Schedule | None, pp: int, chunks: int, microbatches: int, rank: int
-) -> tuple[State, ...]:
-    """The backward states of a rank that no other state of it dominates."""
-    count = _clamp(schedule, pp, microbatches)
-    if schedule in (None, "gpipe", "1f1b"):
-        # Backward k meets as many microbatches as there are left, up to what the schedule allows.
-        limit = {None: 1, "gpipe": count, "1f1b": pp - rank}[schedule]
-        kept = {0, min(1, count - 1), count - 1}
-        return tuple(
-            State("B", 0, (min(count - k, limit),), (0,), (int(k > 0),), k == 0, k == count - 1)
-            for k in sorted(kept)
-        )
-    own = rank_stages(schedule, pp, chunks, rank)
-    alive, deferred, weights = [0] * len(own), [0] * len(own), [0] * len(own)
-    place = {stage: chunk for chunk, stage in enumerate(own)}
-    found: dict[tuple[str, int, bool], list[State]] = {}
-    for stage, kind, _ in rank_actions(schedule, pp, chunks, count, rank):
-        chunk = place[stage]
-        if kind == "F":
-            alive[chunk] += 1
-            continue
-        gradients = tuple([(done > 0) + (done == count) for done in weights])
-        first, last = weights[chunk] == 0, weights[chunk] == count - 1
-        state = State(kind, chunk, tuple(alive), tuple(deferred), gradients, first, last)
-        _keep(found.setdefault((kind, chunk, last), []), state)
-        alive[chunk] -= kind != "W"
-        deferred[chunk] += {"I": 1, "W": -1}.get(kind, 0)
-        weights[chunk] += kind != "I"
-    return tuple(state for group in found.values() for state in group)
-
-
-def _keep(group: list[State], new: State) -> None:
-    """Adds `new` unless another of its group holds at least as much of everything; drops those it dominates.
-
-    Gradients that are put off and gradients that are reduced cannot be compared: more of them means some against none.
-    """
-
-    def covers(a: State, b: State) -> bool:
-        return (
-            a.first <= b.first
-            and all(map(ge, a.alive, b.alive))
-            and all(map(ge, a.deferred, b.deferred))
-            and all([x == y or not y for x, y in zip(a.gradients, b.gradients)])
-        )
-
-    for old in group:
-        if covers(old, new):
-            return
-    group[:] = [old for old in group if not covers(new, old)] + [new]
 
 
 Units = tuple[int, int, int]
@@ -314,7 +222,7 @@ class PeakModel:
     def _profile(self, layout: Layout, late: bool, casts: bool, microbatches: int) -> tuple[Profile, ...]:
         axes = layout.axes
         schedule = None if axes.pp == 1 else layout.schedule or "1f1b"
-        count = _clamp(schedule, axes.pp, microbatches)
+        count = steady_count(schedule, axes.pp, microbatches)
         split = (
             axes.tp,
             axes.cp,

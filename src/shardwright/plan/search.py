@@ -112,6 +112,8 @@ class Search(Bounds):
         self.kinds, self.found = kinds, Found()
         self._fastest = float("inf")
         self._lean: dict[tuple[object, ...], bool] = {}
+        self._leanest: dict[tuple[Shell, str], bool] = {}
+        self._times: dict[tuple[Cell, int], StepTime] = {}
 
     def run(self) -> Found:
         """Fills `found` and returns it."""
@@ -129,8 +131,7 @@ class Search(Bounds):
             open_kinds = [kind for kind in kinds if bound < self._limit(shell, kind)]
             if open_kinds:
                 self._shell(shell, open_kinds)
-        for family in [family for family in found.rejected if family in found.best]:
-            del found.rejected[family]
+        self._settle(legal)
         played: set[str] = set()
         while True:
             # Playing a pipeline changes its time a little, so others may come to the top.
@@ -141,6 +142,17 @@ class Search(Bounds):
             played.add(rest[0].family)
             found.best[rest[0].family] = self.refine(rest[0])
 
+    def _settle(self, legal: list[Shell]) -> None:
+        """Every family has a best layout, or is rejected with the leanest one."""
+        found = self.found
+        for family in [family for family in found.rejected if family in found.best]:
+            del found.rejected[family]
+        settled = {*found.best, *found.rejected}
+        for shell in legal:
+            for kind in self.kinds:
+                if self._family(shell, kind) not in settled:
+                    self._fits_at_least(shell, kind, exactly=True)
+
     def _family(self, shell: Shell, kind: str) -> str:
         return f"{kind}+{shell.family}" if shell.family else kind
 
@@ -149,10 +161,18 @@ class Search(Bounds):
         best = self.found.best.get(self._family(shell, kind))
         return min(best.seconds, FAR * self._fastest) if best else float("inf")
 
-    def _fits_at_least(self, shell: Shell, kind: str) -> bool:
-        """Whether the family's leanest layout fits here; if not, the leanest one so far is noted."""
+    def _fits_at_least(self, shell: Shell, kind: str, exactly: bool = False) -> bool:
+        """Whether the family's leanest layout fits here; if not, the leanest one so far is noted.
+
+        Unless asked `exactly`, zero1 and zero2 under a pipeline are taken to fit where zero3 does: they need
+        almost the same.
+        """
         family = self._family(shell, kind)
+        if not exactly and kind in ("zero1", "zero2") and "zero3" in self.kinds and self._alike(shell):
+            return self._fits_at_least(shell, "zero3")
         known = self.found.rejected.get(family)
+        if (shell, kind) in self._leanest:
+            return self._leanest[shell, kind]
         states = self.states(shell, kind) + self.program.context_bytes
         if states > self.capacity and known is not None and known.device_bytes <= states:
             return False
@@ -160,11 +180,10 @@ class Search(Bounds):
         if least is None:
             return False
         layout, needed = least
-        if needed <= self.capacity:
-            return True
-        if known is None or needed < known.device_bytes:
+        fits = self._leanest[shell, kind] = needed <= self.capacity
+        if not fits and (known is None or needed < known.device_bytes):
             self.found.rejected[family] = Rejection(family, layout, needed)
-        return False
+        return fits
 
     def _shell(self, shell: Shell, kinds: list[str]) -> None:
         # GPipe idles as long as 1F1B and keeps more: where both run, it cannot be the better of the two.
@@ -224,18 +243,30 @@ class Search(Bounds):
 
         zero3 needs least of all kinds on the device; asking it first settles most cells.
         """
-        if (
-            kind not in ("zero3", "offload")
-            and "zero3" in kinds_of(cell)
-            and not self._lean_fits(cell, "zero3")
-        ):
-            return False
+        if kind not in ("zero3", "offload") and "zero3" in kinds_of(cell):
+            if not self._lean_fits(cell, "zero3"):
+                return False
+            if kind in ("zero1", "zero2") and self._alike(cell.shell):
+                return True
         key = (*cell, kind)
         known = self._lean.get(key)
         if known is None:
             layout = next(iter(variants(cell, kind)), None)
             known = self._lean[key] = layout is not None and self.needs(layout)[1] <= self.capacity
         return known
+
+    def _alike(self, shell: Shell) -> bool:
+        """Whether zero1, zero2 and zero3 take equal times: a pipeline gathers and reduces once per update."""
+        return shell.pp > 1 and self.clock.software.pipeline_keeps_gathered
+
+    def _time(self, cell: Cell, layout: Layout, stage_blocks: tuple[int, ...]) -> StepTime:
+        if layout.data_parallel == "ddp" or layout.offload != "none" or not self._alike(cell.shell):
+            return self.clock.step(layout, stage_blocks)
+        key = (cell, layout.axes.dp_replicate)
+        found = self._times.get(key)
+        if found is None:
+            found = self._times[key] = self.clock.step(layout, stage_blocks)
+        return found
 
     def _cell(self, cell: Cell, kind: str) -> bool:
         """Times the layouts of a cell; False when its leanest one does not fit."""
@@ -245,7 +276,7 @@ class Search(Bounds):
         stage_blocks = self.stage_blocks(cell)
         best = self._limit(cell.shell, kind)
         for layout in variants(cell, kind):
-            time = self.clock.step(layout, stage_blocks)
+            time = self._time(cell, layout, stage_blocks)
             if time.total >= best:
                 continue
             allocated, device = self.needs(layout)

@@ -16,7 +16,7 @@ from shardwright.layout.schedule import legality
 from shardwright.plan.job import Job, Layout, Recompute
 
 if TYPE_CHECKING:
-    from shardwright.arch.inventory import Shape
+    from shardwright.arch.shape import Shape
     from shardwright.config.schema import DataParallel, Schedule
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")

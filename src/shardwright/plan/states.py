@@ -12,7 +12,8 @@ from math import prod
 from typing import NamedTuple
 
 from shardwright.arch.families import family_of
-from shardwright.arch.inventory import Group, Shape, parameters
+from shardwright.arch.inventory import parameters
+from shardwright.arch.shape import Group, Shape
 from shardwright.layout.zero import STAGES
 
 

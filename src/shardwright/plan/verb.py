@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwright.arch.inventory import generic_shape, shape_from_config
 from shardwright.arch.known import known_shape
+from shardwright.arch.measured import shape_from_inventory
 from shardwright.errors import ConfigError, ExitCode
 from shardwright.plan.advice import first_to_test
 from shardwright.plan.answer import answer, describe, layout_keys, layout_name
@@ -26,7 +27,7 @@ from shardwright.plan.show import bar, keys_line, layout_table, parts_line, text
 from shardwright.plan.space import KINDS, ON_DEVICE, tensor_reason
 
 if TYPE_CHECKING:
-    from shardwright.arch.inventory import Shape
+    from shardwright.arch.shape import Shape
 
 COMPILED: dict[str, Any] = {
     "hidden_passes": 12.0,
@@ -61,6 +62,10 @@ class Request:
     compiled: bool = False
     offload: bool = False
     overrides: tuple[str, ...] = ()
+    inventory: Callable[[str, dict[str, Any]], dict[str, Any]] | None = None
+    """Builds a model of another kind in a process of its own and returns what `shardwright.models.inventory`
+    prints, given its name and config_overrides; None where that is not possible.
+    """
 
 
 def _generic(request: Request, layers: int) -> Shape:
@@ -94,12 +99,16 @@ def _shape(request: Request, run: Any) -> Shape:
             "--heads --vocab.",
         )
     if Path(name).exists():
+        from shardwright.arch.families import is_known
         from shardwright.arch.inventory import read_config
 
         config = dict(read_config(name))
-        if run is not None and not request.model:
-            config |= run.model.config_overrides
-        return replace(shape_from_config(config), name=name)
+        overrides = run.model.config_overrides if run is not None and not request.model else {}
+        if request.inventory is not None and not is_known(config):
+            return shape_from_inventory(request.inventory(name, overrides))
+        return replace(shape_from_config(config | overrides), name=name)
+    if ":" in name and request.inventory is not None:
+        return shape_from_inventory(request.inventory(name, {}))
     if ":" in name:
         raise ConfigError(
             f"`{name}` is Python code.",
