@@ -183,7 +183,10 @@ def _evaluated(kind: str, evaluate: bool) -> tuple[Outcome, list[Any]]:
         outcome.results.append(engine.step())
         if evaluate:
             rows = [batches_for(engine, 90 + i) for i in range(2)]
-            found.append((whole_weights(engine), engine.evaluate(rows), engine.module.training))
+            loss = engine.evaluate(rows)
+            sharded = [m for m in engine.module.modules() if hasattr(m, "_get_fsdp_state")]
+            gathered = sum(group.is_unsharded for m in sharded for group in _groups(m))
+            found.append((whole_weights(engine), loss, engine.module.training, gathered))
     outcome.weights = whole_weights(engine)
     return outcome, found
 
@@ -342,14 +345,14 @@ def test_tied_weights_are_one(facts: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_evaluation_between_updates(kind: str, facts: list[dict[str, Any]]) -> None:
-    """Evaluation sees the weights of that moment and leaves the training as it was, to the bit."""
+    """Evaluation sees the weights of that moment and leaves the training as it was, to the bit; nothing stays gathered."""
     outcome, evaluations = facts[0][f"evaluated {kind}"]
     plain, _ = facts[0][f"not evaluated {kind}"]
     assert outcome.results == plain.results
     assert all(torch.equal(value, plain.weights[name]) for name, value in outcome.weights.items())
     model = plain_model(run_file(GPT2)).eval()
-    for weights, (loss, targets), training in evaluations:
-        assert training
+    for weights, (loss, targets), training, gathered in evaluations:
+        assert training and gathered == 0
         model.load_state_dict(weights, strict=False)
         texts = [text for update in (90, 91) for text in rows_of(update)]
         with torch.no_grad():

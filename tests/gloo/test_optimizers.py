@@ -1,4 +1,4 @@
-"""SGD with momentum, Muon, a class by its path, and weight-decay groups, over shards. Covers A34, A37 and A47."""
+"""SGD with momentum, Muon, a class by its path, and weight-decay groups, over shards. Covers A34, A37, A46 and A47."""
 
 from __future__ import annotations
 
@@ -30,6 +30,9 @@ MUON = {"training__optimizer": "muon"}
 NADAM = {"training__optimizer": "torch.optim:NAdam"}
 KINDS = ("ddp", "zero1", "zero2", "zero3")
 CASES = {
+    "foreach zero3": run_file(
+        ODD, training__optimizer="torch.optim:NAdam", training__optimizer_kwargs={"foreach": True}
+    ),
     **{f"sgd {kind}": run_file(ODD, parallelism__data_parallel=kind, **SGD) for kind in KINDS},
     **{
         f"muon {kind}": run_file(LLAMA, parallelism__data_parallel=kind, **MUON)
@@ -66,6 +69,12 @@ def test_a_class_by_its_path(kind: str, on_two: dict[str, Outcome]) -> None:
     """`module:Class` gets whole parameters (DTensors) and trains as in one process."""
     found = on_two[f"nadam {kind}"]
     assert_same_training(found, reference(CASES["nadam ddp"], found.start, torch.optim.NAdam))
+
+
+def test_foreach_steps_over_mixed_tensor_kinds(on_two: dict[str, Outcome]) -> None:
+    """A46: with 0-dim parameters, which stay plain tensors, a foreach step works on groups of one kind."""
+    found = on_two["foreach zero3"]
+    assert_same_training(found, reference(CASES["foreach zero3"], found.start, torch.optim.NAdam))
 
 
 def test_muon_over_shards(on_two: dict[str, Outcome]) -> None:

@@ -35,12 +35,14 @@ class Manifest:
     """What a checkpoint says of itself.
 
     update: updates done, so the number of the next one. target_tokens: trained so far. data_fingerprint: of data,
-    tokenizer and settings. world_size, layout: of the run that wrote it; it can be read by any other.
+    tokenizer and settings. row_order: what else says which rows an update holds.
+    world_size, layout: of the run that wrote it; it can be read by any other.
     """
 
     update: int
     target_tokens: int
     data_fingerprint: str
+    row_order: str
     world_size: int
     layout: str
     torch_version: str

@@ -57,12 +57,17 @@ class Trainer:
         model = checkpoint_state.model_state(self.engine.module)
         return model | checkpoint_state.optimizer_state(self.engine.optimizer, list(self.engine.locals))
 
+    def _row_order(self) -> str:
+        t, shuffle = self.run.training, str(self.run.data.shuffle).lower()
+        return f"global_batch_size {t.global_batch_size}, seed {t.seed}, shuffle {shuffle}"
+
     def save(self) -> Path:
         """Writes a checkpoint of the state between updates."""
         manifest = store.Manifest(
             update=self.at.update,
             target_tokens=self.at.target_tokens,
             data_fingerprint=self.data.fingerprint,
+            row_order=self._row_order(),
             world_size=dist.get_world_size(),
             layout=f"{self.run.parallelism.data_parallel} {self.engine.axes}",
             torch_version=store.torch_version(),
@@ -88,6 +93,12 @@ class Trainer:
                 f"{path} was trained on other data, tokenizer or data settings than this run file names.",
                 "Its position in the data would mean other rows.",
                 "Restore the data, or start anew with --checkpoint.resume never and another output_dir.",
+            )
+        if manifest.row_order != self._row_order():
+            raise CheckpointError(
+                f"{path} was trained with {manifest.row_order}; this run has {self._row_order()}.",
+                f"Update {manifest.update} would hold other rows than it would have held.",
+                "Restore these values, or start anew with another checkpoint.output_dir.",
             )
         prefix = checkpoint_state.STATE_OPTIMIZER
         stored = [key.removeprefix(prefix) for key in store.stored_keys(path) if key.startswith(prefix)]

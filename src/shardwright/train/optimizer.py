@@ -107,13 +107,14 @@ def make_optimizer(
     Raises `ConfigError` for an unknown name or arguments that the class does not take.
     """
     t, apart = training, set(not_matrices)
-    grouped: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    grouped: dict[tuple[bool, bool, bool], list[nn.Parameter]] = {}
     for p in parameters:
         decayed = decays(p.name, p.parameter.shape, t.no_decay)
         orthogonal = t.optimizer == "muon" and p.parameter.dim() == 2 and p.name not in apart
-        grouped.setdefault((decayed, orthogonal), []).append(p.tensor)
+        # foreach and fused steps take plain tensors or DTensors, not both at once
+        grouped.setdefault((decayed, orthogonal, isinstance(p.tensor, DTensor)), []).append(p.tensor)
     groups: list[dict[str, Any]] = []
-    for (decayed, orthogonal), tensors in sorted(grouped.items(), reverse=True):
+    for (decayed, orthogonal, _), tensors in sorted(grouped.items(), reverse=True):
         groups.append({"params": tensors, "weight_decay": t.weight_decay if decayed else 0.0})
         if t.optimizer == "muon":
             groups[-1]["orthogonal"] = orthogonal
