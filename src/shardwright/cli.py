@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -110,8 +110,19 @@ def plan(
     request = Request(
         run_file, model, layers, hidden, heads, kv_heads, ffn, vocab, gated, devices, device, max_length,
         global_batch_size, tokens, param_dtype, reduce_dtype, master_dtype, compiled, offload, tuple(context.args),
+        inventory=_inventory,
     )  # fmt: skip
     raise typer.Exit(run_plan(request, as_json=as_json, compare=compare, explain=explain, write=typer.echo))
+
+
+def _inventory(name: str, overrides: dict[str, Any]) -> dict[str, Any]:
+    """The parameters of a model that the planner has no shape for, from a meta build in a process of its own."""
+    from shardwright.launch.module import output_of
+
+    purpose = f"Building `{name}` to count its parameters"
+    text = output_of("shardwright.models.inventory", [name, json.dumps(overrides)], purpose)
+    result: dict[str, Any] = json.loads(text)
+    return result
 
 
 @app.command()
