@@ -33,7 +33,7 @@ Left unexplained:
 - torchtitan: TP = 8 in eager mode is 20% slower, compiled FSDP 15% faster than the shared constants say.
 - vTrain, TP = 8 with one row of 1,024 tokens: 30% slower than predicted.
 - Megatron-LM on H100 (2024): with the best microbatch and interleaving assumed it is still 3 to 27% faster
-  than predicted. Our H100 constants come from programs without Transformer Engine's kernels and overlapped TP.
+  than predicted. Our H100 constants come from programs without Transformer Engine's kernels and TP overlap.
 - mosaicml: 1B on 32 A100 runs at 0.81 of the speed per device that the same model reaches on 8."""
 
 
