@@ -25,17 +25,15 @@ from shardwright.plan.step_time import Clock
 LEFT_UNEXPLAINED = """\
 Left unexplained:
 - nanotron: 177 of its 753 rows wait about a second more at every microbatch than an equal run, whatever the
-model. No setting in the file tells them apart, so no planner can predict them; the rule above leaves them
+  model. No setting in the file tells them apart, so no planner can predict them; the rule above leaves them
   out. It looks at measurements only, but it was written after the residuals of the calibration half had shown
   the two populations.
 - nanotron, tensor parallelism with a pipeline over nodes: a block costs about 2.3 ms x tp of host time per
-microbatch (one constant, host_tensor_pipeline). The cause is not known; the smallest model needs a third less
-  than that.
+  microbatch (one constant, host_tensor_pipeline). The cause is not known; the smallest model needs less.
 - torchtitan: TP = 8 in eager mode is 20% slower, compiled FSDP 15% faster than the shared constants say.
 - vTrain, TP = 8 with one row of 1,024 tokens: 30% slower than predicted.
 - Megatron-LM on H100 (2024): with the best microbatch and interleaving assumed it is still 3 to 27% faster
-than predicted. Our H100 constants come from programs without Transformer Engine's kernels and overlapped
-  tensor parallelism.
+  than predicted. Our H100 constants come from programs without Transformer Engine's kernels and TP overlap.
 - mosaicml: 1B on 32 A100 runs at 0.81 of the speed per device that the same model reaches on 8."""
 
 
