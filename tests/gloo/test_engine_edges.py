@@ -63,29 +63,6 @@ def _frozen(kind: str) -> dict[str, Any]:
     return {"before": before, "after": whole_weights(engine), "dtypes": dtypes, "grads": grads, "held": held}
 
 
-_COLLECTIVES = {
-    "c10d::_allgather_base_": "gathers",
-    "c10d::_reduce_scatter_base_": "reductions",
-    "c10d::allreduce_": "all_reduces",
-}
-
-
-def _events(engine: Engine, update: int) -> Counter[str]:
-    """How often each operator ran in one update."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        engine.forward_backward(batches_for(engine, update))
-        engine.step()
-    return Counter({event.key: event.count for event in profile.key_averages()})
-
-
-def _collectives(kind: str, **options: Any) -> dict[str, int]:
-    engine = _kind(kind, **options)
-    engine.forward_backward(batches_for(engine, 0))
-    engine.step()
-    events = _events(engine, 1)
-    return {ours: events[theirs] for theirs, ours in _COLLECTIVES.items()}
-
-
 class _Operators(TorchDispatchMode):
     """Counts operators that really run: inside it stands the mode that gives back kept results."""
 
@@ -96,6 +73,23 @@ class _Operators(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.seen[str(func)] += 1
         return func(*args, **(kwargs or {}))
+
+
+_COLLECTIVES = {
+    "c10d._allgather_base_.default": "gathers",
+    "c10d._reduce_scatter_base_.default": "reductions",
+    "c10d.allreduce_.default": "all_reduces",
+}
+
+
+def _collectives(kind: str, **options: Any) -> dict[str, int]:
+    engine = _kind(kind, **options)
+    engine.forward_backward(batches_for(engine, 0))
+    engine.step()
+    with _Operators() as operators:
+        engine.forward_backward(batches_for(engine, 1))
+        engine.step()
+    return {ours: operators.seen[theirs] for theirs, ours in _COLLECTIVES.items()}
 
 
 def _recomputed(mode: str) -> dict[str, int]:
