@@ -129,7 +129,7 @@ def test_gradients_stay_whole_while_their_reduction_is_put_off() -> None:
 
 def test_the_peak_is_a_maximum_over_phases() -> None:
     """A114: full recomputation frees most activations, but the peak falls by less, because it moves to another phase."""
-    shape = generic_shape(layers=32, hidden=4096, heads=32, vocab=28000, ffn=16384)
+    shape = generic_shape(layers=32, hidden=4096, heads=32, vocab=30000, ffn=16384, tied=False)
     job = Job(shape, 2048, 64)
     plain = peak(job, Layout(Axes(dp_shard=8), "zero3", 4))
     full = peak(job, Layout(Axes(dp_shard=8), "zero3", 4, recompute="full"))

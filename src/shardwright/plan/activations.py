@@ -141,10 +141,12 @@ def workspace_per_token(shape: Shape, width: int, tp: int, sequence_parallel: bo
     return inner + stream + (2 * width * shape.hidden if sequence_parallel and tp > 1 else 0)
 
 
-def loss_copies(p: Program, width: int, split: bool) -> tuple[tuple[str, float], ...]:
-    """(name, bytes per local logit) alive together in the backward of the loss; `split`: the vocabulary is divided.
-
-    With fp32 compute the fp32 copy is the logits themselves, which autograd keeps: the same count.
-    """
+def loss_copies(p: Program, width: int, split: bool, pipelined: bool) -> tuple[tuple[str, float], ...]:
+    """(name, bytes per local logit) alive together in the backward of the loss; `split`: the vocabulary is divided."""
     copies = p.split_loss_copies if split else p.loss_copies
-    return tuple((name, size or float(width)) for name, size in copies)
+    return (("logits", float(width)), *copies) if holds_logits(p, pipelined) else copies
+
+
+def holds_logits(p: Program, pipelined: bool) -> bool:
+    """Whether the logits in the compute dtype are alive until the loss's backward is done."""
+    return p.holds_logits or (pipelined and p.engine == "torch")

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from shardwright.plan.activations import (
     Kept,
     block_kept,
+    holds_logits,
     kept_tensors,
     loss_copies,
     norm_bytes,
@@ -88,13 +89,14 @@ def with_casts(a: BlockBytes, recompute: Recompute, block_bytes: float, head_byt
     return a._replace(work=a.work + block_bytes, head=a.head + head_bytes)
 
 
-def loss_bytes(job: Job, program: Program, logits: float, split: bool) -> tuple[float, float, float]:
+def loss_bytes(job: Job, program: Program, logits: float, layout: Layout) -> tuple[float, float, float]:
     """Bytes of the logits' copies: in the loss's backward, kept from forward to backward, and in the head's backward.
 
     A chunked loss has the logits and their gradient whole in the compute dtype, and its fp32 copies of one chunk only.
     """
-    width = DTYPE_BYTES[job.param_dtype]
-    copies = [size for _, size in loss_copies(program, width, split)]
+    width, pipelined = DTYPE_BYTES[job.param_dtype], layout.axes.pp > 1
+    copies = [size for _, size in loss_copies(program, width, layout.axes.tp > 1, pipelined)]
+    held = width if holds_logits(program, pipelined) else 0
     if job.loss == "chunked":
-        return logits * (2 * width + sum(copies[1:]) / LOSS_CHUNKS), logits * width, logits * 2 * width
-    return logits * sum(copies), logits * sum(copies[:2]), logits * 2 * width
+        return logits * (2 * width + sum(copies) / LOSS_CHUNKS), logits * width, logits * 2 * width
+    return logits * sum(copies), logits * sum(copies[: 2 if held else 1]), logits * (width + held)

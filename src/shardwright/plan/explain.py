@@ -151,7 +151,7 @@ def _activations(s: Subject) -> list[str]:
 def _logits(s: Subject) -> list[str]:
     job, layout = s.job, s.layout
     b = rank_bytes(job, layout, s.program, layout.axes.pp - 1)
-    copies = loss_copies(s.program, DTYPE_BYTES[job.param_dtype], layout.axes.tp > 1)
+    copies = loss_copies(s.program, DTYPE_BYTES[job.param_dtype], layout.axes.tp > 1, layout.axes.pp > 1)
     logits = b.activations.logits
     tokens = layout.microbatch_rows * -(-job.max_length // layout.axes.cp)
     lines = [

@@ -91,7 +91,7 @@ class _Walk:
         gradients = b.always + sum(n * size for own in self.reduced for n, size in zip(own, b.resting))
         put_off = sum(n * size for own in self.waiting for n, size in zip(own, b.accumulated))
         later = sum(self.deferred[i] * b.blocks[i] for i in range(len(b.blocks))) * a.deferred
-        parts = (b.parameters, b.optimizer, gradients, b.gathered_all if b.resident else gathered)
+        parts = (b.parameters, b.optimizer, gradients, gathered)
         return Moment(label, (*parts, unreduced + put_off, activations, later, work, loss, b.buffers))
 
     def in_flight(self) -> float:
@@ -111,7 +111,7 @@ class _Walk:
         base = self.in_flight()
         for block in range(b.blocks[chunk]):
             kept = base + a.boundary + (block + 1) * a.saved
-            gathered = min(b.ahead, sum(b.blocks)) * b.gathered[0]
+            gathered = b.gathered[0]
             yield self.moment(f"forward of {name}, block {block}", kept, gathered=gathered, work=a.forward)
         self.alive[chunk] += 1
 
@@ -120,10 +120,10 @@ class _Walk:
         self.alive[chunk] -= 1
         base = self.in_flight() + a.boundary
         saved, reduces = a.saved, kind == "B"
-        sending = b.transient if reduces else (0.0, 0.0, 0.0)
+        sending = b.transient if reduces else (0.0, 0.0, 0.0, 0.0)
         if chunk == b.last:
             kept = base + n * saved + a.head
-            yield self.moment(f"loss of {name}", kept, loss=b.loss, gathered=b.gathered[2])
+            yield self.moment(f"loss of {name}", kept, loss=b.loss, gathered=b.gathered[3])
             yield self.moment(
                 f"backward of {name}, head",
                 kept,
@@ -137,7 +137,7 @@ class _Walk:
             yield self.moment(
                 f"backward of {name}, block {block}",
                 base + (block + 1) * saved,
-                gathered=min(b.ahead, sum(b.blocks)) * b.gathered[0],
+                gathered=b.gathered[0],
                 unreduced=sending[0],
                 work=a.work,
             )
@@ -155,7 +155,7 @@ class _Walk:
 
     def weight(self, chunk: int, name: str) -> Iterator[Moment]:
         b = self.b
-        gathered = min(b.ahead, sum(b.blocks)) * b.gathered[0]
+        gathered = b.gathered[0]
         yield self.moment(
             f"weight gradients of {name}", self.in_flight(), gathered=gathered, unreduced=b.transient[0]
         )

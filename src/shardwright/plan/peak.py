@@ -17,13 +17,13 @@ from shardwright.plan.block_bytes import activation_key, block_bytes, loss_bytes
 from shardwright.plan.job import DTYPE_BYTES, Job, Layout
 from shardwright.plan.pipeline_states import State, states, steady_count
 from shardwright.plan.program import SHARDWRIGHT, Program
-from shardwright.plan.rank_bytes import Rules, holds, rank_elements, rules, state_bytes, units
+from shardwright.plan.rank_bytes import Rules, holds, rank_elements, rules, state_bytes, travelling
 from shardwright.plan.states import Elements
 
 if TYPE_CHECKING:
     from shardwright.config.schema import Schedule
 
-BLOCK, EMBEDDING, HEAD = 0, 1, 2
+BLOCK, EMBEDDING, HEAD, LOSS = 0, 1, 2, 3
 
 
 Units = tuple[int, int, int]
@@ -49,7 +49,7 @@ class Entry(NamedTuple):
 def weights(job: Job, layout: Layout, program: Program, cast: tuple[float, float]) -> tuple[float, ...]:
     """Bytes of what `Entry.activations` counts. `cast`: of a block's and the head's weights, see `with_casts`."""
     a = with_casts(block_bytes(job, program, activation_key(layout)), layout.recompute, *cast)
-    loss, kept, after = loss_bytes(job, program, a.logits, layout.axes.tp > 1)
+    loss, kept, after = loss_bytes(job, program, a.logits, layout)
     return (a.saved, a.boundary, a.head, kept, a.deferred, a.work, loss, after)
 
 
@@ -126,7 +126,7 @@ def _entries(h: Holding, state: State, late: bool) -> Iterator[Entry]:
         return
     rest_heads = heads - head
     if head:
-        yield entry(0, flight, heads, 0, 1, 0, HEAD, False)
+        yield entry(0, flight, heads, 0, 1, 0, LOSS, False)
         yield entry(0, flight, heads, 0, 0, 1, HEAD, makes)
     yield entry(1, flight, rest_heads, 1, 0, 0, BLOCK, makes)
     yield entry(2, flight - n + 1, rest_heads, 1, 0, 0, BLOCK, makes)
@@ -279,18 +279,13 @@ class PeakModel:
         """The fullest moment of a rank without what is always there, with and without gradients at rest."""
         blocks = profile.blocks
         (block, block_shard), (embedding, embedding_shard), (head, head_shard) = parts
-        group = units(self.job, layout, rule, blocks, (block, embedding, head))
-        c = rule.compute if rule.sharded else 0
-        if rule.resident:
-            gathered = (float(c * (blocks * block + embedding + head)),) * 3
-        else:
-            gathered = (min(1 + layout.prefetch, blocks) * c * group[0], c * group[1], c * group[2])
-        send, late, done = rule.sent, rule.accumulated, rule.resting
+        gathered, sent = travelling(self.job, layout, self.program, rule, blocks, (block, embedding, head))
+        late, done = rule.accumulated, rule.resting
         most = moving = 0.0
         for activations, waiting, reduced, place, sends in profile.moments:
             total = activations + gathered[place]
             if sends:
-                total += send * group[place]
+                total += sent[place]
             if late:
                 total += late * (waiting[0] * block + waiting[1] * embedding + waiting[2] * head)
             if total > moving:

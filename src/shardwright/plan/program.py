@@ -30,8 +30,11 @@ class Program:
     (DTensor) instead of gathered again (Megatron-LM).
     selective: what selective recomputation keeps: `matmuls` every matrix product and attention; `alternate` every
     second matrix product and attention (torchtitan); `attention` all but attention's core (Megatron-LM).
-    loss_copies: names and bytes per logit alive at once in the backward of the loss; the compute dtype's logits come
-    first and have the compute dtype's bytes (written 0 here). split_loss_copies: the same with a vocabulary-parallel loss.
+    loss_copies: names and bytes per logit of what is alive at once in the backward of the loss, beside the logits in the
+    compute dtype; the first of them is kept from forward to backward. split_loss_copies: the same with a vocabulary-parallel
+    loss. holds_logits: the logits in the compute dtype are alive until then too (torch's pipeline stages hold them always).
+    ends_in_root: embedding, final norm and head are in the root unit, which stays gathered until backward is done; with a
+    tied head they always are.
     gathers_kv: context parallel keeps K and V of the whole row on each rank (gathered); else of its own part (ring).
     pipeline_keeps_gathered: under a pipeline, parameters stay gathered and gradients unreduced until the last microbatch
     (what torch.distributed.pipelining does to fully_shard).
@@ -53,18 +56,18 @@ class Program:
     keeps_gathered: bool = True
     selective: Literal["matmuls", "alternate", "attention"] = "matmuls"
     loss_copies: tuple[tuple[str, float], ...] = (
-        ("logits", 0.0),
         ("log-probabilities", 4.0),
         ("gradient of the log-probabilities", 4.0),
         ("gradient of the fp32 logits", 4.0),
     )
     split_loss_copies: tuple[tuple[str, float], ...] = (
-        ("logits", 0.0),
         ("log-probabilities", 4.0),
         ("one-hot targets", 4.0),
         ("probabilities minus targets", 4.0),
         ("gradient of the fp32 logits", 4.0),
     )
+    holds_logits: bool = False
+    ends_in_root: bool = False
     gathers_kv: bool = True
     pipeline_keeps_gathered: bool = True
     optimizer_temporary_bytes: float = 0.0
@@ -79,14 +82,17 @@ SHARDWRIGHT = Program("shardwright")
 SHARDWRIGHT_COMPILED = Program("shardwright-compiled", rms_norm="fused", gated_tensors=3)
 """The same with memory.compile: norms and SwiGLU fused, their intermediates made again in backward."""
 
-TORCHTITAN = Program("torchtitan", rms_norm="composite", repeats_kv=True, selective="alternate")
+TORCHTITAN = Program(
+    "torchtitan", rms_norm="composite", repeats_kv=True, selective="alternate", ends_in_root=True
+)
 """Eager torchtitan with torch 2.6 to 2.8: composite RMS norm, K and V repeated, every second product kept."""
 
-TORCHTITAN_COMPILED = Program("torchtitan-compiled", rms_norm="fused", gated_tensors=3, selective="alternate")
+TORCHTITAN_COMPILED = Program(
+    "torchtitan-compiled", rms_norm="fused", gated_tensors=3, selective="alternate", ends_in_root=True
+)
 """torchtitan with each block compiled: norms and SwiGLU fused, recomputed cheaply."""
 
 _IN_PLACE_LOSS = (
-    ("logits", 0.0),
     ("fp32 logits, turned into softmax and gradient in place", 4.0),
     ("gradient", 2.0),
 )
@@ -94,6 +100,7 @@ _IN_PLACE_LOSS = (
 MEGATRON = Program(
     "megatron",
     engine="flat",
+    holds_logits=True,
     rms_norm="fused",
     gated_tensors=3,
     keeps_gathered=False,
@@ -121,11 +128,12 @@ MEGATRON_2022 = Program(
 )
 """Megatron-LM as in Korthikanti et al. 2022: no flash attention, dropout, GELU, fp16."""
 
-_SHIFTED_LOSS = (("logits", 0.0), ("fp32 logits", 4.0), ("softmax, turned into the gradient in place", 4.0))
+_SHIFTED_LOSS = (("fp32 logits", 4.0), ("softmax, turned into the gradient in place", 4.0))
 
 NANOTRON = Program(
     "nanotron",
     engine="flat",
+    holds_logits=True,
     flat_gradient_copies=2.0,
     rms_norm="fused",
     gated_tensors=4,
@@ -140,7 +148,7 @@ NANOTRON = Program(
 """nanotron: fused norm, eager SwiGLU, bf16 DDP buckets beside an fp32 accumulation buffer, foreach AdamW. Whether it kept
 gathered inputs (its `tp_recompute_allgather`) is not recorded with its runs; with high TP it decides half of the memory."""
 
-DEEPSPEED = Program("deepspeed", engine="flat", buffer_bytes=2 * 5e8 * 2)
+DEEPSPEED = Program("deepspeed", engine="flat", holds_logits=True, buffer_bytes=2 * 5e8 * 2)
 """DeepSpeed ZeRO with its default reduce and gather buckets of 5e8 elements in the compute dtype."""
 
 PROGRAMS = {

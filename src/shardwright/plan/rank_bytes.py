@@ -30,9 +30,9 @@ class RankBytes:
 
     blocks: blocks of each of its stages. first, last: which of its stages (by local number) holds the embedding, the
     head; -1 for none. resting: of one block, the embedding and the head, gradients once reduced. accumulated: the same
-    before reduction, when it is put off. transient: gradient and reduction input of one unit in backward. gathered: of
-    one unit. late: gradients are put off. resident: gathered parameters stay for the whole update. loss: all copies in the
-    backward of the loss; loss_kept: those kept from forward to backward; loss_after: those alive in the head's backward.
+    before reduction, when it is put off. transient, gathered: see `Travelling`. late: gradients are put off. loss: all
+    copies in the backward of the loss; loss_kept: those kept from forward to backward; loss_after: those alive in the
+    head's backward.
     """
 
     blocks: tuple[int, ...]
@@ -44,12 +44,9 @@ class RankBytes:
     always: float
     resting: tuple[float, float, float]
     accumulated: tuple[float, float, float]
-    transient: tuple[float, float, float]
-    gathered: tuple[float, float, float]
-    gathered_all: float
+    transient: tuple[float, float, float, float]
+    gathered: tuple[float, float, float, float]
     late: bool
-    resident: bool
-    ahead: int
     step: float
     activations: BlockBytes
     loss: float
@@ -164,21 +161,40 @@ def holds(
     )
 
 
-def units(
-    job: Job, layout: Layout, rule: Rules, blocks: int, whole: tuple[float, float, float]
-) -> tuple[float, float, float]:
-    """Elements whose gradients are on their way together, in a block, the embedding and the head.
+class Travelling(NamedTuple):
+    """Bytes by place (block, embedding, head, loss): parameters gathered there, and gradients not yet reduced or added up."""
 
-    With `fully_shard` the unit, which is also what is gathered; else the largest matrix of a block, whose gradient autograd
-    has made and not yet added up.
+    gathered: tuple[float, float, float, float]
+    sent: tuple[float, float, float, float]
+
+
+def travelling(
+    job: Job, layout: Layout, program: Program, rule: Rules, blocks: int, parts: tuple[float, float, float]
+) -> Travelling:
+    """What is gathered and on its way at each place; `parts`: whole elements of a block, the embedding, the head.
+
+    Without `fully_shard` nothing is gathered, and a gradient on its way is the largest matrix that autograd has made and
+    not yet added up. A root unit that holds the ends stays gathered, and its gradients wait for the end of backward.
     """
+    block, embedding, head = parts
+    sent = rule.sent
     if not rule.sharded:
-        return (local_elements(job.shape, layout.axes.tp, 1).matrix, whole[1], whole[2])
+        matrix = local_elements(job.shape, layout.axes.tp, 1).matrix
+        return Travelling((0.0, 0.0, 0.0, 0.0), (sent * matrix, sent * embedding, sent * head, 0.0))
+    c, total = rule.compute, blocks * block + embedding + head
     if layout.unit == "root":
-        total = blocks * whole[0] + whole[1] + whole[2]
-        return (total, total, total)
-    unit = 1 if layout.unit == "block" else min(int(layout.unit), blocks)
-    return (unit * whole[0], whole[1], whole[2])
+        return Travelling((c * total,) * 4, (sent * total, sent * total, sent * total, 0.0))
+    ahead = min(layout.prefetch, blocks)
+    unit = block * (1 if layout.unit == "block" else min(int(layout.unit), blocks))
+    inside = min(1 + layout.prefetch, blocks) * c * unit
+    if program.ends_in_root or (job.shape.tied and layout.axes.pp == 1):
+        root = embedding + head
+        gathered = (inside + c * root, c * root, c * root + ahead * c * unit, c * root)
+        going = (sent * unit + c * root, sent * root, c * root, 0.0)
+    else:
+        gathered = (inside, c * embedding, c * head + ahead * c * unit, 0.0)
+        going = (sent * unit, sent * embedding, sent * head, 0.0)
+    return Travelling((c * total,) * 4 if rule.resident else gathered, going)
 
 
 def rank_bytes(
@@ -199,8 +215,8 @@ def rank_bytes(
     if rule.casts:
         a = with_casts(a, layout.recompute, c * whole[0], c * whole[2])
     state = state_bytes(job, layout, program, rule, total, total_shard)
-    group = units(job, layout, rule, count, whole)
-    loss, kept, after = loss_bytes(job, program, a.logits, layout.axes.tp > 1)
+    moving = travelling(job, layout, program, rule, count, whole)
+    loss, kept, after = loss_bytes(job, program, a.logits, layout)
     return RankBytes(
         blocks=blocks,
         first=first,
@@ -211,12 +227,9 @@ def rank_bytes(
         buffers=state[3],
         resting=_three(rule.resting, shard),
         accumulated=_three(rule.accumulated, whole),
-        transient=_three(rule.sent, group),
-        gathered=_three(c if rule.sharded else 0, group),
-        gathered_all=c * total if rule.sharded else 0.0,
+        transient=moving.sent,
+        gathered=moving.gathered,
         late=rule.late,
-        resident=rule.resident,
-        ahead=1 + layout.prefetch,
         step=program.optimizer_temporary_bytes * (0.0 if layout.offload != "none" else total_shard),
         activations=a,
         loss=loss,
