@@ -89,6 +89,8 @@ def apply_layout(name: str, base: Parallelism) -> Parallelism:
         "prefetch": sharded,
         "reshard_after_forward": kind == "zero3",
         "bucket_bytes": kind == "ddp",
+        "cp_attention": keys.get("cp_size", 1) > 1,
+        "cp_load_balance": keys.get("cp_size", 1) > 1,
         "sequence_parallel": keys.get("tp_size", 1) > 1,
         "pp_schedule": keys.get("pp_size", 1) > 1,
     }
