@@ -13,6 +13,7 @@ from shardwright.models.adapters import Parts, find_parts
 from shardwright.models.materialise import materialise
 from shardwright.parallel.casting import compute_in
 from shardwright.parallel.context import ContextPlace, split_attention
+from shardwright.parallel.context_rules import check_context_model
 from shardwright.parallel.data_parallel import BUCKET_BYTES, Replicated, Sharded, ShardOptions
 from shardwright.parallel.mesh import replica_group, shard_mesh
 from shardwright.parallel.recompute import compile_block, recompute_block
@@ -31,6 +32,7 @@ def parallelize(
     parts, p = find_parts(model), run.parallelism
     param_dtype, reduce_dtype = DTYPES[run.precision.param_dtype], DTYPES[run.precision.reduce_dtype]
     if (place := context_place(run, mesh)) is not None:
+        check_context_model(model, run)
         split_attention(model, [model.get_submodule(name) for name in parts.blocks], place)
     for name in parts.blocks:
         if run.memory.activation_checkpointing != "none":

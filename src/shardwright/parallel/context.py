@@ -204,27 +204,30 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, key: Tensor, value: Tensor, place: ContextPlace) -> tuple[Tensor, Tensor]:
         ctx.place = place
-        own = torch.stack([key, value])
+        own = torch.cat([key, value], -1)
+        ctx.widths = (key.shape[-1], value.shape[-1])
         gathered = own.new_empty((place.size, *own.shape))
         _all_gather(gathered, own, place.group)
-        row = torch.cat([gathered[rank][..., tokens, :] for rank, tokens in _order(place, key.shape[2])], 3)
-        return row[0], row[1]
+        parts = [gathered[rank][:, :, tokens] for rank, tokens in _order(place, key.shape[2])]
+        row_key, row_value = torch.cat(parts, 2).split(ctx.widths, -1)
+        return row_key, row_value
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         place: ContextPlace = ctx.place
-        row = torch.stack(grads)
-        tokens = row.shape[3] // place.size
-        sent = row.new_empty((place.size, *row.shape[:3], tokens, row.shape[4]))
+        row = torch.cat(grads, -1)
+        tokens = row.shape[2] // place.size
+        sent = row.new_empty((place.size, *row.shape[:2], tokens, row.shape[3]))
         start = 0
         for rank, part in _order(place, tokens):
             count = part.stop - part.start
-            sent[rank][..., part, :] = row[..., start : start + count, :]
+            sent[rank][:, :, part] = row[:, :, start : start + count]
             start += count
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=place.group)
         summed = received.sum(0, dtype=wide_dtype(row.dtype)).to(row.dtype)
-        return summed[0], summed[1], None
+        by_key, by_value = summed.split(ctx.widths, -1)
+        return by_key, by_value, None
 
 
 def _order(place: ContextPlace, tokens: int) -> list[tuple[int, slice]]:
@@ -298,14 +301,13 @@ class _Ring(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, place: ContextPlace
     ) -> Tensor:
         merged = Merged(query, value.shape[-1])
-        held = torch.stack([key, value])
+        held, width = torch.cat([key, value], -1), key.shape[-1]
         for step in range(place.size):
             passing = _Passing(held, place) if step + 1 < place.size else None
             for queries, keys, causal in place.blocks((place.rank - step) % place.size, query.shape[2]):
-                merged.add(
-                    queries,
-                    attend(query[:, :, queries], held[0][:, :, keys], held[1][:, :, keys], scale, causal),
-                )
+                part = held[:, :, keys]
+                found = attend(query[:, :, queries], part[..., :width], part[..., width:], scale, causal)
+                merged.add(queries, found)
             held = held if passing is None else passing.wait()
         out = merged.out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, merged.lse, *merged.seeds)
@@ -319,21 +321,23 @@ class _Ring(torch.autograd.Function):
         place: ContextPlace = ctx.place
         whole, wide = Attended(out, lse, tuple(seeds)), wide_dtype(query.dtype)
         by_query = torch.zeros_like(query, dtype=wide)
-        held = torch.stack([key, value])
+        held, width = torch.cat([key, value], -1), key.shape[-1]
         own = torch.zeros_like(held, dtype=wide)
         behind: _Passing | None = None
         for step in range(place.size):
             passing = _Passing(held, place) if step + 1 < place.size else None
             found = own if step == 0 else torch.zeros_like(own)
             for block in place.blocks((place.rank - step) % place.size, query.shape[2]):
-                sums = [by_query, found[0], found[1]]
-                _add_gradients(sums, grads[0], (query, held[0], held[1]), whole, ctx.scale, block)
+                sums = [by_query, found[..., :width], found[..., width:]]
+                parts = (query, held[..., :width], held[..., width:])
+                _add_gradients(sums, grads[0], parts, whole, ctx.scale, block)
             if step:
                 behind = _Passing(found if behind is None else found.add_(behind.wait()), place)
             held = held if passing is None else passing.wait()
         if behind is not None:
             own += behind.wait()
-        return by_query.to(query.dtype), own[0].to(key.dtype), own[1].to(value.dtype), None, None
+        by_key, by_value = own[..., :width].to(key.dtype), own[..., width:].to(value.dtype)
+        return by_query.to(query.dtype), by_key, by_value, None, None
 
 
 class _Passing:

@@ -14,6 +14,7 @@ from shardwright.launch import finish, inside_a_launcher, run_workers, worker_ma
 from shardwright.layout.legality import check_run
 from shardwright.models.build import build_model
 from shardwright.parallel.apply import DTYPES
+from shardwright.parallel.context_rules import check_context_model
 from shardwright.parallel.process_group import device_kind
 from shardwright.train.optimizer import LOCAL, imported, learning_rate_factor
 from shardwright.train.run_data import make_order
@@ -47,7 +48,9 @@ def start_training(loaded: Loaded, nproc_per_node: int) -> int:
 def prepare_run(loaded: Loaded, console: Console) -> Prepared:
     """Refuses what would fail in a rank, and tokenises once for all of them; returns the training rows."""
     run = loaded.run
-    build_model(run.model, DTYPES[run.precision.master_dtype])
+    model = build_model(run.model, DTYPES[run.precision.master_dtype])
+    if run.parallelism.cp_size > 1:
+        check_context_model(model, run)
     if run.training.optimizer not in LOCAL:
         imported(run.training.optimizer)
     learning_rate_factor(run.training, run.training.max_steps or 1)
