@@ -119,7 +119,8 @@ class Parallelism(Section):
         None, description="With cp_size > 1: gather keys and values (default all_gather), or pass them round"
     )
     cp_load_balance: bool | None = Field(
-        None, description="With cp_size > 1: each rank holds a chunk of the row's head and one of its tail; default true"
+        None,
+        description="With cp_size > 1: each rank holds a chunk of the row's head and one of its tail; default true",
     )
     pp_size: Positive = 1
     pp_schedule: Schedule | None = Field(None, description="With pp_size > 1; default 1f1b")

@@ -46,12 +46,6 @@ def check_context(run: RunFile, axes: Axes) -> None:
             why,
             f"Set data.max_length to {near}. Rows are padded to max_length, and padding has no target.",
         )
-    if run.model.attn_implementation == "eager":
-        raise ConfigError(
-            f"model.attn_implementation eager with cp_size = {cp}.",
-            "Context parallelism brings its own core attention (parallelism.cp_attention).",
-            "Remove model.attn_implementation.",
-        )
     if run.memory.compile:
         raise ConfigError(
             f"memory.compile with cp_size = {cp}.",

@@ -99,7 +99,8 @@ def _place(module: nn.Module, attention_mask: Tensor | None, dropout: float) -> 
     place = vars(module).get(PLACE)
     if place is None:
         raise ModelError(
-            f"{type(module).__name__} attends outside of the repeated blocks.", "It would see its own shard only."
+            f"{type(module).__name__} attends outside of the repeated blocks.",
+            "It would see its own shard only.",
         )
     if attention_mask is not None or dropout:
         raise ModelError(

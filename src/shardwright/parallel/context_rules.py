@@ -109,7 +109,11 @@ def _check_mixing(model: nn.Module, seen: Seen) -> None:
 def _check_call(call: AttentionCall, run: RunFile) -> None:
     wrong = [
         (not call.causal, "is not causal", "The split of a row follows from causality."),
-        (bool(call.others), f"asks for {', '.join(call.others)}", "The core attention of cp does not know it."),
+        (
+            bool(call.others),
+            f"asks for {', '.join(call.others)}",
+            "The core attention of cp does not know it.",
+        ),
     ]
     for refused, what, why in wrong:
         if refused:
