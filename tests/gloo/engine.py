@@ -56,13 +56,15 @@ def run_file(model: str = LLAMA, **overrides: Any) -> Loaded:
     return load_run_file(None, {key: value for key, value in values.items() if value is not ...})
 
 
-def rows_of(update: int, vocab: int = 31, rows: int = ROWS, seed: int = 5) -> list[Tensor]:
-    """Token rows of one update, of 2 to T + 1 tokens; the first row alone holds the mark 4, the even ones the mark 3."""
+def rows_of(
+    update: int, vocab: int = 31, rows: int = ROWS, seed: int = 5, length: int = T
+) -> list[Tensor]:
+    """Token rows of one update, of 2 to `length` + 1 tokens; the first row alone holds the mark 4, the even ones the mark 3."""
     g = torch.Generator().manual_seed(1000 * seed + update)
     result = []
     for row in range(rows):
-        length = 2 + int(torch.randint(0, T, (), generator=g))
-        ids = torch.randint(5, vocab, (length,), generator=g)
+        tokens = 2 + int(torch.randint(0, length, (), generator=g))
+        ids = torch.randint(5, vocab, (tokens,), generator=g)
         ids[0] = 4 if row == 0 else 3 if row % 2 == 0 else 5
         result.append(ids)
     return result
@@ -72,9 +74,9 @@ def batch_of(
     update: int, data_rank: int, data_ranks: int, microbatch_rows: int = 1, **rows: Any
 ) -> UpdateBatch:
     """This data rank's part of `rows_of(update)`, as the loader cuts it."""
-    tokens = rows_of(update, **rows)
-    ids = torch.zeros(len(tokens), T, dtype=torch.long)
-    labels = torch.full((len(tokens), T), -100)
+    tokens, length = rows_of(update, **rows), rows.get("length", T)
+    ids = torch.zeros(len(tokens), length, dtype=torch.long)
+    labels = torch.full((len(tokens), length), -100)
     for row, text in enumerate(tokens):
         ids[row, : len(text) - 1], labels[row, : len(text) - 1] = text[:-1], text[1:]
     count = len(tokens) // microbatch_rows
@@ -224,7 +226,7 @@ def reference(
         total = 0.0
         for first in range(0, len(tokens), size):
             texts = tokens[first : first + size]
-            ids = torch.zeros(size, T, dtype=torch.long)
+            ids = torch.zeros(size, rows.get("length", T), dtype=torch.long)
             for row, text in enumerate(texts):
                 ids[row, : len(text) - 1] = text[:-1]
             found = model(ids)

@@ -27,6 +27,7 @@ from shardwright.layout.legality import check_run
 from shardwright.layout.names import expand_layouts, with_layout
 from shardwright.measure import clock
 from shardwright.models import build_model, find_parts
+from shardwright.parallel.context_rules import check_context_model
 from shardwright.parallel.process_group import device_kind
 
 ONE_THREAD_PARAMETERS = 2_000_000
@@ -189,6 +190,8 @@ def _candidate(
 ) -> _Candidate:
     chosen = with_layout(loaded, name)
     axes = check_run(chosen, ranks)
+    if axes.cp > 1:
+        check_context_model(build_model(chosen.run.model, torch.float64), chosen.run)
     spec = CandidateSpec(
         chosen.run.model_dump(mode="json"), str(directory), adjusted.updates, adjusted.changes, fault
     )

@@ -18,6 +18,7 @@ NonNegativeFloat = Annotated[float, Field(ge=0.0)]
 
 Dtype = Literal["fp64", "fp32", "bf16"]
 DataParallel = Literal["ddp", "zero1", "zero2", "zero3"]
+ContextAttention = Literal["all_gather", "ring"]
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv"]
 
 
@@ -116,6 +117,13 @@ class Parallelism(Section):
         None, description="With tp_size > 1: shard norms and residuals too; default true"
     )
     cp_size: Positive = 1
+    cp_attention: ContextAttention | None = Field(
+        None, description="With cp_size > 1: gather keys and values (default all_gather), or pass them round"
+    )
+    cp_load_balance: bool | None = Field(
+        None,
+        description="With cp_size > 1: each rank holds a chunk of the row's head and one of its tail; default true",
+    )
     pp_size: Positive = 1
     pp_schedule: Schedule | None = Field(None, description="With pp_size > 1; default 1f1b")
     unit: Literal["block", "root"] | Positive = Field(

@@ -12,6 +12,7 @@ from shardwright.config.schema import RunFile
 from shardwright.errors import ConfigError
 from shardwright.layout.axes import Axes, resolve_axes
 from shardwright.layout.batch import accumulation_steps
+from shardwright.layout.rules_context import check_context
 
 _DTYPE_ORDER = {"bf16": 0, "fp32": 1, "fp64": 2}
 
@@ -35,6 +36,7 @@ def _idle_options(loaded: Loaded) -> Iterator[tuple[str, str]]:
     when(sharded, "only ddp reduces in buckets", "parallelism.bucket_bytes")
     when(p.unit == "root", "one unit has no next one to gather ahead", "parallelism.prefetch")
     when(p.tp_size == 1, "tp_size is 1", "parallelism.sequence_parallel")
+    when(p.cp_size == 1, "cp_size is 1", "parallelism.cp_attention", "parallelism.cp_load_balance")
     when(p.pp_size == 1, "pp_size is 1", "parallelism.pp_schedule")
     when(
         t.optimizer != "adamw",
@@ -165,7 +167,8 @@ def check_run(loaded: Loaded, world_size: int) -> Axes:
     _check_training(run)
     _check_precision(run)
     axes = resolve_axes(run.parallelism, world_size)
-    for axis in ("pp", "cp", "tp"):
+    check_context(run, axes)
+    for axis in ("pp", "tp"):
         if getattr(axes, axis) > 1:
             raise ConfigError(
                 f"parallelism.{axis}_size {getattr(axes, axis)} cannot be run by this version.",

@@ -1,7 +1,7 @@
 """Layout names on the command line: `ddp`, `zero1+hsdp2`, `pp2:zero_bubble+zero1+tp2`.
 
 A name is parts joined by `+`. A part is a data-parallel kind (`ddp`, `zero1`, `zero2`, `zero3` = `fsdp2`), `hsdpN`
-(dp_replicate_size N, with zero3 unless another zero kind stands beside it), `tpN`, `cpN` or `ppN[:schedule]`.
+(dp_replicate_size N, with zero3 unless another zero kind stands beside it), `tpN`, `cpN[:attention]` or `ppN[:schedule]`.
 """
 
 from __future__ import annotations
@@ -11,11 +11,16 @@ from dataclasses import replace
 from typing import Any, get_args
 
 from shardwright.config.load import Loaded
-from shardwright.config.schema import DataParallel, Parallelism, Schedule
+from shardwright.config.schema import ContextAttention, DataParallel, Parallelism, Schedule
 from shardwright.errors import ConfigError, did_you_mean
 
 KINDS = {**{kind: kind for kind in get_args(DataParallel)}, "fsdp2": "zero3"}
 SCHEDULES = get_args(Schedule)
+OPTIONS = {
+    "pp": ("pp_schedule", "pipeline schedule", SCHEDULES),
+    "cp": ("cp_attention", "context-parallel attention", get_args(ContextAttention)),
+}
+"""What may stand behind a colon: the key, what it is, and the values that it takes."""
 
 _SIZED = {"hsdp": "dp_replicate_size", "tp": "tp_size", "cp": "cp_size", "pp": "pp_size"}
 _PART = re.compile(r"(hsdp|tp|cp|pp)(\d*)(?::(\w+))?")
@@ -27,14 +32,14 @@ def _part(part: str, name: str) -> dict[str, Any]:
     if part in KINDS:
         return {"data_parallel": KINDS[part]}
     match = _PART.fullmatch(part)
-    axis, digits, schedule = match.groups() if match else ("", "", None)
-    if match is None or (not digits and axis != "hsdp") or (schedule and axis != "pp"):
+    axis, digits, option = match.groups() if match else ("", "", None)
+    if match is None or (not digits and axis != "hsdp") or (option and axis not in OPTIONS):
         shown = f"`{part}` in `{name}`" if part != name else f"`{part}`"
         hint = did_you_mean(part.partition(":")[0], _EXAMPLES)
         raise ConfigError(
             f"{shown} is no layout.",
             "",
-            f"{hint} Parts are {', '.join(KINDS)}, hsdpN, tpN, cpN, ppN[:schedule], joined by +.".strip(),
+            f"{hint} Parts are {', '.join(KINDS)}, hsdpN, tpN, cpN[:attention], ppN[:schedule], joined by +.".strip(),
         )
     size = int(digits or 2)
     if size < 2:
@@ -43,14 +48,12 @@ def _part(part: str, name: str) -> dict[str, Any]:
             f"A size of {size} is the same as leaving the part out.",
             "Leave it out.",
         )
-    if schedule and schedule not in SCHEDULES:
-        raise ConfigError(
-            f"`{schedule}` in `{name}` is no pipeline schedule.", "", did_you_mean(schedule, SCHEDULES)
-        )
-    keys: dict[str, Any] = {_SIZED[axis]: size}
-    if schedule:
-        keys["pp_schedule"] = schedule
-    return keys
+    if not option:
+        return {_SIZED[axis]: size}
+    key, what, known = OPTIONS[axis]
+    if option not in known:
+        raise ConfigError(f"`{option}` in `{name}` is no {what}.", "", did_you_mean(option, known))
+    return {_SIZED[axis]: size, key: option}
 
 
 def parse_layout(name: str) -> dict[str, Any]:
@@ -89,6 +92,8 @@ def apply_layout(name: str, base: Parallelism) -> Parallelism:
         "prefetch": sharded,
         "reshard_after_forward": kind == "zero3",
         "bucket_bytes": kind == "ddp",
+        "cp_attention": keys.get("cp_size", 1) > 1,
+        "cp_load_balance": keys.get("cp_size", 1) > 1,
         "sequence_parallel": keys.get("tp_size", 1) > 1,
         "pp_schedule": keys.get("pp_size", 1) > 1,
     }

@@ -7,11 +7,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.config.schema import RunFile
+from shardwright.layout.rules_context import is_balanced
 from shardwright.layout.zero import STAGES
 from shardwright.models.adapters import Parts, find_parts
 from shardwright.models.materialise import materialise
 from shardwright.parallel.casting import compute_in
+from shardwright.parallel.context import ContextPlace, split_attention
+from shardwright.parallel.context_rules import check_context_model
 from shardwright.parallel.data_parallel import BUCKET_BYTES, Replicated, Sharded, ShardOptions
+from shardwright.parallel.mesh import replica_group, shard_mesh
 from shardwright.parallel.recompute import compile_block, recompute_block
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
@@ -22,11 +26,14 @@ def parallelize(
 ) -> Replicated | Sharded:
     """`model` (built on meta) split as `run` says, every parameter filled on `device`.
 
-    Order: recompute inside, compile around it, sharding around both; then weights, so that a rank only ever fills its
+    Order: context-parallel attention, recompute inside, compile around it, sharding around both; then weights, so that a rank only ever fills its
     part. `ddp` needs whole parameters before it can wrap them.
     """
     parts, p = find_parts(model), run.parallelism
     param_dtype, reduce_dtype = DTYPES[run.precision.param_dtype], DTYPES[run.precision.reduce_dtype]
+    if (place := context_place(run, mesh)) is not None:
+        check_context_model(model, run)
+        split_attention(model, [model.get_submodule(name) for name in parts.blocks], place)
     for name in parts.blocks:
         if run.memory.activation_checkpointing != "none":
             recompute_block(model.get_submodule(name), run.memory.activation_checkpointing)
@@ -35,7 +42,7 @@ def parallelize(
     if p.data_parallel == "ddp":
         materialise(model, run.model, seed=run.training.seed, device=device)
         compute_in(model, param_dtype)
-        group, bucket_bytes = mesh["dp_replicate"].get_group(), p.bucket_bytes or BUCKET_BYTES
+        group, bucket_bytes = replica_group(mesh), p.bucket_bytes or BUCKET_BYTES
         return Replicated(
             model, group, bucket_bytes, reduce_dtype, find_unused=not uses_every_parameter(model)
         )
@@ -50,7 +57,7 @@ def parallelize(
         reduce_dtype=reduce_dtype,
         cpu_offload=run.memory.cpu_offload == "params",
     )
-    sharded = Sharded(model, shard_units(model, parts, p.unit), mesh["dp_replicate", "dp_shard"], options)
+    sharded = Sharded(model, shard_units(model, parts, p.unit), shard_mesh(mesh), options)
     materialise(
         model,
         run.model,
@@ -58,6 +65,15 @@ def parallelize(
         device=torch.device("cpu") if options.cpu_offload else device,
     )
     return sharded
+
+
+def context_place(run: RunFile, mesh: DeviceMesh) -> ContextPlace | None:
+    """Which tokens of each row this rank holds; None where it holds them all."""
+    cp, p = mesh["cp"], run.parallelism
+    if cp.size() == 1:
+        return None
+    kind = p.cp_attention or "all_gather"
+    return ContextPlace(cp.size(), cp.get_local_rank(), is_balanced(run), cp.get_group(), kind)
 
 
 def uses_every_parameter(model: nn.Module) -> bool:

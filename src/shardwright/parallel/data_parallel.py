@@ -127,12 +127,10 @@ class Sharded:
     ) -> None:
         """`units` are groups of modules gathered together, in the order of forward; the rest of the model is the root unit.
 
-        `mesh` has the dimensions dp_replicate and dp_shard; a replicate dimension of 1 is left out.
+        `mesh` has the dimension of shards, before it that of replicas where there are any.
         """
         self.module, self.stage, self._options = model, options.stage, options
-        self._hybrid = mesh["dp_replicate"].size() > 1
-        self._group = mesh["dp_shard"].get_group()
-        self._mesh = mesh if self._hybrid else mesh["dp_shard"]
+        self._hybrid, self._mesh = mesh.ndim == 2, mesh
         # fully_shard refuses 0-dim parameters: they stay whole on every rank and are summed after backward.
         whole = {p for p in model.parameters() if p.dim() == 0}
         policy = MixedPrecisionPolicy(

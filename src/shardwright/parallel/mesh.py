@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import torch
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwright.layout.axes import AXES, Axes
 
-FLATTENED = {"dp_shard_cp": ("dp_shard", "cp")}
+FLATTENED = {"dp_shard_cp": ("dp_shard", "cp"), "dp_replicate_cp": ("dp_replicate", "cp")}
 """Names of dimensions made of several axes: parameters are sharded over context-parallel ranks too."""
 
 
@@ -17,3 +18,27 @@ def make_mesh(axes: Axes, device: torch.device) -> DeviceMesh:
     Collective: every rank of the default process group calls it.
     """
     return init_device_mesh(device.type, axes.sizes, mesh_dim_names=AXES)
+
+
+def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """The one dimension `name` of `FLATTENED` over the axes that it is made of. Collective when first asked for."""
+    return mesh[FLATTENED[name]]._flatten(name)
+
+
+def replica_group(mesh: DeviceMesh) -> ProcessGroup:
+    """The ranks of `ddp` that hold the same parameters and other tokens. Collective."""
+    if mesh["cp"].size() == 1:
+        return mesh["dp_replicate"].get_group()
+    return flattened(mesh, "dp_replicate_cp").get_group()
+
+
+def shard_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh of `fully_shard`: shards, or replicas by shards where there are replicas. Collective.
+
+    Context-parallel ranks hold other tokens of the same rows: parameters are sharded over them too.
+    """
+    hybrid = mesh["dp_replicate"].size() > 1
+    if mesh["cp"].size() == 1:
+        return mesh["dp_replicate", "dp_shard"] if hybrid else mesh["dp_shard"]
+    shards = flattened(mesh, "dp_shard_cp")
+    return DeviceMesh._concatenate([mesh["dp_replicate"], shards]) if hybrid else shards

@@ -21,7 +21,7 @@ from shardwright.errors import NonFiniteError, ShardwrightError
 from shardwright.layout.axes import Axes
 from shardwright.models.adapters import find_parts
 from shardwright.models.build import build_model
-from shardwright.parallel.apply import DTYPES, parallelize
+from shardwright.parallel.apply import DTYPES, context_place, parallelize
 from shardwright.parallel.mesh import make_mesh
 from shardwright.train.objective import cross_entropy_sum, forward_arguments, logits_of
 from shardwright.train.optimizer import LOCAL, Local, learning_rate_factor, local_parameters, make_optimizer
@@ -71,6 +71,7 @@ class Engine:
             )
         self.optimizer = make_optimizer(t, self.locals, self._embeddings())
         self.factor = learning_rate_factor(t, updates)
+        self._place = context_place(run, self.mesh)
         self._arguments = forward_arguments(self.module)
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
         self._batch: UpdateBatch | None = None
@@ -88,10 +89,13 @@ class Engine:
         return {local.name: local for local in self.locals}
 
     def loss_sum(self, microbatch: Microbatch) -> Tensor:
-        """Sum of the loss over this microbatch's targets (a scalar, with its graph)."""
-        ids = microbatch.input_ids.to(self.device, non_blocking=True)
-        labels = microbatch.labels.to(self.device, non_blocking=True)
-        return cross_entropy_sum(logits_of(self.parallel(ids, **self._arguments)), labels)
+        """Sum of the loss over this microbatch's targets that are on this rank (a scalar, with its graph)."""
+        ids, labels, arguments = microbatch.input_ids, microbatch.labels, self._arguments
+        if self._place is not None:
+            arguments = {**arguments, "position_ids": self._place.position_ids(ids.shape[1], self.device)}
+            ids, labels = self._place.part(ids), self._place.part(labels)
+        ids, labels = (tokens.to(self.device, non_blocking=True) for tokens in (ids, labels))
+        return cross_entropy_sum(logits_of(self.parallel(ids, **arguments)), labels)
 
     def forward_backward(self, batch: UpdateBatch) -> None:
         """Runs every microbatch of `batch`; gradients of SUM(loss) / target_tokens add up and are reduced by SUM."""

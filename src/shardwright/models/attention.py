@@ -1,0 +1,142 @@
+"""Attention of a block of queries to a block of keys, with the log-sum-exp that lets blocks be merged.
+
+B rows, N query heads, K kv heads (N a multiple of K), Q queries, P keys, H head width. Tensors are [B, heads, tokens, H],
+log-sum-exps [B, N, Q]. Wide is float64 for float64 and float32 otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Attended:
+    """Output [B, N, Q, H] and log-sum-exp of the scores [B, N, Q] of one block; `seeds` is what CUDA's backward asks for."""
+
+    out: Tensor
+    lse: Tensor
+    seeds: tuple[Tensor, ...] = ()
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums over values of `dtype`."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def kernel(query: Tensor, key: Tensor, value: Tensor) -> str:
+    """Which implementation computes these: `cpu_flash`, `cuda_flash` or `plain`."""
+    if query.shape[-1] != value.shape[-1] or not key.numel():
+        return "plain"
+    if query.device.type == "cpu":
+        return "cpu_flash" if query.dtype in (torch.float64, torch.float32, torch.bfloat16) else "plain"
+    narrow = query.dtype in (torch.bfloat16, torch.float16)
+    if query.device.type == "cuda" and narrow and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256:
+        return "cuda_flash"
+    return "plain"
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> Attended:
+    """softmax(scale x query key^T) value, and its log-sum-exp. `causal` needs as many queries as keys: the same tokens."""
+    how = kernel(query, key, value)
+    if how == "cpu_flash":
+        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, causal, scale=scale
+        )
+        return Attended(out, lse)
+    if how == "cuda_flash":
+        found = _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, False, scale=scale)
+        return Attended(found[0], found[1], (found[6], found[7]))
+    scores = _scores(query, key, scale, causal)
+    lse = scores.logsumexp(-1)
+    out = _per_head((scores - lse.unsqueeze(-1)).exp(), value.to(scores.dtype))
+    return Attended(out.to(query.dtype), lse)
+
+
+def attend_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, whole: Attended, scale: float, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value of this block, where `whole` is the merged result over all blocks of these queries.
+
+    The block's part of the softmax is exp(score - whole.lse), so blocks need no results of their own.
+    """
+    how, (out, lse) = kernel(query, key, value), (whole.out, whole.lse)
+    if how == "cpu_flash":
+        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, query, key, value, out, lse, 0.0, causal, scale=scale
+        )
+    if how == "cuda_flash":
+        sizes = (None, None, query.shape[2], key.shape[2])
+        return _aten._scaled_dot_product_flash_attention_backward(
+            grad, query, key, value, out, lse, *sizes, 0.0, causal, *whole.seeds, scale=scale
+        )
+    scores = _scores(query, key, scale, causal)
+    wide = scores.dtype
+    share = (scores - lse.to(wide).unsqueeze(-1)).exp()
+    g, v = grad.to(wide), value.to(wide)
+    inner = _per_head_transposed(g, v) - (g * out.to(wide)).sum(-1, keepdim=True)
+    by_score = share * inner * scale
+    grads = (
+        _per_head(by_score, key.to(wide)),
+        _to_kv_heads(by_score.transpose(-1, -2) @ query.to(wide), key),
+        _to_kv_heads(share.transpose(-1, -2) @ g, value),
+    )
+    return grads[0].to(query.dtype), grads[1].to(key.dtype), grads[2].to(value.dtype)
+
+
+class Merged:
+    """The result over all blocks of keys that a set of queries attends to, block by block, in wide dtype.
+
+    out = sum of exp(lse_i - lse) out_i with lse = log sum exp(lse_i): the softmax over all keys
+    (Milakov and Gimelshein 2018, arXiv:1805.02867).
+    """
+
+    def __init__(self, query: Tensor, value_width: int) -> None:
+        shape, wide = query.shape[:-1], wide_dtype(query.dtype)
+        self.out = torch.zeros((*shape, value_width), dtype=wide, device=query.device)
+        self.lse = torch.full(shape, -math.inf, dtype=wide, device=query.device)
+        self.seeds: tuple[Tensor, ...] = ()
+
+    def add(self, queries: slice, block: Attended) -> None:
+        """Adds what `queries` found in one block."""
+        self.seeds = self.seeds or block.seeds
+        own, lse = self.lse[:, :, queries], block.lse.to(self.lse.dtype)
+        merged = torch.logaddexp(own, lse)
+        before, share = (own - merged).exp().unsqueeze(-1), (lse - merged).exp().unsqueeze(-1)
+        self.out[:, :, queries] = self.out[:, :, queries] * before + block.out * share
+        self.lse[:, :, queries] = merged
+
+
+def _scores(query: Tensor, key: Tensor, scale: float, causal: bool) -> Tensor:
+    wide = wide_dtype(query.dtype)
+    scores = _per_head_transposed(query.to(wide), key.to(wide)) * scale
+    if causal:
+        size = (query.shape[2], key.shape[2])
+        scores = scores.masked_fill(
+            torch.ones(size, dtype=torch.bool, device=query.device).triu(1), -math.inf
+        )
+    return scores
+
+
+def _per_head(weights: Tensor, value: Tensor) -> Tensor:
+    """[B, N, Q, P] x [B, K, P, H] -> [B, N, Q, H]: query head n reads kv head n // (N / K)."""
+    b, n, q, p = weights.shape
+    k = value.shape[1]
+    return (weights.reshape(b, k, n // k * q, p) @ value).reshape(b, n, q, value.shape[-1])
+
+
+def _per_head_transposed(query: Tensor, key: Tensor) -> Tensor:
+    """[B, N, Q, H] x [B, K, P, H] -> [B, N, Q, P]."""
+    b, n, q, h = query.shape
+    k = key.shape[1]
+    return (query.reshape(b, k, n // k * q, h) @ key.transpose(-1, -2)).reshape(b, n, q, key.shape[2])
+
+
+def _to_kv_heads(per_query_head: Tensor, like: Tensor) -> Tensor:
+    """[B, N, P, H] summed over the query heads of each kv head: [B, K, P, H]."""
+    return per_query_head.unflatten(1, (like.shape[1], -1)).sum(2)
