@@ -115,6 +115,10 @@ class Parallelism(Section):
     sequence_parallel: bool | None = Field(
         None, description="With tp_size > 1: shard norms and residuals too; default true"
     )
+    tp_plan: dict[str, str] = Field(
+        {},
+        description="With tp_size > 1: {pattern of module names: style}, in place of the model's own plan",
+    )
     cp_size: Positive = 1
     pp_size: Positive = 1
     pp_schedule: Schedule | None = Field(None, description="With pp_size > 1; default 1f1b")

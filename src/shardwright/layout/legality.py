@@ -34,7 +34,7 @@ def _idle_options(loaded: Loaded) -> Iterator[tuple[str, str]]:
     )
     when(sharded, "only ddp reduces in buckets", "parallelism.bucket_bytes")
     when(p.unit == "root", "one unit has no next one to gather ahead", "parallelism.prefetch")
-    when(p.tp_size == 1, "tp_size is 1", "parallelism.sequence_parallel")
+    when(p.tp_size == 1, "tp_size is 1", "parallelism.sequence_parallel", "parallelism.tp_plan")
     when(p.pp_size == 1, "pp_size is 1", "parallelism.pp_schedule")
     when(
         t.optimizer != "adamw",
@@ -165,11 +165,11 @@ def check_run(loaded: Loaded, world_size: int) -> Axes:
     _check_training(run)
     _check_precision(run)
     axes = resolve_axes(run.parallelism, world_size)
-    for axis in ("pp", "cp", "tp"):
+    for axis in ("pp", "cp"):
         if getattr(axes, axis) > 1:
             raise ConfigError(
                 f"parallelism.{axis}_size {getattr(axes, axis)} cannot be run by this version.",
-                "It runs ddp, zero1, zero2, zero3 and their hybrids (dp_replicate_size); `plan` knows the other axes.",
+                "It runs tensor parallelism, ddp, zero1, zero2, zero3 and their hybrids; `plan` knows the other axes.",
                 f"Set parallelism.{axis}_size to 1.",
             )
     shards = run.parallelism.reshard_after_forward

@@ -90,6 +90,7 @@ def apply_layout(name: str, base: Parallelism) -> Parallelism:
         "reshard_after_forward": kind == "zero3",
         "bucket_bytes": kind == "ddp",
         "sequence_parallel": keys.get("tp_size", 1) > 1,
+        "tp_plan": keys.get("tp_size", 1) > 1,
         "pp_schedule": keys.get("pp_size", 1) > 1,
     }
     kept = {key: getattr(base, key) for key, has_effect in keep.items() if has_effect}

@@ -13,6 +13,7 @@ from shardwright.models.materialise import materialise
 from shardwright.parallel.casting import compute_in
 from shardwright.parallel.data_parallel import BUCKET_BYTES, Replicated, Sharded, ShardOptions
 from shardwright.parallel.recompute import compile_block, recompute_block
+from shardwright.parallel.tensor import TensorParallel
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -22,10 +23,16 @@ def parallelize(
 ) -> Replicated | Sharded:
     """`model` (built on meta) split as `run` says, every parameter filled on `device`.
 
-    Order: recompute inside, compile around it, sharding around both; then weights, so that a rank only ever fills its
+    Order: layers divided over tensor-parallel ranks; recompute inside, compile around it, sharding around both; then weights, so that a rank only ever fills its
     part. `ddp` needs whole parameters before it can wrap them.
     """
     parts, p = find_parts(model), run.parallelism
+    tensor: TensorParallel | None = None
+    if p.tp_size > 1:
+        tensor = TensorParallel(
+            model, parts, mesh["tp"], p.tp_plan, sequence=p.sequence_parallel is not False
+        )
+    finishers = (tensor.finish_gradients,) if tensor is not None else ()
     param_dtype, reduce_dtype = DTYPES[run.precision.param_dtype], DTYPES[run.precision.reduce_dtype]
     for name in parts.blocks:
         if run.memory.activation_checkpointing != "none":
@@ -36,9 +43,11 @@ def parallelize(
         materialise(model, run.model, seed=run.training.seed, device=device)
         compute_in(model, param_dtype)
         group, bucket_bytes = mesh["dp_replicate"].get_group(), p.bucket_bytes or BUCKET_BYTES
-        return Replicated(
+        replicated = Replicated(
             model, group, bucket_bytes, reduce_dtype, find_unused=not uses_every_parameter(model)
         )
+        replicated.finishers = finishers
+        return replicated
     stage = STAGES[p.data_parallel]
     options = ShardOptions(
         stage=stage,
@@ -51,6 +60,7 @@ def parallelize(
         cpu_offload=run.memory.cpu_offload == "params",
     )
     sharded = Sharded(model, shard_units(model, parts, p.unit), mesh["dp_replicate", "dp_shard"], options)
+    sharded.finishers = finishers
     materialise(
         model,
         run.model,

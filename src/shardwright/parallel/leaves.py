@@ -1,0 +1,69 @@
+"""What forward reads of a stored parameter, where that is a DTensor of the tensor-parallel axis.
+
+Layers compute on plain local tensors and exchange what they must themselves: no operation goes through DTensor. The
+stored parameter stays a DTensor, so that state, names and full shapes are those of the unsplit model.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+_LEAF = "_shardwright_leaf"
+_classes: dict[tuple[type, tuple[str, ...]], type] = {}
+
+
+def local_part(stored: Tensor) -> Tensor:
+    """This rank's part of `stored` as a plain tensor through which gradients flow: its leaf, a view, or `stored` itself."""
+    leaf = stored.__dict__.get(_LEAF)
+    if leaf is not None:
+        return leaf
+    return stored.to_local() if isinstance(stored, DTensor) else stored
+
+
+def make_leaf(stored: nn.Parameter) -> nn.Parameter:
+    """A plain parameter on the memory of this rank's part of `stored`, which forward reads from now on.
+
+    For reducers that know no DTensor (DDP). A plain parameter is its own leaf.
+    """
+    if not isinstance(stored, DTensor):
+        return stored
+    leaf = nn.Parameter(stored.to_local().detach(), requires_grad=stored.requires_grad)
+    stored.__dict__[_LEAF] = leaf
+    return leaf
+
+
+def give_gradient(stored: nn.Parameter) -> None:
+    """Moves the gradient of the leaf of `stored` to `stored`, as a DTensor placed like it."""
+    leaf = stored.__dict__.get(_LEAF)
+    if leaf is None or leaf.grad is None or not isinstance(stored, DTensor):
+        return
+    stored.grad = DTensor.from_local(
+        leaf.grad,
+        stored.device_mesh,
+        stored.placements,
+        run_check=False,
+        shape=stored.shape,
+        stride=stored.stride(),
+    )
+    leaf.grad = None
+
+
+def _reader(name: str) -> property:
+    def read(module: nn.Module) -> Tensor | None:
+        stored = module._parameters[name]
+        return None if stored is None else local_part(stored)
+
+    return property(read)
+
+
+def read_local(module: nn.Module) -> None:
+    """Makes `module` read its own DTensor parameters as plain local tensors; names and stored values stay.
+
+    A property on a subclass made here wins over `nn.Module.__getattr__`.
+    """
+    names = tuple(name for name, p in module._parameters.items() if isinstance(p, DTensor))
+    key = (type(module), names)
+    if key not in _classes:
+        _classes[key] = type(type(module).__name__, (type(module),), {name: _reader(name) for name in names})
+    module.__class__ = _classes[key]
