@@ -23,8 +23,8 @@ def parallelize(
 ) -> Replicated | Sharded:
     """`model` (built on meta) split as `run` says, every parameter filled on `device`.
 
-    Order: layers divided over tensor-parallel ranks; recompute inside, compile around it, sharding around both; then weights, so that a rank only ever fills its
-    part. `ddp` needs whole parameters before it can wrap them.
+    Order: layers divided over tensor-parallel ranks; recompute inside, compile around it, sharding around both; then
+    weights, so that a rank only ever fills its part. `ddp` needs filled parameters before it can wrap them.
     """
     parts, p = find_parts(model), run.parallelism
     tensor: TensorParallel | None = None

@@ -46,7 +46,8 @@ def all_sum(x: Tensor, name: str, operation: str = "sum") -> Tensor:
 
 def _gather(x: Tensor, dim: int, size: int, rank: int, name: str) -> Tensor:
     pieces = _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), size, name))
-    return pieces.view(size, *x.shape).movedim(0, dim).flatten(dim, dim + 1)
+    joined = pieces.view(size, *x.shape).movedim(0, dim).flatten(dim, dim + 1)
+    return torch.ops.aten._unsafe_view(joined, joined.shape)  # no view of `pieces`: fully_shard warns of views
 
 
 def _cut(x: Tensor, dim: int, size: int, rank: int, name: str) -> Tensor:

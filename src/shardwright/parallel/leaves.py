@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 _LEAF = "_shardwright_leaf"
-_classes: dict[tuple[type, tuple[str, ...]], type] = {}
 
 
 def local_part(stored: Tensor) -> Tensor:
@@ -47,23 +46,3 @@ def give_gradient(stored: nn.Parameter) -> None:
         stride=stored.stride(),
     )
     leaf.grad = None
-
-
-def _reader(name: str) -> property:
-    def read(module: nn.Module) -> Tensor | None:
-        stored = module._parameters[name]
-        return None if stored is None else local_part(stored)
-
-    return property(read)
-
-
-def read_local(module: nn.Module) -> None:
-    """Makes `module` read its own DTensor parameters as plain local tensors; names and stored values stay.
-
-    A property on a subclass made here wins over `nn.Module.__getattr__`.
-    """
-    names = tuple(name for name, p in module._parameters.items() if isinstance(p, DTensor))
-    key = (type(module), names)
-    if key not in _classes:
-        _classes[key] = type(type(module).__name__, (type(module),), {name: _reader(name) for name in names})
-    module.__class__ = _classes[key]

@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from shardwright.parallel import exchange
 from shardwright.parallel.exchange import Peers
-from shardwright.parallel.leaves import local_part, read_local
+from shardwright.parallel.leaves import local_part
 from shardwright.parallel.vocabulary import check_ids, vocabulary_range
 
 Entry = Callable[[Tensor], Tensor]
@@ -160,17 +160,21 @@ class Vocabulary(ParallelStyle):
         if module.padding_idx is not None:  # that row gets no gradient, on the rank that has it
             here = first <= module.padding_idx < first + rows
             module.padding_idx = module.padding_idx - first if here else None
-        module.forward = partial(self.run, module.forward, module.num_embeddings, first, rows)
-        read_local(module)
+        module.forward = partial(self.run, module, module.forward, first, rows)
         return module
 
     def run(
-        self, look_up: Callable[[Tensor], Tensor], vocabulary: int, first: int, rows: int, input: Tensor
+        self, module: nn.Module, look_up: Callable[[Tensor], Tensor], first: int, rows: int, input: Tensor
     ) -> Tensor:
-        check_ids(input, vocabulary)
+        stored: Any = module._parameters["weight"]
+        check_ids(input, stored.shape[0])
         other = (input < first) | (input >= first + rows)
-        found = look_up(torch.where(other, 0, input - first)).masked_fill(other[..., None], 0.0)
-        return exchange.sum_out(found, self.peers)
+        module._parameters["weight"] = local_part(stored)  # type: ignore[assignment]
+        try:
+            found = look_up(torch.where(other, 0, input - first))
+        finally:
+            module._parameters["weight"] = stored
+        return exchange.sum_out(found.masked_fill(other[..., None], 0.0), self.peers)
 
 
 def change_input(change: Entry, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
