@@ -12,6 +12,7 @@ from shardwright.config.schema import RunFile
 from shardwright.errors import ConfigError
 from shardwright.layout.axes import Axes, resolve_axes
 from shardwright.layout.batch import accumulation_steps
+from shardwright.layout.rules_tensor import check_sequence
 
 _DTYPE_ORDER = {"bf16": 0, "fp32": 1, "fp64": 2}
 
@@ -172,6 +173,7 @@ def check_run(loaded: Loaded, world_size: int) -> Axes:
                 "It runs tensor parallelism, ddp, zero1, zero2, zero3 and their hybrids; `plan` knows the other axes.",
                 f"Set parallelism.{axis}_size to 1.",
             )
+    check_sequence(run, axes)
     shards = run.parallelism.reshard_after_forward
     if (
         isinstance(shards, int)

@@ -29,9 +29,7 @@ def parallelize(
     parts, p = find_parts(model), run.parallelism
     tensor: TensorParallel | None = None
     if p.tp_size > 1:
-        tensor = TensorParallel(
-            model, parts, mesh["tp"], p.tp_plan, sequence=p.sequence_parallel is not False
-        )
+        tensor = TensorParallel(model, parts, mesh["tp"], run)
     finishers = (tensor.finish_gradients,) if tensor is not None else ()
     param_dtype, reduce_dtype = DTYPES[run.precision.param_dtype], DTYPES[run.precision.reduce_dtype]
     for name in parts.blocks:

@@ -54,6 +54,7 @@ class _Leaves(nn.Module):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
+        self.model: Any
         self.__dict__["model"] = model  # not a submodule: DDP must not find its DTensors
         self.leaves = nn.ParameterList(make_leaf(p) for p in model.parameters())
 
@@ -215,8 +216,8 @@ class Sharded:
     def finish_gradients(self) -> None:
         """Sums the gradients of parameters that `fully_shard` leaves whole, in one tensor.
 
-        Then calls `finishers`. The parameters are looked up here and in the model's order: weights are filled after sharding, which makes new parameters,
-        and a set would have another order on each rank.
+        Then calls `finishers`. The parameters are looked up here and in the model's order: weights are filled after
+        sharding, which makes new parameters, and a set would have another order on each rank.
         """
         whole = [p for p in self.module.parameters() if p.dim() == 0 and p.requires_grad]
         if whole:

@@ -47,7 +47,9 @@ def all_sum(x: Tensor, name: str, operation: str = "sum") -> Tensor:
 def _gather(x: Tensor, dim: int, size: int, rank: int, name: str) -> Tensor:
     pieces = _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), size, name))
     joined = pieces.view(size, *x.shape).movedim(0, dim).flatten(dim, dim + 1)
-    return torch.ops.aten._unsafe_view(joined, joined.shape)  # no view of `pieces`: fully_shard warns of views
+    return torch.ops.aten._unsafe_view(
+        joined, joined.shape
+    )  # no view of `pieces`: fully_shard warns of views
 
 
 def _cut(x: Tensor, dim: int, size: int, rank: int, name: str) -> Tensor:
@@ -88,7 +90,7 @@ class _Exchange(torch.autograd.Function):
 
 def _exchange(x: Tensor, there: str, back: str, dim: int, peers: Peers) -> Tensor:
     dim = dim % x.dim()
-    return _Exchange.apply(x, there, back, dim, peers.size, peers.rank, peers.name)  # type: ignore[no-untyped-call]
+    return _Exchange.apply(x, there, back, dim, peers.size, peers.rank, peers.name)
 
 
 def copy_in(x: Tensor, peers: Peers) -> Tensor:

@@ -160,7 +160,7 @@ class Vocabulary(ParallelStyle):
         if module.padding_idx is not None:  # that row gets no gradient, on the rank that has it
             here = first <= module.padding_idx < first + rows
             module.padding_idx = module.padding_idx - first if here else None
-        module.forward = partial(self.run, module, module.forward, first, rows)
+        module.forward = partial(self.run, module, module.forward, first, rows)  # type: ignore[method-assign]
         return module
 
     def run(

@@ -12,8 +12,6 @@ B rows, T positions, D width.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -23,193 +21,39 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
-from transformers.pytorch_utils import Conv1D
 
-from shardwright.errors import ModelError, ShardwrightError, did_you_mean
+from shardwright.config.schema import RunFile
+from shardwright.errors import ShardwrightError
 from shardwright.models.adapters import Parts
 from shardwright.parallel import exchange
 from shardwright.parallel.exchange import Peers
-from shardwright.parallel.styles import Column, Done, Entry, Head, Row, Vocabulary, change_input, fan
-
-ALIASES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
-COLUMN, ROW = ("colwise", "colwise_gather_output", "vocabulary"), ("rowwise", "rowwise_split_input")
-EMBEDDING, SUMMED, WHOLE = "embedding_rowwise", "replicated_with_grad_allreduce", "replicate"
-STYLES = (*COLUMN, *ROW, EMBEDDING, SUMMED, WHOLE, *ALIASES)
-
-OWN_PLANS: dict[str, dict[str, str]] = {
-    # Fused query, key and value [D, 3 D]: divided as they lie, made whole, and attention done by every rank alike.
-    "gpt2": {
-        "*.h.*.attn.c_attn": "colwise_gather_output",
-        "*.h.*.attn.c_proj": "rowwise_split_input",
-        "*.h.*.mlp.c_fc": "colwise",
-        "*.h.*.mlp.c_proj": "rowwise",
-    },
-}
-"""Plans for families that Transformers has none for."""
+from shardwright.parallel.styles import Column, Done, Entry, Head, Row, Vocabulary, change_input
+from shardwright.parallel.tensor_plan import EMBEDDING, ROW, SUMMED, plan_tensor
 
 GRADIENT_GAP = 0.02
 """Relative difference between the ranks' gradient norms of one whole parameter beyond which they were not the same work."""
 
 
-def find_plan(model: nn.Module, parts: Parts, given: Mapping[str, str]) -> dict[str, str]:
-    """Module name -> style, for every module that is divided; `given` (patterns) replaces the model's own plan.
-
-    `*` stands for one part of a name. A model's own plan is extended: embedding and head are divided by vocabulary.
-    Raises `ModelError` for a model without a plan, a pattern without a match, or a style that is not known.
-    """
-    patterns = dict(given) or _own_plan(model)
-    modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
-    held = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    plan: dict[str, str] = {}
-    for pattern, asked in patterns.items():
-        style = ALIASES.get(asked, asked)
-        regex = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+") + r"\Z")
-        matched = sorted(filter(regex.match, modules))
-        parameters = sorted(filter(regex.match, held))
-        if (matched or parameters) and (style not in STYLES or parameters):
-            raise ModelError(
-                f"{(matched or parameters)[0]}: the tensor-parallel style `{asked}` cannot be run on it.",
-                "Its gradients are not known to come out right."
-                if style not in STYLES
-                else "It is no module.",
-                did_you_mean(asked, STYLES)
-                or f"Styles are {', '.join(STYLES)}. Or set parallelism.tp_size to 1.",
-            )
-        if given and not matched:
-            raise ModelError(
-                f"parallelism.tp_plan: `{pattern}` matches no module.", "", did_you_mean(pattern, modules)
-            )
-        plan |= dict.fromkeys(matched, style)
-    if not given:
-        plan |= {name: EMBEDDING for name in (parts.embedding,) if name}
-        plan |= {name: "vocabulary" for name in (parts.head,) if name}
-    return {name: style for name, style in plan.items() if style != WHOLE}
-
-
-def _own_plan(model: nn.Module) -> dict[str, str]:
-    config = getattr(model, "config", None)
-    plan = dict(getattr(model, "_tp_plan", None) or OWN_PLANS.get(getattr(config, "model_type", ""), {}))
-    if not plan:
-        name = type(model).__name__
-        raise ModelError(
-            f"{name} has no tensor-parallel plan.",
-            "Neither Transformers nor Shardwright says which of its layers can be divided, and how.",
-            "Give one as parallelism.tp_plan, or set parallelism.tp_size to 1.",
-        )
-    return plan
-
-
-def check_plan(model: nn.Module, parts: Parts, plan: Mapping[str, str], tp_size: int) -> None:
-    """Raises `ModelError` for a layer that cannot be divided as the plan says, by name, before anything is changed."""
-    for name, style in plan.items():
-        module = model.get_submodule(name)
-        linear = isinstance(module, (nn.Linear, Conv1D)) and type(module).forward in (
-            nn.Linear.forward,
-            Conv1D.forward,
-        )
-        if not (isinstance(module, nn.Embedding) if style == EMBEDDING else linear or style == SUMMED):
-            raise ModelError(
-                f"{name} is a {type(module).__name__}, which `{style}` cannot divide.",
-                "Column- and row-wise styles divide nn.Linear and Conv1D, embedding_rowwise divides nn.Embedding.",
-                "Leave it out of parallelism.tp_plan, or set parallelism.tp_size to 1.",
-            )
-        if style == SUMMED:
-            continue
-        if style in (EMBEDDING, "vocabulary"):
-            rows = module.num_embeddings if isinstance(module, nn.Embedding) else fan(module)[1]
-            if -(-rows // tp_size) * (tp_size - 1) >= rows:
-                raise ModelError(
-                    f"{name} has {rows} rows, of which tp_size = {tp_size} ranks would leave one without any."
-                )
-            continue
-        inputs, outputs = fan(module)
-        size, word = (outputs, "output") if style in COLUMN else (inputs, "input")
-        if size % tp_size:
-            raise ModelError(
-                f"{name} has {size} {word} features, not divisible by tp_size = {tp_size}.",
-                "Pieces of different size do not fit between column- and row-wise layers.",
-                "Set parallelism.tp_size to a divisor, or leave the layer out of parallelism.tp_plan.",
-            )
-    _check_ties(parts, plan)
-
-
-def _check_ties(parts: Parts, plan: Mapping[str, str]) -> None:
-    """A tied weight must be divided alike in all its places."""
-    how = {EMBEDDING: "rows", **dict.fromkeys(COLUMN, "rows"), **dict.fromkeys(ROW, "columns")}
-    for names in parts.tied:
-        cuts = {name: how.get(plan.get(name.rpartition(".")[0], ""), "whole") for name in names}
-        if len(set(cuts.values())) > 1:
-            raise ModelError(
-                f"{names[0]} and {names[1]} are one tensor, but tp_plan divides only one of them.",
-                "A tied weight has one layout.",
-                "Give the embedding embedding_rowwise and the head vocabulary, or neither.",
-            )
-
-
-def check_tensor_plan(model: nn.Module, parts: Parts, given: Mapping[str, str], tp_size: int) -> None:
-    """Everything that `TensorParallel` would refuse about `model` (on meta), without ranks. Raises `ModelError`."""
-    plan = find_plan(model, parts, given)
-    check_plan(model, parts, plan, tp_size)
-    _regions(model, parts, plan, strict=not given)
-
-
-def _regions(model: nn.Module, parts: Parts, plan: Mapping[str, str], strict: bool) -> set[str]:
-    """Modules inside blocks whose column- and row-wise layers share one exchange on entry.
-
-    That holds where nothing else in the module has parameters. `strict` (a model's own plan): refuses one that has,
-    unless its column-wise layers all give whole outputs, since what lies between gets partial gradients.
-    """
-    found = set()
-    parents = {name.rpartition(".")[0] for name, style in plan.items() if style in ROW}
-    for parent in sorted(parents - {""} - set(parts.blocks)):
-        if not any(parent.startswith(f"{block}.") for block in parts.blocks):
-            continue
-        children = {name: style for name, style in plan.items() if name.startswith(f"{parent}.")}
-        columns = {style for style in children.values() if style in COLUMN}
-        owned = tuple(f"{name}." for name in children)
-        other = [
-            f"{parent}.{name}"
-            for name, p in model.get_submodule(parent).named_parameters()
-            if not f"{parent}.{name}".startswith(owned)
-        ]
-        if not columns:
-            continue
-        if other and columns != {"colwise_gather_output"}:
-            if strict:
-                raise ModelError(
-                    f"{other[0]} has no tensor-parallel style, but its module {parent} is divided by heads or features.",
-                    "Each rank would see a part of its gradient only.",
-                    "Give a whole parallelism.tp_plan in which it has one (replicated_with_grad_allreduce sums it).",
-                )
-            continue
-        found.add(parent)
-    return found
-
-
 class TensorParallel:
     """A model whose layers are divided over `mesh` (one axis); sums what is partial at the end of an update."""
 
-    def __init__(
-        self, model: nn.Module, parts: Parts, mesh: DeviceMesh, given: Mapping[str, str], sequence: bool
-    ) -> None:
-        """Divides `model` (on meta) in place. `sequence`: with sequence parallelism. Raises as `check_tensor_plan`."""
-        self.model, self.sequence = model, sequence
+    def __init__(self, model: nn.Module, parts: Parts, mesh: DeviceMesh, run: RunFile) -> None:
+        """Divides `model` (on meta) in place. Raises as `plan_tensor`."""
+        plan = plan_tensor(model, parts, run, whole=run.parallelism.pp_size == 1)
+        self.model, self.sequence = model, run.parallelism.sequence_parallel is not False
         self.peers = Peers(mesh.size(), mesh.get_local_rank(), mesh.get_group())
-        self._plan = find_plan(model, parts, given)
-        check_plan(model, parts, self._plan, mesh.size())
-        self._blocks = parts.blocks
-        regions = _regions(model, parts, self._plan, strict=not given)
-        self.partial = self._partial_names(regions)
+        self._styles, self._blocks = plan.styles, parts.blocks
+        self.partial = self._partial_names(plan.regions)
         done: Done = {}
         styles: dict[str, ParallelStyle] = {
-            name: self._style(name, style, regions, done)
-            for name, style in self._plan.items()
+            name: self._style(name, style, plan.regions, done)
+            for name, style in self._styles.items()
             if style != SUMMED
         }
         parallelize_module(model, mesh, styles)
-        for name in sorted(regions):
+        for name in sorted(plan.regions):
             self._on_input(name, self._enter)
-        if sequence:
+        if self.sequence:
             self._on_input(parts.blocks[0], self._cut_sequence)
             model.get_submodule(parts.blocks[-1]).register_forward_hook(self._whole_sequence)
         self._verified = False
@@ -217,25 +61,25 @@ class TensorParallel:
     def _in_block(self, name: str) -> bool:
         return any(name.startswith(f"{block}.") for block in self._blocks)
 
-    def _partial_names(self, regions: set[str]) -> tuple[str, ...]:
+    def _partial_names(self, regions: frozenset[str]) -> tuple[str, ...]:
         """Whole parameters of which each rank computes a part of the gradient."""
         found = []
         own = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         for name in own:
             module, _, leaf = name.rpartition(".")
-            style = self._plan.get(module, "")
+            style = self._styles.get(module, "")
             divided = style and style != SUMMED and not (style in ROW and leaf == "bias")
             if divided:
                 continue
             region = any(name.startswith(f"{parent}.") for parent in regions)
             on_pieces = self._in_block(name) and (not region or style in ROW)
-            if any(name.startswith(f"{m}.") for m, s in self._plan.items() if s == SUMMED) or (
+            if any(name.startswith(f"{m}.") for m, s in self._styles.items() if s == SUMMED) or (
                 self.sequence and on_pieces
             ):
                 found.append(name)
         return tuple(found)
 
-    def _style(self, name: str, style: str, regions: set[str], done: Done) -> ParallelStyle:
+    def _style(self, name: str, style: str, regions: frozenset[str], done: Done) -> ParallelStyle:
         if style == EMBEDDING:
             return Vocabulary(self.peers, done)
         inside = self._in_block(name)
@@ -282,7 +126,8 @@ class TensorParallel:
 
     def _whole_gradients(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """(partial, equal): this rank's gradients of parameters that are whole on this axis."""
-        partial_ones, equal = {}, {}
+        partial_ones: dict[str, Tensor] = {}
+        equal: dict[str, Tensor] = {}
         for name, p in self.model.named_parameters():
             if p.grad is None or (isinstance(p, DTensor) and "tp" in (p.device_mesh.mesh_dim_names or ())):
                 continue

@@ -76,4 +76,4 @@ def vocabulary_cross_entropy_sum(logits: DTensor, labels: Tensor, ignore: int) -
         raise ValueError(f"{local.size(-1)} columns of logits on a rank that owns {rows}")
     name = mesh.get_group().group_name
     check_ids(labels, logits.size(-1), ignore)
-    return _CrossEntropySum.apply(local.flatten(0, -2), labels.flatten(), first, ignore, name)  # type: ignore[no-untyped-call]
+    return _CrossEntropySum.apply(local.flatten(0, -2), labels.flatten(), first, ignore, name)

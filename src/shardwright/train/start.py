@@ -14,9 +14,11 @@ from shardwright.errors import ConfigError
 from shardwright.launch import finish, inside_a_launcher, run_workers, worker_main
 from shardwright.layout.legality import check_device, check_run, notices
 from shardwright.measure.record import check_sinks
+from shardwright.models.adapters import find_parts
 from shardwright.models.build import build_model
 from shardwright.parallel.apply import DTYPES
 from shardwright.parallel.process_group import device_kind
+from shardwright.parallel.tensor_plan import plan_tensor
 from shardwright.train.optimizer import check_optimizer, learning_rate_factor
 from shardwright.train.run_data import make_order
 from shardwright.train.worker import run_rank
@@ -53,7 +55,9 @@ def start_training(loaded: Loaded, nproc_per_node: int) -> int:
 def prepare_run(loaded: Loaded, console: Console) -> Prepared:
     """Refuses what would fail in a rank, and tokenises once for all of them; returns the training rows."""
     run = loaded.run
-    build_model(run.model, DTYPES[run.precision.master_dtype])
+    model = build_model(run.model, DTYPES[run.precision.master_dtype])
+    if run.parallelism.tp_size > 1:
+        plan_tensor(model, find_parts(model), run)
     check_optimizer(run.training)
     find(Path(run.checkpoint.output_dir), run.checkpoint.resume)
     check_sinks(run.logging.report_to)
