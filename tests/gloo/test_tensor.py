@@ -75,6 +75,7 @@ ON_TWO: dict[str, tuple[str, dict[str, Any]]] = {
     "plain whole": (PLAIN, TP2 | PLANNED | WHOLE),
     "plain tied": (PLAIN, TP2 | PLANNED | TIED),
     **{name: (name, TP2) for name in FAMILIES},
+    "gemma3 ddp": ("gemma3", {"parallelism__data_parallel": "ddp"}),
     "gemma3 whole": ("gemma3", {**TP2, **WHOLE, "model__attn_implementation": "eager"}),
 }
 ON_FOUR: dict[str, tuple[str, dict[str, Any]]] = {
@@ -138,8 +139,10 @@ def right(name: str, cases: dict[str, Any], found: dict[str, Outcome], directory
 @pytest.mark.parametrize("name", ON_TWO)
 def test_two_ranks(name: str, on_two: dict[str, Outcome], directory: Path) -> None:
     """A03 A45 A46 A90 A92: loss, norm, gradients, weights and moments; a row-wise bias of 100 counts once."""
-    tolerance = 1e-6 if "gemma" in name else 1e-9  # its norms compute their weights' gradients in float32
-    assert_same_training(on_two[name], right(name, ON_TWO, on_two, directory), tolerance)
+    if "gemma3" in name:  # its norms compute in float32, whose rounding plain autograd and the engine do differently
+        assert_same_training(on_two[name], on_two["gemma3 ddp"], 1e-6)
+    else:
+        assert_same_training(on_two[name], right(name, ON_TWO, on_two, directory))
 
 
 @pytest.mark.parametrize("name", ON_FOUR)
@@ -207,7 +210,7 @@ def _saved_and_loaded(path: str, saved: Any, others: dict[str, Any]) -> dict[str
     def tensors(of: Any) -> dict[str, Tensor]:
         return state.model_state(of.module) | state.optimizer_state(of.optimizer, list(of.locals))
 
-    manifest = store.Manifest(2, 0, "", dist.get_world_size(), "", store.torch_version())
+    manifest = store.Manifest(2, 0, "", "", dist.get_world_size(), "", store.torch_version())
     written = store.save(Path(path), tensors(engine), manifest, "", None)
     differing = {}
     for name, other in others.items():
