@@ -14,7 +14,7 @@ _LEAF = "_shardwright_leaf"
 
 def local_part(stored: Tensor) -> Tensor:
     """This rank's part of `stored` as a plain tensor through which gradients flow: its leaf, a view, or `stored` itself."""
-    leaf = stored.__dict__.get(_LEAF)
+    leaf = getattr(stored, _LEAF, None)
     if leaf is not None:
         return leaf
     return stored.to_local() if isinstance(stored, DTensor) else stored
@@ -28,13 +28,13 @@ def make_leaf(stored: nn.Parameter) -> nn.Parameter:
     if not isinstance(stored, DTensor):
         return stored
     leaf = nn.Parameter(stored.to_local().detach(), requires_grad=stored.requires_grad)
-    stored.__dict__[_LEAF] = leaf
+    setattr(stored, _LEAF, leaf)
     return leaf
 
 
 def give_gradient(stored: nn.Parameter) -> None:
     """Moves the gradient of the leaf of `stored` to `stored`, as a DTensor placed like it."""
-    leaf = stored.__dict__.get(_LEAF)
+    leaf = getattr(stored, _LEAF, None)
     if leaf is None or leaf.grad is None or not isinstance(stored, DTensor):
         return
     stored.grad = DTensor.from_local(
