@@ -25,9 +25,10 @@ from shardwright.checkpoint.state import STATE_OPTIMIZER, optimizer_state
 from shardwright.config.schema import RunFile
 from shardwright.data.loader import UpdateBatch
 from shardwright.launch import finish, worker_main
-from shardwright.layout.axes import resolve_axes
+from shardwright.layout.axes import AXES, resolve_axes
 from shardwright.measure import clock
 from shardwright.models.build import quiet_transformers
+from shardwright.parallel.mesh import FLATTENED
 from shardwright.parallel.process_group import connect
 from shardwright.train.optimizer import canonical
 from shardwright.train.update import Engine, UpdateResult
@@ -154,9 +155,11 @@ class Recorder:
     def _replica_groups(self, p: Tensor) -> list[dist.ProcessGroup | None]:
         if not isinstance(p, DTensor):
             return [None]
-        return [
-            p.device_mesh.get_group(dim) for dim, how in enumerate(p.placements) if isinstance(how, Replicate)
-        ]
+        mesh = p.device_mesh
+        groups = [mesh.get_group(dim) for dim, how in enumerate(p.placements) if isinstance(how, Replicate)]
+        covered = {axis for name in mesh.mesh_dim_names or () for axis in FLATTENED.get(name, (name,))}
+        others = [axis for axis in AXES if axis != "pp" and axis not in covered]  # whole there, on no mesh
+        return [*groups, *(self.engine.mesh[axis].get_group() for axis in others)]
 
 
 def record_updates(spec: CandidateSpec, device: torch.device) -> None:

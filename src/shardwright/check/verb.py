@@ -29,6 +29,7 @@ from shardwright.measure import clock
 from shardwright.models import build_model, find_parts
 from shardwright.parallel.context_rules import check_context_model
 from shardwright.parallel.process_group import device_kind
+from shardwright.parallel.tensor_plan import plan_tensor
 
 ONE_THREAD_PARAMETERS = 2_000_000
 """Up to this size one thread is faster than many: the matrices are too small to share."""
@@ -72,7 +73,11 @@ def run_check(
     fault = known_fault(plant) if plant else ""
     names = expand_layouts(layouts, nproc_per_node)
     for name in names:
-        check_run(with_layout(loaded, name), nproc_per_node)
+        chosen = with_layout(loaded, name)
+        check_run(chosen, nproc_per_node)
+        if chosen.run.parallelism.tp_size > 1:
+            model = build_model(loaded.run.model, torch.float64)
+            plan_tensor(model, find_parts(model), chosen.run)
     device = device_kind(loaded.run.hardware.device, nproc_per_node)
     adjusted = adjust(
         loaded.run, dtype=dtype, data_ranks=nproc_per_node, device=device, updates=updates, layouts=len(names)

@@ -116,6 +116,10 @@ class Parallelism(Section):
     sequence_parallel: bool | None = Field(
         None, description="With tp_size > 1: shard norms and residuals too; default true"
     )
+    tp_plan: dict[str, str] = Field(
+        {},
+        description="With tp_size > 1: {pattern of module names: style}, in place of the model's own plan",
+    )
     cp_size: Positive = 1
     cp_attention: ContextAttention | None = Field(
         None, description="With cp_size > 1: gather keys and values (default all_gather), or pass them round"

@@ -13,6 +13,7 @@ from shardwright.errors import ConfigError
 from shardwright.layout.axes import Axes, resolve_axes
 from shardwright.layout.batch import accumulation_steps
 from shardwright.layout.rules_context import check_context
+from shardwright.layout.rules_tensor import check_sequence
 
 _DTYPE_ORDER = {"bf16": 0, "fp32": 1, "fp64": 2}
 
@@ -35,7 +36,7 @@ def _idle_options(loaded: Loaded) -> Iterator[tuple[str, str]]:
     )
     when(sharded, "only ddp reduces in buckets", "parallelism.bucket_bytes")
     when(p.unit == "root", "one unit has no next one to gather ahead", "parallelism.prefetch")
-    when(p.tp_size == 1, "tp_size is 1", "parallelism.sequence_parallel")
+    when(p.tp_size == 1, "tp_size is 1", "parallelism.sequence_parallel", "parallelism.tp_plan")
     when(p.cp_size == 1, "cp_size is 1", "parallelism.cp_attention", "parallelism.cp_load_balance")
     when(p.pp_size == 1, "pp_size is 1", "parallelism.pp_schedule")
     when(
@@ -168,13 +169,14 @@ def check_run(loaded: Loaded, world_size: int) -> Axes:
     _check_precision(run)
     axes = resolve_axes(run.parallelism, world_size)
     check_context(run, axes)
-    for axis in ("pp", "tp"):
+    for axis in ("pp",):
         if getattr(axes, axis) > 1:
             raise ConfigError(
                 f"parallelism.{axis}_size {getattr(axes, axis)} cannot be run by this version.",
-                "It runs ddp, zero1, zero2, zero3 and their hybrids (dp_replicate_size); `plan` knows the other axes.",
+                "It runs tensor parallelism, ddp, zero1, zero2, zero3 and their hybrids; `plan` knows the other axes.",
                 f"Set parallelism.{axis}_size to 1.",
             )
+    check_sequence(run, axes)
     shards = run.parallelism.reshard_after_forward
     if (
         isinstance(shards, int)

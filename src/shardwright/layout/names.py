@@ -95,6 +95,7 @@ def apply_layout(name: str, base: Parallelism) -> Parallelism:
         "cp_attention": keys.get("cp_size", 1) > 1,
         "cp_load_balance": keys.get("cp_size", 1) > 1,
         "sequence_parallel": keys.get("tp_size", 1) > 1,
+        "tp_plan": keys.get("tp_size", 1) > 1,
         "pp_schedule": keys.get("pp_size", 1) > 1,
     }
     kept = {key: getattr(base, key) for key, has_effect in keep.items() if has_effect}

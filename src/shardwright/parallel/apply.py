@@ -17,6 +17,7 @@ from shardwright.parallel.context_rules import check_context_model
 from shardwright.parallel.data_parallel import BUCKET_BYTES, Replicated, Sharded, ShardOptions
 from shardwright.parallel.mesh import replica_group, shard_mesh
 from shardwright.parallel.recompute import compile_block, recompute_block
+from shardwright.parallel.tensor import TensorParallel
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -26,10 +27,15 @@ def parallelize(
 ) -> Replicated | Sharded:
     """`model` (built on meta) split as `run` says, every parameter filled on `device`.
 
-    Order: context-parallel attention, recompute inside, compile around it, sharding around both; then weights, so that a rank only ever fills its
-    part. `ddp` needs whole parameters before it can wrap them.
+    Order: layers divided over tensor-parallel ranks; context-parallel attention; recompute inside, compile around it,
+    sharding around both; then weights, so that a rank only ever fills its part. `ddp` needs filled parameters before it
+    can wrap them.
     """
     parts, p = find_parts(model), run.parallelism
+    tensor: TensorParallel | None = None
+    if p.tp_size > 1:
+        tensor = TensorParallel(model, parts, mesh["tp"], run)
+    finishers = (tensor.finish_gradients,) if tensor is not None else ()
     param_dtype, reduce_dtype = DTYPES[run.precision.param_dtype], DTYPES[run.precision.reduce_dtype]
     if (place := context_place(run, mesh)) is not None:
         check_context_model(model, run)
@@ -43,9 +49,11 @@ def parallelize(
         materialise(model, run.model, seed=run.training.seed, device=device)
         compute_in(model, param_dtype)
         group, bucket_bytes = replica_group(mesh), p.bucket_bytes or BUCKET_BYTES
-        return Replicated(
+        replicated = Replicated(
             model, group, bucket_bytes, reduce_dtype, find_unused=not uses_every_parameter(model)
         )
+        replicated.finishers = finishers
+        return replicated
     stage = STAGES[p.data_parallel]
     options = ShardOptions(
         stage=stage,
@@ -58,6 +66,7 @@ def parallelize(
         cpu_offload=run.memory.cpu_offload == "params",
     )
     sharded = Sharded(model, shard_units(model, parts, p.unit), shard_mesh(mesh), options)
+    sharded.finishers = finishers
     materialise(
         model,
         run.model,

@@ -11,13 +11,15 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from shardwright.parallel.leaves import local_part
+
 _classes: dict[tuple[type, tuple[str, ...], torch.dtype], type] = {}
 
 
 def _reader(name: str, dtype: torch.dtype) -> property:
     def read(module: nn.Module) -> torch.Tensor | None:
         stored = module._parameters[name]
-        return None if stored is None else stored.to(dtype)
+        return None if stored is None else local_part(stored).to(dtype)
 
     return property(read)
 

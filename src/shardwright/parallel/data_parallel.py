@@ -7,7 +7,7 @@ update. What each kind shards, gathers and reduces stands in `layout/zero.py`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
@@ -24,9 +24,11 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwright.layout.zero import STAGES, Stage
+from shardwright.parallel.leaves import give_gradient, make_leaf
 
 BUCKET_BYTES = 25 * 2**20
 
@@ -47,10 +49,27 @@ class ShardOptions:
     cpu_offload: bool
 
 
+class _Leaves(nn.Module):
+    """A model as DDP sees it: plain parameters only, the memory of this rank's part where they are DTensors."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model: Any
+        self.__dict__["model"] = model  # not a submodule: DDP must not find its DTensors
+        self.leaves = nn.ParameterList(make_leaf(p) for p in model.parameters())
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model(*args, **kwargs)
+
+
 class Replicated:
-    """`ddp`: whole parameters on every rank, gradients all-reduced in buckets while backward runs."""
+    """`ddp`: whole parameters on every rank, gradients all-reduced in buckets while backward runs.
+
+    finishers: called in order once an update's gradients are reduced over the data ranks (sums over other axes).
+    """
 
     stage = STAGES["ddp"]
+    finishers: tuple[Callable[[], None], ...] = ()
 
     def __init__(
         self,
@@ -71,7 +90,9 @@ class Replicated:
         }
         self._ddp: nn.Module = model
         if any(p.requires_grad for p in model.parameters()):
-            wrapped = DistributedDataParallel(model, process_group=group, **options)
+            divided = any(isinstance(p, DTensor) for p in model.parameters())
+            seen = _Leaves(model) if divided else model
+            wrapped = DistributedDataParallel(seen, process_group=group, **options)
             wrapped.register_comm_hook((group, reduce_dtype), _sum_bucket)
             self._ddp = wrapped
 
@@ -91,8 +112,11 @@ class Replicated:
         Nothing is left to wait for: DDP's backward ends with its all-reduces.
         """
         for p in self.module.parameters():
+            give_gradient(p)
             if p.requires_grad and p.grad is None:
                 p.grad = torch.zeros_like(p)
+        for finish in self.finishers:
+            finish()
 
     def release(self) -> None:
         """Nothing is gathered."""
@@ -120,7 +144,12 @@ _sum_bucket.__annotations__.update({"bucket": GradBucket, "return": torch.future
 
 
 class Sharded:
-    """`zero1`, `zero2`, `zero3` and their hybrids: `fully_shard` with the times of gathering and reducing of the stage."""
+    """`zero1`, `zero2`, `zero3` and their hybrids: `fully_shard` with the times of gathering and reducing of the stage.
+
+    finishers: as in `Replicated`.
+    """
+
+    finishers: tuple[Callable[[], None], ...] = ()
 
     def __init__(
         self, model: nn.Module, units: Sequence[Sequence[nn.Module]], mesh: DeviceMesh, options: ShardOptions
@@ -185,12 +214,16 @@ class Sharded:
     def finish_gradients(self) -> None:
         """Sums the gradients of parameters that `fully_shard` leaves whole, in one tensor.
 
-        They are looked up here and in the model's order: weights are filled after sharding, which makes new parameters,
-        and a set would have another order on each rank.
+        Then calls `finishers`. The parameters are looked up here and in the model's order: weights are filled after
+        sharding, which makes new parameters, and a set would have another order on each rank.
         """
         whole = [p for p in self.module.parameters() if p.dim() == 0 and p.requires_grad]
-        if not whole:
-            return
+        if whole:
+            self._sum_whole(whole)
+        for finish in self.finishers:
+            finish()
+
+    def _sum_whole(self, whole: Sequence[nn.Parameter]) -> None:
         gradients = torch.stack([torch.zeros_like(p) if p.grad is None else p.grad for p in whole])
         for dim in self._mesh.mesh_dim_names or ():
             dist.all_reduce(gradients, group=self._mesh[dim].get_group())

@@ -10,6 +10,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardwright.parallel.vocabulary import vocabulary_cross_entropy_sum
 
 IGNORE = -100
 
@@ -32,7 +35,9 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
     """Sum over targets of -log softmax(logits)[label], in float32 at least; labels of -100 count nothing.
 
     Shapes: logits [B, T, V], labels [B, T]; returns a scalar. bf16 logits are widened first: their cross entropy would
-    be quantised.
+    be quantised. Logits that are a DTensor are divided by vocabulary (tensor parallelism): the sum is equal on all ranks.
     """
+    if isinstance(logits, DTensor):
+        return vocabulary_cross_entropy_sum(logits, labels, IGNORE)
     wide = logits if logits.dtype == torch.float64 else logits.float()
     return F.cross_entropy(wide.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")
