@@ -165,7 +165,7 @@ def check_run(loaded: Loaded, world_size: int) -> Axes:
     _check_training(run)
     _check_precision(run)
     axes = resolve_axes(run.parallelism, world_size)
-    for axis in ("pp", "cp", "tp"):
+    for axis in ("cp", "tp"):
         if getattr(axes, axis) > 1:
             raise ConfigError(
                 f"parallelism.{axis}_size {getattr(axes, axis)} cannot be run by this version.",

@@ -2,62 +2,116 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright.config.schema import RunFile
+from shardwright.config.schema import Parallelism, RunFile, Schedule
+from shardwright.layout.schedule import chunks_of, rank_stages, stage_rank
 from shardwright.layout.zero import STAGES
 from shardwright.models.adapters import Parts, find_parts
 from shardwright.models.materialise import materialise
 from shardwright.parallel.casting import compute_in
-from shardwright.parallel.data_parallel import BUCKET_BYTES, Replicated, Sharded, ShardOptions
+from shardwright.parallel.data_parallel import BUCKET_BYTES, Replicated, Sharded, ShardOptions, Summed
+from shardwright.parallel.pipeline import Pipelined, Ties
 from shardwright.parallel.recompute import compile_block, recompute_block
+from shardwright.parallel.stages import Cut, Stage, cut_stages, plan_cut, stage_parts, tied_over_stages
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def parallelize(
     model: nn.Module, run: RunFile, mesh: DeviceMesh, device: torch.device
-) -> Replicated | Sharded:
+) -> Replicated | Sharded | Pipelined:
     """`model` (built on meta) split as `run` says, every parameter filled on `device`.
 
-    Order: recompute inside, compile around it, sharding around both; then weights, so that a rank only ever fills its
-    part. `ddp` needs whole parameters before it can wrap them.
+    Order: cut into stages; recompute inside, compile around it, sharding around both; then weights, so that a rank only
+    ever fills its part. `ddp` needs whole parameters before it can wrap them.
     """
-    parts, p = find_parts(model), run.parallelism
+    whole, p = find_parts(model), run.parallelism
     param_dtype, reduce_dtype = DTYPES[run.precision.param_dtype], DTYPES[run.precision.reduce_dtype]
+    cut = plan_cut(model, run.model, stages_of(p)) if p.pp_size > 1 else None
+    stages = cut_stages(model, cut, own_stages(p, mesh["pp"].get_local_rank())) if cut else ()
+    parts = stage_parts(whole, cut, [stage.index for stage in stages]) if cut else whole
     for name in parts.blocks:
         if run.memory.activation_checkpointing != "none":
             recompute_block(model.get_submodule(name), run.memory.activation_checkpointing)
         if run.memory.compile:
             compile_block(model.get_submodule(name))
+    filled = nn.ModuleList([model, *stages]) if stages else model  # a stage holds what fully_shard knows of it
+    kinds: list[Replicated | Summed | Sharded]
     if p.data_parallel == "ddp":
-        materialise(model, run.model, seed=run.training.seed, device=device)
+        materialise(filled, run.model, seed=run.training.seed, device=device)
         compute_in(model, param_dtype)
         group, bucket_bytes = mesh["dp_replicate"].get_group(), p.bucket_bytes or BUCKET_BYTES
-        return Replicated(
-            model, group, bucket_bytes, reduce_dtype, find_unused=not uses_every_parameter(model)
-        )
+        if stages:
+            kinds = [Summed(model, group, bucket_bytes, reduce_dtype)]
+        else:
+            unused = not uses_every_parameter(model)
+            kinds = [Replicated(model, group, bucket_bytes, reduce_dtype, find_unused=unused)]
+    else:
+        options, dp = shard_options(run), mesh["dp_replicate", "dp_shard"]
+        if cut:
+            own = [(stage, stage.part, stage_parts(whole, cut, (stage.index,))) for stage in stages]
+        else:
+            own = [(model, model, parts)]
+        kinds = [Sharded(root, shard_units(named, p_, p.unit), dp, options) for root, named, p_ in own]
+        offloaded = torch.device("cpu") if options.cpu_offload else device
+        materialise(filled, run.model, seed=run.training.seed, device=offloaded)
+    if cut is None:
+        assert not isinstance(kinds[0], Summed), "only stages are summed afterwards"
+        return kinds[0]
+    return pipelined(model, stages, kinds, mesh, p, whole, cut, param_dtype)
+
+
+def stages_of(p: Parallelism) -> int:
+    """Pipeline stages of the layout: one for each pipeline rank, or as many as the schedule asks for."""
+    return p.pp_size * chunks_of(schedule_of(p))
+
+
+def schedule_of(p: Parallelism) -> Schedule:
+    """The pipeline schedule of the layout."""
+    return p.pp_schedule or "1f1b"
+
+
+def own_stages(p: Parallelism, pp_rank: int) -> tuple[int, ...]:
+    """The stages that pipeline rank `pp_rank` holds."""
+    return rank_stages(schedule_of(p), p.pp_size, chunks_of(schedule_of(p)), pp_rank)
+
+
+def pipelined(
+    model: nn.Module,
+    stages: Sequence[Stage],
+    kinds: Sequence[Replicated | Summed | Sharded],
+    mesh: DeviceMesh,
+    p: Parallelism,
+    whole: Parts,
+    cut: Cut,
+    dtype: torch.dtype,
+) -> Pipelined:
+    """The stages under their schedule, and what they share with the stages of other ranks."""
+    group, schedule = mesh["pp"].get_group(), schedule_of(p)
+    last = stage_rank(schedule, p.pp_size, stages[0].count - 1)
+    ties = Ties.between(tied_over_stages(whole, cut), mesh["pp"].get_local_rank(), 0, last)
+    return Pipelined(model, stages, kinds, group, schedule, width=cut.width, dtype=dtype, ties=ties)
+
+
+def shard_options(run: RunFile) -> ShardOptions:
+    """How the data-parallel kind of `run` gathers and reduces."""
+    p = run.parallelism
     stage = STAGES[p.data_parallel]
-    options = ShardOptions(
+    return ShardOptions(
         stage=stage,
         reshard_after_forward=stage.reshard_after_forward
         if p.reshard_after_forward is None
         else p.reshard_after_forward,
         prefetch=1 if p.prefetch is None else p.prefetch,
-        param_dtype=param_dtype,
-        reduce_dtype=reduce_dtype,
+        param_dtype=DTYPES[run.precision.param_dtype],
+        reduce_dtype=DTYPES[run.precision.reduce_dtype],
         cpu_offload=run.memory.cpu_offload == "params",
     )
-    sharded = Sharded(model, shard_units(model, parts, p.unit), mesh["dp_replicate", "dp_shard"], options)
-    materialise(
-        model,
-        run.model,
-        seed=run.training.seed,
-        device=torch.device("cpu") if options.cpu_offload else device,
-    )
-    return sharded
 
 
 def uses_every_parameter(model: nn.Module) -> bool:

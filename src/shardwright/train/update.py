@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from shardwright.models.adapters import find_parts
 from shardwright.models.build import build_model
 from shardwright.parallel.apply import DTYPES, parallelize
 from shardwright.parallel.mesh import make_mesh
+from shardwright.parallel.pipeline import Pipelined
 from shardwright.train.objective import cross_entropy_sum, forward_arguments, logits_of
 from shardwright.train.optimizer import LOCAL, Local, learning_rate_factor, local_parameters, make_optimizer
 from shardwright.train.rng import seed_microbatch
@@ -58,6 +60,7 @@ class Engine:
         self.rank = dist.get_rank()
         self.mesh: DeviceMesh = make_mesh(axes, device)
         model = build_model(run.model, DTYPES[run.precision.master_dtype])
+        self.parameters = sum(p.numel() for p in model.parameters())  # of the unsplit model
         self.parallel = parallelize(model, run, self.mesh, device)
         self.module: nn.Module = self.parallel.module
         t = run.training
@@ -65,6 +68,9 @@ class Engine:
         place = axes.coordinates(self.rank)
         self._counts_loss = place["tp"] == 0  # tensor-parallel peers hold the same loss
         self.locals: list[Local] = local_parameters(self.module, plain, place)
+        if isinstance(self.parallel, Pipelined):
+            for local in self.locals:
+                local.counts = local.counts and local.name not in self.parallel.copies
         if not self.locals:
             raise ShardwrightError(
                 "Every parameter is frozen.", "There is nothing to train.", "Loosen model.freeze."
@@ -87,11 +93,16 @@ class Engine:
         """Trainable parameters by their name in the unsplit model."""
         return {local.name: local for local in self.locals}
 
-    def loss_sum(self, microbatch: Microbatch) -> Tensor:
-        """Sum of the loss over this microbatch's targets (a scalar, with its graph)."""
-        ids = microbatch.input_ids.to(self.device, non_blocking=True)
+    def loss_of(self, output: Any, microbatch: Microbatch) -> Tensor:
+        """Sum of the loss over this microbatch's targets (a scalar, with its graph), from what the model returned."""
         labels = microbatch.labels.to(self.device, non_blocking=True)
-        return cross_entropy_sum(logits_of(self.parallel(ids, **self._arguments)), labels)
+        return cross_entropy_sum(logits_of(output), labels)
+
+    def loss_sum(self, microbatch: Microbatch) -> Tensor:
+        """Forward of this microbatch and the sum of its loss; zero on a rank of a pipeline without the last stage."""
+        ids = microbatch.input_ids.to(self.device, non_blocking=True)
+        output = self.parallel(ids, **self._arguments)
+        return torch.zeros_like(self._loss) if output is None else self.loss_of(output, microbatch)
 
     def forward_backward(self, batch: UpdateBatch) -> None:
         """Runs every microbatch of `batch`; gradients of SUM(loss) / target_tokens add up and are reduced by SUM."""
@@ -102,6 +113,9 @@ class Engine:
         self.module.train()
         self._batch = batch
         self._loss.zero_()
+        if isinstance(self.parallel, Pipelined):
+            self._run_pipeline(self.parallel, batch)
+            return
         for microbatch in batch.microbatches:
             seed_microbatch(self.run.training.seed, batch.update, microbatch.index)
             with self.parallel.microbatch(last=microbatch is batch.microbatches[-1]):
@@ -109,6 +123,22 @@ class Engine:
                 self._loss += loss.detach()
                 (loss / batch.target_tokens).backward()
         self.parallel.finish_gradients()
+
+    def _run_pipeline(self, pipeline: Pipelined, batch: UpdateBatch) -> None:
+        microbatches, seed = batch.microbatches, self.run.training.seed
+
+        def loss(output: Any, k: int) -> Tensor:
+            value = self.loss_of(output, microbatches[k])
+            self._loss += value.detach()
+            return value / batch.target_tokens
+
+        pipeline.forward_backward(
+            [microbatch.input_ids.to(self.device, non_blocking=True) for microbatch in microbatches],
+            seed=lambda k, stage: seed_microbatch(seed, batch.update, microbatches[k].index, stage),
+            loss=loss,
+            arguments=self._arguments,
+        )
+        pipeline.finish_gradients()
 
     def _check_optimizer(self) -> None:
         """Refuses an optimizer that holds other memory than the model: it would train nothing, silently."""
