@@ -25,9 +25,11 @@ from shardwright.launch import inside_a_launcher, run_workers
 from shardwright.layout.axes import Axes
 from shardwright.layout.legality import check_run
 from shardwright.layout.names import expand_layouts, with_layout
+from shardwright.layout.rules_pipeline import stages_of
 from shardwright.measure import clock
 from shardwright.models import build_model, find_parts
 from shardwright.parallel.process_group import device_kind
+from shardwright.parallel.stages import plan_cut
 
 ONE_THREAD_PARAMETERS = 2_000_000
 """Up to this size one thread is faster than many: the matrices are too small to share."""
@@ -186,6 +188,10 @@ def _candidate(
 ) -> _Candidate:
     chosen = with_layout(loaded, name)
     axes = check_run(chosen, ranks)
+    if axes.pp > 1:
+        plan_cut(
+            build_model(chosen.run.model, torch.float64), chosen.run.model, stages_of(chosen.run.parallelism)
+        )
     spec = CandidateSpec(
         chosen.run.model_dump(mode="json"), str(directory), adjusted.updates, adjusted.changes, fault
     )

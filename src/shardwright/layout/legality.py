@@ -12,6 +12,7 @@ from shardwright.config.schema import RunFile
 from shardwright.errors import ConfigError
 from shardwright.layout.axes import Axes, resolve_axes
 from shardwright.layout.batch import accumulation_steps
+from shardwright.layout.rules_pipeline import check_pipeline
 
 _DTYPE_ORDER = {"bf16": 0, "fp32": 1, "fp64": 2}
 
@@ -169,7 +170,7 @@ def check_run(loaded: Loaded, world_size: int) -> Axes:
         if getattr(axes, axis) > 1:
             raise ConfigError(
                 f"parallelism.{axis}_size {getattr(axes, axis)} cannot be run by this version.",
-                "It runs ddp, zero1, zero2, zero3 and their hybrids (dp_replicate_size); `plan` knows the other axes.",
+                "It runs ddp, zero1, zero2, zero3, their hybrids (dp_replicate_size) and pipelines; `plan` knows the other axes.",
                 f"Set parallelism.{axis}_size to 1.",
             )
     shards = run.parallelism.reshard_after_forward
@@ -190,4 +191,5 @@ def check_run(loaded: Loaded, world_size: int) -> Axes:
     accumulation_steps(
         run.training.global_batch_size, run.training.per_device_train_batch_size, axes.data_ranks
     )
+    check_pipeline(run, axes)
     return axes

@@ -5,7 +5,7 @@ Ranks may hold different tensors (pipeline stages) and different parts of one (s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,30 +14,41 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 
-def whole_tensors(named: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor | None]]:
+def described(named: Mapping[str, Tensor]) -> dict[str, tuple[int, Tensor]]:
+    """For every tensor that any rank has in `named`: the lowest such rank, and its unsplit shape and dtype (on meta).
+
+    Equal on all ranks, in the order of the ranks. Collective.
+    """
+    own = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in named.items()}
+    everyone: list[Any] = [own]
+    if dist.is_initialized():
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, own)
+    found: dict[str, tuple[int, Tensor]] = {}
+    for rank, entries in enumerate(everyone):
+        for name, (shape, dtype) in entries.items():
+            if name not in found:
+                found[name] = (rank, torch.empty(shape, dtype=dtype, device="meta"))
+    return found
+
+
+def whole_tensors(
+    named: Mapping[str, Tensor], order: Sequence[str] | None = None
+) -> Iterator[tuple[str, Tensor | None]]:
     """(name, unsplit tensor) of every tensor that any rank has in `named`: the tensor on rank 0, None on the others.
 
-    Collective: every rank runs it to its end. Ranks that have a name hold all its shards between them. Order: that of the
-    lowest rank that has the name. The tensor of rank 0 may be the one in `named` itself.
+    Collective: every rank runs it to its end. Ranks that have a name hold all its shards between them. order: only these,
+    in this order. The tensor of rank 0 may be the one in `named` itself.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        yield from ((name, _full(tensor)) for name, tensor in named.items())
-        return
-    rank = dist.get_rank()
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, {name: (tuple(t.shape), t.dtype) for name, t in named.items()})
-    owners: dict[str, int] = {}
-    for holder, names in enumerate(everyone):
-        for name in names:
-            owners.setdefault(name, holder)
-    device = next((t.device for t in named.values()), torch.device("cpu"))
-    for name, owner in owners.items():
+    rank, known = dist.get_rank() if dist.is_initialized() else 0, described(named)
+    device = next((tensor.device for tensor in named.values()), torch.device("cpu"))
+    for name in known if order is None else order:
+        owner, like = known[name]
         whole = _full(named[name]) if name in named else None
         if owner and rank == owner and whole is not None:
             dist.send(whole.contiguous(), 0)
         elif owner and rank == 0:
-            shape, dtype = everyone[owner][name]
-            whole = torch.empty(shape, dtype=dtype, device=device)
+            whole = torch.empty_like(like, device=device)
             dist.recv(whole, owner)
         yield name, whole if rank == 0 else None
 

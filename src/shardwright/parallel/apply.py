@@ -8,8 +8,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright.config.schema import Parallelism, RunFile, Schedule
-from shardwright.layout.schedule import chunks_of, rank_stages, stage_rank
+from shardwright.config.schema import Parallelism, RunFile
+from shardwright.layout.rules_pipeline import own_stages, schedule_of, stages_of
+from shardwright.layout.schedule import stage_rank
 from shardwright.layout.zero import STAGES
 from shardwright.models.adapters import Parts, find_parts
 from shardwright.models.materialise import materialise
@@ -40,7 +41,9 @@ def parallelize(
             recompute_block(model.get_submodule(name), run.memory.activation_checkpointing)
         if run.memory.compile:
             compile_block(model.get_submodule(name))
-    filled = nn.ModuleList([model, *stages]) if stages else model  # a stage holds what fully_shard knows of it
+    filled = (
+        nn.ModuleList([model, *stages]) if stages else model
+    )  # a stage holds what fully_shard knows of it
     kinds: list[Replicated | Summed | Sharded]
     if p.data_parallel == "ddp":
         materialise(filled, run.model, seed=run.training.seed, device=device)
@@ -53,10 +56,9 @@ def parallelize(
             kinds = [Replicated(model, group, bucket_bytes, reduce_dtype, find_unused=unused)]
     else:
         options, dp = shard_options(run), mesh["dp_replicate", "dp_shard"]
+        own: list[tuple[nn.Module, nn.Module, Parts]] = [(model, model, parts)]
         if cut:
             own = [(stage, stage.part, stage_parts(whole, cut, (stage.index,))) for stage in stages]
-        else:
-            own = [(model, model, parts)]
         kinds = [Sharded(root, shard_units(named, p_, p.unit), dp, options) for root, named, p_ in own]
         offloaded = torch.device("cpu") if options.cpu_offload else device
         materialise(filled, run.model, seed=run.training.seed, device=offloaded)
@@ -64,21 +66,6 @@ def parallelize(
         assert not isinstance(kinds[0], Summed), "only stages are summed afterwards"
         return kinds[0]
     return pipelined(model, stages, kinds, mesh, p, whole, cut, param_dtype)
-
-
-def stages_of(p: Parallelism) -> int:
-    """Pipeline stages of the layout: one for each pipeline rank, or as many as the schedule asks for."""
-    return p.pp_size * chunks_of(schedule_of(p))
-
-
-def schedule_of(p: Parallelism) -> Schedule:
-    """The pipeline schedule of the layout."""
-    return p.pp_schedule or "1f1b"
-
-
-def own_stages(p: Parallelism, pp_rank: int) -> tuple[int, ...]:
-    """The stages that pipeline rank `pp_rank` holds."""
-    return rank_stages(schedule_of(p), p.pp_size, chunks_of(schedule_of(p)), pp_rank)
 
 
 def pipelined(

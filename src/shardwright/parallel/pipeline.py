@@ -175,9 +175,14 @@ class Pipelined:
         """
         key = (microbatches, *ids.shape)
         if self._built is None or self._built[0] != key:
-            hidden = torch.empty(*ids.shape, self._width, dtype=self._dtype, device="meta", requires_grad=True)
+            hidden = torch.empty(
+                *ids.shape, self._width, dtype=self._dtype, device="meta", requires_grad=True
+            )
             wide = torch.float64 if self._dtype == torch.float64 else torch.float32
-            number, loss = torch.empty(1, dtype=torch.int64, device="meta"), torch.empty((), dtype=wide, device="meta")
+            number, loss = (
+                torch.empty(1, dtype=torch.int64, device="meta"),
+                torch.empty((), dtype=wide, device="meta"),
+            )
             loss.requires_grad_()
             stages = [
                 _TorchStage(

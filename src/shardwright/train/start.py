@@ -13,10 +13,12 @@ from shardwright.data.prepare import Prepared, prepare
 from shardwright.errors import ConfigError
 from shardwright.launch import finish, inside_a_launcher, run_workers, worker_main
 from shardwright.layout.legality import check_device, check_run, notices
+from shardwright.layout.rules_pipeline import stages_of
 from shardwright.measure.record import check_sinks
 from shardwright.models.build import build_model
 from shardwright.parallel.apply import DTYPES
 from shardwright.parallel.process_group import device_kind
+from shardwright.parallel.stages import plan_cut
 from shardwright.train.optimizer import check_optimizer, learning_rate_factor
 from shardwright.train.run_data import make_order
 from shardwright.train.worker import run_rank
@@ -53,7 +55,9 @@ def start_training(loaded: Loaded, nproc_per_node: int) -> int:
 def prepare_run(loaded: Loaded, console: Console) -> Prepared:
     """Refuses what would fail in a rank, and tokenises once for all of them; returns the training rows."""
     run = loaded.run
-    build_model(run.model, DTYPES[run.precision.master_dtype])
+    model = build_model(run.model, DTYPES[run.precision.master_dtype])
+    if run.parallelism.pp_size > 1:
+        plan_cut(model, run.model, stages_of(run.parallelism))
     check_optimizer(run.training)
     find(Path(run.checkpoint.output_dir), run.checkpoint.resume)
     check_sinks(run.logging.report_to)
