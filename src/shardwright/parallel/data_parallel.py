@@ -226,8 +226,10 @@ class Sharded:
         for index, unit in enumerate(units):
             if ahead := units[index + 1 : index + 1 + depth]:
                 unit.set_modules_to_forward_prefetch(ahead)
-            if behind := units[max(0, index - depth) : index][::-1]:
-                unit.set_modules_to_backward_prefetch(behind)
+            # Never torch's own choice, the unit that ran before: in a pipeline that belongs to another microbatch.
+            unit.set_modules_to_backward_prefetch(units[max(0, index - depth) : index][::-1] or [unit])
+        root = cast(FSDPModule, self.module)
+        root.set_modules_to_backward_prefetch(units[-depth:][::-1] or [root])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)

@@ -119,9 +119,9 @@ def plan_cut(model: nn.Module, spec: Model, stages: int) -> Cut:
     weights = [
         sum(p.numel() for p in model.get_submodule(b).parameters() if p.dim() > 1) for b in parts.blocks
     ]
-    head = 0 if parts.head is None else model.get_submodule(parts.head).weight.numel()  # type: ignore[union-attr, operator]
+    head = 0 if parts.head is None else model.get_submodule(parts.head).weight.numel()  # type: ignore[operator]
     counts = split_blocks(len(parts.blocks), stages, head_blocks(sum(weights) // len(weights), head))
-    width = int(model.get_submodule(parts.embedding).weight.shape[1])  # type: ignore[index, union-attr]
+    width = int(model.get_submodule(parts.embedding).weight.shape[1])  # type: ignore[index]
     before, after = _outside(model, spec, parts, width)
     ends = [sum(counts[: stage + 1]) for stage in range(stages)]
     blocks = tuple(tuple(parts.blocks[end - n : end]) for end, n in zip(ends, counts))
