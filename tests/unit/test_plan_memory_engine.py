@@ -14,17 +14,17 @@ from weakref import ref
 import pytest
 import torch
 import torch.distributed as dist
-from shardwright.data.loader import Microbatch, UpdateBatch
-from shardwright.train.update import Engine
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardwright.arch import shape_from_config
 from shardwright.config.load import load_run_file
+from shardwright.data.loader import Microbatch, UpdateBatch
 from shardwright.layout.axes import Axes, resolve_axes
 from shardwright.plan.job import Job, Layout
 from shardwright.plan.memory import peak
+from shardwright.train.update import Engine
 
 torch.set_num_threads(1)
 EXAMPLES = Path(__file__).parents[2] / "examples"

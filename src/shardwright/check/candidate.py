@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from shardwright.launch import finish, worker_main
 from shardwright.layout.axes import AXES, resolve_axes
 from shardwright.measure import clock
 from shardwright.models.build import quiet_transformers
+from shardwright.models.whole import whole_tensors
 from shardwright.parallel.mesh import FLATTENED
 from shardwright.parallel.process_group import connect
 from shardwright.train.optimizer import canonical
@@ -84,10 +85,10 @@ class Recorder:
             for local in self.engine.locals
             if local.counts and local.name in own
         )
-        gradients = (
-            (local.name, local.wrap(own.get(local.name, torch.zeros_like(local.tensor))))
+        gradients = {
+            local.name: local.wrap(own.get(local.name, torch.zeros_like(local.tensor)))
             for local in self.engine.locals
-        )
+        }
         self._write(number, "grad", gradients)
 
     def after_step(self, number: int, batch: UpdateBatch, result: UpdateResult) -> None:
@@ -96,8 +97,8 @@ class Recorder:
         for key, value in optimizer_state(self.engine.optimizer, list(self.engine.locals)).items():
             name, _, kind = key.removeprefix(STATE_OPTIMIZER).rpartition(".")
             states.setdefault(kind, {})[name] = value
-        for kind in sorted(states):
-            self._write(number, kind, iter(states[kind].items()))
+        for kind in self._all_kinds(states):
+            self._write(number, kind, states.get(kind, {}))
         gap, name = self._replica_gap()
         self._write(number, "param", self._parameters())
         place = self.engine.axes.data_rank(self.engine.rank)
@@ -122,15 +123,21 @@ class Recorder:
         )
         self.record.write_scalars(number, scalars)
 
-    def _parameters(self) -> Iterator[tuple[str, Tensor]]:
-        return ((canonical(name), p.detach()) for name, p in self.engine.module.named_parameters())
+    def _parameters(self) -> dict[str, Tensor]:
+        return {canonical(name): p.detach() for name, p in self.engine.module.named_parameters()}
 
-    def _write(self, update: int, kind: str, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        whole = {}
-        for name, tensor in tensors:
-            full = self.engine.full(tensor)
-            if self.record is not None:
-                whole[name] = full.detach().to("cpu", copy=True)
+    def _all_kinds(self, states: dict[str, dict[str, Tensor]]) -> list[str]:
+        """Kinds of optimizer state that any rank has."""
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, sorted(states))
+        return sorted({kind for kinds in everyone for kind in kinds})
+
+    def _write(self, update: int, kind: str, tensors: dict[str, Tensor]) -> None:
+        whole = {
+            name: full.detach().to("cpu", copy=True)
+            for name, full in whole_tensors(tensors)
+            if full is not None
+        }
         if self.record is not None:
             self.record.write_tensors(update, kind, whole)
 
@@ -145,21 +152,21 @@ class Recorder:
             for group in self._replica_groups(p):
                 dist.all_reduce(low, op=dist.ReduceOp.MIN, group=group)
                 dist.all_reduce(high, op=dist.ReduceOp.MAX, group=group)
-            numbers = torch.stack([(high - low).max().double(), high.abs().max().double()])
-            dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
-            gap = numbers[0].item() / max(numbers[1].item(), 1e-300)
+            gap = (high - low).max().item() / max(high.abs().max().item(), 1e-300)
             if not gap <= worst:
                 worst, worst_name = gap, canonical(name)
-        return worst, worst_name
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, (worst, worst_name))
+        return max(everyone, key=lambda found: (not found[0] <= found[0], found[0]))
 
-    def _replica_groups(self, p: Tensor) -> list[dist.ProcessGroup | None]:
+    def _replica_groups(self, p: Tensor) -> list[dist.ProcessGroup]:
         if not isinstance(p, DTensor):
-            return [None]
+            return [self.engine.mesh.get_group(axis) for axis in AXES if axis != "pp"]
         mesh = p.device_mesh
         groups = [mesh.get_group(dim) for dim, how in enumerate(p.placements) if isinstance(how, Replicate)]
         covered = {axis for name in mesh.mesh_dim_names or () for axis in FLATTENED.get(name, (name,))}
         others = [axis for axis in AXES if axis != "pp" and axis not in covered]  # whole there, on no mesh
-        return [*groups, *(self.engine.mesh[axis].get_group() for axis in others)]
+        return [*groups, *(self.engine.mesh.get_group(axis) for axis in others)]
 
 
 def record_updates(spec: CandidateSpec, device: torch.device) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from shardwright.data.loader import Microbatch, UpdateBatch
 from shardwright.errors import ConfigError, did_you_mean
 from shardwright.models import find_parts
+from shardwright.parallel.data_parallel import Replicated
 from shardwright.train.update import Engine
 
 Fault = Callable[[Engine], None]
@@ -46,15 +47,15 @@ def _scale_losses(factor: Callable[[Engine, Microbatch, UpdateBatch], float], va
     """Each microbatch's loss times a factor, in its gradient and, with `value`, in its value too."""
 
     def fault(engine: Engine) -> None:
-        original = engine.loss_sum
+        original = engine.loss_of
 
-        def loss_sum(microbatch: Microbatch) -> Tensor:
-            loss = original(microbatch)
+        def loss_of(output: Any, microbatch: Microbatch) -> Tensor:
+            loss = original(output, microbatch)
             assert engine._batch is not None
             scale = factor(engine, microbatch, engine._batch)
             return loss * scale if value else loss.detach() + (loss - loss.detach()) * scale
 
-        engine.loss_sum = loss_sum  # type: ignore[method-assign]
+        engine.loss_of = loss_of  # type: ignore[method-assign]
 
     return fault
 
@@ -64,14 +65,14 @@ def _targets(*microbatches: Microbatch) -> int:
 
 
 def _shifted_again(engine: Engine) -> None:
-    original = engine.loss_sum
+    original = engine.loss_of
 
-    def loss_sum(microbatch: Microbatch) -> Tensor:
+    def loss_of(output: Any, microbatch: Microbatch) -> Tensor:
         labels = torch.full_like(microbatch.labels, -100)
         labels[:, :-1] = microbatch.labels[:, 1:]
-        return original(replace(microbatch, labels=labels))
+        return original(output, replace(microbatch, labels=labels))
 
-    engine.loss_sum = loss_sum  # type: ignore[method-assign]
+    engine.loss_of = loss_of  # type: ignore[method-assign]
 
 
 def _real_tokens_as_targets(engine: Engine) -> None:
@@ -80,7 +81,7 @@ def _real_tokens_as_targets(engine: Engine) -> None:
 
 
 def _not_synchronised(engine: Engine) -> None:
-    if engine.run.parallelism.data_parallel != "ddp":
+    if not isinstance(engine.parallel, Replicated):
         _scale_losses(lambda e, m, b: float(e.axes.data_rank(e.rank) == 0), value=False)(engine)
         return
     original = engine.parallel.microbatch

@@ -27,9 +27,8 @@ from shardwright.layout.legality import check_run
 from shardwright.layout.names import expand_layouts, with_layout
 from shardwright.measure import clock
 from shardwright.models import build_model, find_parts
-from shardwright.parallel.context_rules import check_context_model
+from shardwright.parallel.apply import check_model
 from shardwright.parallel.process_group import device_kind
-from shardwright.parallel.tensor_plan import plan_tensor
 
 ONE_THREAD_PARAMETERS = 2_000_000
 """Up to this size one thread is faster than many: the matrices are too small to share."""
@@ -73,11 +72,7 @@ def run_check(
     fault = known_fault(plant) if plant else ""
     names = expand_layouts(layouts, nproc_per_node)
     for name in names:
-        chosen = with_layout(loaded, name)
-        check_run(chosen, nproc_per_node)
-        if chosen.run.parallelism.tp_size > 1:
-            model = build_model(loaded.run.model, torch.float64)
-            plan_tensor(model, find_parts(model), chosen.run)
+        check_run(with_layout(loaded, name), nproc_per_node)
     device = device_kind(loaded.run.hardware.device, nproc_per_node)
     adjusted = adjust(
         loaded.run, dtype=dtype, data_ranks=nproc_per_node, device=device, updates=updates, layouts=len(names)
@@ -195,8 +190,8 @@ def _candidate(
 ) -> _Candidate:
     chosen = with_layout(loaded, name)
     axes = check_run(chosen, ranks)
-    if axes.cp > 1:
-        check_context_model(build_model(chosen.run.model, torch.float64), chosen.run)
+    if axes.pp * axes.cp * axes.tp > 1:
+        check_model(build_model(chosen.run.model, torch.float64), chosen.run)
     spec = CandidateSpec(
         chosen.run.model_dump(mode="json"), str(directory), adjusted.updates, adjusted.changes, fault
     )

@@ -184,7 +184,10 @@ def load(path: Path, state: dict[str, Tensor]) -> None:
     cast silently. Raises `CheckpointError` listing the differences.
     """
     stored = stored_keys(path)
-    missing, extra = sorted(state.keys() - stored.keys()), sorted(stored.keys() - state.keys())
+    everyone: list[list[str] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, list(state))  # pipeline stages hold different names
+    held = {name for names in everyone for name in names or ()}
+    missing, extra = sorted(state.keys() - stored.keys()), sorted(stored.keys() - held)
     wrong = [
         f"{name}: stored {tuple(stored[name].size)} {stored[name].properties.dtype}, here {tuple(value.shape)} {value.dtype}"
         for name, value in state.items()
@@ -201,9 +204,11 @@ def load(path: Path, state: dict[str, Tensor]) -> None:
         for names, what in parts
         if names
     ]
-    if problems:
+    found: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, "; ".join(problems))
+    if problem := next((text for text in found if text), ""):
         raise CheckpointError(
-            f"{path} does not fit this model. {'; '.join(problems)}.",
+            f"{path} does not fit this model. {problem}.",
             "",
             "Use the run file it was saved with.",
         )

@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from shardwright.config.schema import Model
 from shardwright.errors import ModelError
 from shardwright.models.adapters import canonical_name, canonical_parameters, unwrapped
 from shardwright.models.weights import DTYPES
+from shardwright.models.whole import described, whole_tensors
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 TOKENIZER_FILES = (
@@ -60,9 +60,10 @@ def save_pretrained(
         if isinstance(module, FSDPModule):
             module.reshard()
     tensors = _tensors(root)
-    files = _split(tensors, max_shard_bytes)
+    known = {name: like for name, (_, like) in described(tensors).items()}
+    files = _split(known, max_shard_bytes)
     _agree(_refusal(target, spec) if _is_writer() else None)
-    failure = _write(root, spec, tensors, files, partial)
+    failure = _write(root, spec, tensors, known, files, partial)
     if failure is None and _is_writer():
         failure = _attempt(_replace, partial, target)
     if failure is not None:
@@ -102,9 +103,14 @@ def _split(tensors: dict[str, Tensor], max_shard_bytes: int) -> list[_File]:
 
 
 def _write(
-    model: nn.Module, spec: Model, tensors: dict[str, Tensor], files: list[_File], partial: Path
+    model: nn.Module,
+    spec: Model,
+    tensors: dict[str, Tensor],
+    known: dict[str, Tensor],
+    files: list[_File],
+    partial: Path,
 ) -> str | None:
-    """Writes everything into `partial`; gives what went wrong on rank 0.
+    """Writes everything into `partial`; gives what went wrong on rank 0. `known` has shapes and dtypes of all ranks.
 
     All ranks gather every tensor, even after rank 0 has failed: a rank that left would hang the others.
     """
@@ -113,15 +119,13 @@ def _write(
     for file in files:
         path = partial / file.name
         if writer and failure is None:
-            failure = _attempt(path.write_bytes, _header(file, tensors))
-        for name in file.tensors:
-            tensor = tensors[name]
-            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            if writer and failure is None:
+            failure = _attempt(path.write_bytes, _header(file, known))
+        for _, full in whole_tensors(tensors, file.tensors):
+            if full is not None and failure is None:
                 failure = _attempt(_append, path, full)
             del full
     if writer and failure is None and len(files) > 1:
-        failure = _attempt(_write_index, files, tensors, partial)
+        failure = _attempt(_write_index, files, known, partial)
     if writer and failure is None:
         failure = _attempt(_sync, partial)
     return failure

@@ -13,6 +13,7 @@ from shardwright.errors import ConfigError
 from shardwright.layout.axes import Axes, resolve_axes
 from shardwright.layout.batch import accumulation_steps
 from shardwright.layout.rules_context import check_context
+from shardwright.layout.rules_pipeline import check_pipeline
 from shardwright.layout.rules_tensor import check_sequence
 
 _DTYPE_ORDER = {"bf16": 0, "fp32": 1, "fp64": 2}
@@ -168,14 +169,8 @@ def check_run(loaded: Loaded, world_size: int) -> Axes:
     _check_training(run)
     _check_precision(run)
     axes = resolve_axes(run.parallelism, world_size)
+    check_pipeline(run, axes)
     check_context(run, axes)
-    for axis in ("pp",):
-        if getattr(axes, axis) > 1:
-            raise ConfigError(
-                f"parallelism.{axis}_size {getattr(axes, axis)} cannot be run by this version.",
-                "It runs tensor parallelism, ddp, zero1, zero2, zero3 and their hybrids; `plan` knows the other axes.",
-                f"Set parallelism.{axis}_size to 1.",
-            )
     check_sequence(run, axes)
     shards = run.parallelism.reshard_after_forward
     if (
@@ -195,4 +190,5 @@ def check_run(loaded: Loaded, world_size: int) -> Axes:
     accumulation_steps(
         run.training.global_batch_size, run.training.per_device_train_batch_size, axes.data_ranks
     )
+    check_pipeline(run, axes)
     return axes

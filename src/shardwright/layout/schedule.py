@@ -296,3 +296,11 @@ def split_blocks(layers: int, stages: int, head_blocks: float = 1.0) -> tuple[in
         counts[-negative] += 1
         heapreplace(loads, (load + 1, negative))
     return tuple(counts)
+
+
+def head_blocks(block_weights: int, head_weights: int) -> float:
+    """How many blocks the output head weighs: the ratio of the weights that multiply every token, so of FLOPs.
+
+    The embedding is a lookup and weighs nothing; attention's products, which have no weights, are left out.
+    """
+    return head_weights / max(block_weights, 1)

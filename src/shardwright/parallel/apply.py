@@ -2,78 +2,113 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright.config.schema import RunFile
+from shardwright.config.schema import Parallelism, RunFile
 from shardwright.layout.rules_context import is_balanced
+from shardwright.layout.rules_pipeline import own_stages, schedule_of, stages_of
+from shardwright.layout.schedule import stage_rank
 from shardwright.layout.zero import STAGES
 from shardwright.models.adapters import Parts, find_parts
 from shardwright.models.materialise import materialise
 from shardwright.parallel.casting import compute_in
 from shardwright.parallel.context import ContextPlace, split_attention
 from shardwright.parallel.context_rules import check_context_model
-from shardwright.parallel.data_parallel import BUCKET_BYTES, Replicated, Sharded, ShardOptions
+from shardwright.parallel.data_parallel import BUCKET_BYTES, Replicated, Sharded, ShardOptions, Summed
 from shardwright.parallel.mesh import replica_group, shard_mesh
+from shardwright.parallel.pipeline import Pipelined, Ties
 from shardwright.parallel.recompute import compile_block, recompute_block
+from shardwright.parallel.stages import Cut, Stage, cut_stages, plan_cut, stage_parts, tied_over_stages
 from shardwright.parallel.tensor import TensorParallel
+from shardwright.parallel.tensor_plan import plan_tensor
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def parallelize(
     model: nn.Module, run: RunFile, mesh: DeviceMesh, device: torch.device
-) -> Replicated | Sharded:
+) -> Replicated | Sharded | Pipelined:
     """`model` (built on meta) split as `run` says, every parameter filled on `device`.
 
-    Order: layers divided over tensor-parallel ranks; context-parallel attention; recompute inside, compile around it,
-    sharding around both; then weights, so that a rank only ever fills its part. `ddp` needs filled parameters before it
-    can wrap them.
+    Order: cut into stages; layers divided over tensor-parallel ranks; attention over context-parallel ranks; recompute
+    inside, compile around it, sharding around both; then weights, so that a rank only ever fills its part. `ddp` needs
+    filled parameters before it can wrap them.
     """
-    parts, p = find_parts(model), run.parallelism
-    tensor: TensorParallel | None = None
+    whole, p = find_parts(model), run.parallelism
+    cut = plan_cut(model, run.model, stages_of(p)) if p.pp_size > 1 else None
+    stages = cut_stages(model, cut, own_stages(p, mesh["pp"].get_local_rank())) if cut else ()
+    in_row = [stage_parts(whole, cut, (stage.index,)) for stage in stages] if cut else [whole]
+    parts = stage_parts(whole, cut, [stage.index for stage in stages]) if cut else whole
+    tensor = None
     if p.tp_size > 1:
-        tensor = TensorParallel(model, parts, mesh["tp"], run)
-    finishers = (tensor.finish_gradients,) if tensor is not None else ()
-    param_dtype, reduce_dtype = DTYPES[run.precision.param_dtype], DTYPES[run.precision.reduce_dtype]
+        tensor = TensorParallel(model, parts, mesh["tp"], run, [chunk.blocks for chunk in in_row])
     if (place := context_place(run, mesh)) is not None:
-        check_context_model(model, run)
         split_attention(model, [model.get_submodule(name) for name in parts.blocks], place)
     for name in parts.blocks:
         if run.memory.activation_checkpointing != "none":
             recompute_block(model.get_submodule(name), run.memory.activation_checkpointing)
         if run.memory.compile:
             compile_block(model.get_submodule(name))
+    kinds: Sequence[Replicated | Summed | Sharded]
     if p.data_parallel == "ddp":
-        materialise(model, run.model, seed=run.training.seed, device=device)
-        compute_in(model, param_dtype)
-        group, bucket_bytes = replica_group(mesh), p.bucket_bytes or BUCKET_BYTES
-        replicated = Replicated(
-            model, group, bucket_bytes, reduce_dtype, find_unused=not uses_every_parameter(model)
-        )
-        replicated.finishers = finishers
-        return replicated
-    stage = STAGES[p.data_parallel]
-    options = ShardOptions(
-        stage=stage,
-        reshard_after_forward=stage.reshard_after_forward
-        if p.reshard_after_forward is None
-        else p.reshard_after_forward,
-        prefetch=1 if p.prefetch is None else p.prefetch,
-        param_dtype=param_dtype,
-        reduce_dtype=reduce_dtype,
-        cpu_offload=run.memory.cpu_offload == "params",
-    )
-    sharded = Sharded(model, shard_units(model, parts, p.unit), shard_mesh(mesh), options)
-    sharded.finishers = finishers
-    materialise(
-        model,
-        run.model,
-        seed=run.training.seed,
-        device=torch.device("cpu") if options.cpu_offload else device,
-    )
-    return sharded
+        kinds = [_replicated(model, stages, run, mesh, device)]
+    else:
+        roots = [(stage, stage.part) for stage in stages] if stages else [(model, model)]
+        kinds = _sharded(model, roots, in_row, run, mesh, device)
+    kinds[-1].finishers = (tensor.finish_gradients,) if tensor is not None else ()
+    if cut is None:
+        assert not isinstance(kinds[0], Summed), "only stages are summed afterwards"
+        return kinds[0]
+    return pipelined(model, stages, kinds, mesh, p, whole, cut, DTYPES[run.precision.param_dtype])
+
+
+def _replicated(
+    model: nn.Module, stages: Sequence[Stage], run: RunFile, mesh: DeviceMesh, device: torch.device
+) -> Replicated | Summed:
+    reduce_dtype = DTYPES[run.precision.reduce_dtype]
+    # a stage holds what fully_shard and materialise know of it
+    filled = nn.ModuleList([model, *stages]) if stages else model
+    materialise(filled, run.model, seed=run.training.seed, device=device)
+    compute_in(model, DTYPES[run.precision.param_dtype])
+    group, bucket_bytes = replica_group(mesh), run.parallelism.bucket_bytes or BUCKET_BYTES
+    if stages:
+        return Summed(model, group, bucket_bytes, reduce_dtype)
+    return Replicated(model, group, bucket_bytes, reduce_dtype, find_unused=not uses_every_parameter(model))
+
+
+def _sharded(
+    model: nn.Module,
+    roots: Sequence[tuple[nn.Module, nn.Module]],
+    parts: Sequence[Parts],
+    run: RunFile,
+    mesh: DeviceMesh,
+    device: torch.device,
+) -> list[Sharded]:
+    """One `Sharded` for each of `roots`: (module that is called, model whose names `parts` are)."""
+    options, dp = shard_options(run), shard_mesh(mesh)
+    kinds = [
+        Sharded(root, shard_units(named, own, run.parallelism.unit), dp, options)
+        for (root, named), own in zip(roots, parts)
+    ]
+    filled = model if roots[0][0] is model else nn.ModuleList([model, *(root for root, _ in roots)])
+    offloaded = torch.device("cpu") if options.cpu_offload else device
+    materialise(filled, run.model, seed=run.training.seed, device=offloaded)
+    return kinds
+
+
+def check_model(model: nn.Module, run: RunFile) -> None:
+    """Raises what `parallelize` would for this model, before any process starts."""
+    p = run.parallelism
+    if p.pp_size > 1:
+        plan_cut(model, run.model, stages_of(p))
+    if p.tp_size > 1:
+        plan_tensor(model, find_parts(model), run)
+    if p.cp_size > 1:
+        check_context_model(model, run)
 
 
 def context_place(run: RunFile, mesh: DeviceMesh) -> ContextPlace | None:
@@ -83,6 +118,39 @@ def context_place(run: RunFile, mesh: DeviceMesh) -> ContextPlace | None:
         return None
     kind = p.cp_attention or "all_gather"
     return ContextPlace(cp.size(), cp.get_local_rank(), is_balanced(run), cp.get_group(), kind)
+
+
+def pipelined(
+    model: nn.Module,
+    stages: Sequence[Stage],
+    kinds: Sequence[Replicated | Summed | Sharded],
+    mesh: DeviceMesh,
+    p: Parallelism,
+    whole: Parts,
+    cut: Cut,
+    dtype: torch.dtype,
+) -> Pipelined:
+    """The stages under their schedule, and what they share with the stages of other ranks."""
+    group, schedule = mesh["pp"].get_group(), schedule_of(p)
+    last = stage_rank(schedule, p.pp_size, stages[0].count - 1)
+    ties = Ties.between(tied_over_stages(whole, cut), mesh["pp"].get_local_rank(), 0, last)
+    return Pipelined(model, stages, kinds, group, schedule, width=cut.width, dtype=dtype, ties=ties)
+
+
+def shard_options(run: RunFile) -> ShardOptions:
+    """How the data-parallel kind of `run` gathers and reduces."""
+    p = run.parallelism
+    stage = STAGES[p.data_parallel]
+    return ShardOptions(
+        stage=stage,
+        reshard_after_forward=stage.reshard_after_forward
+        if p.reshard_after_forward is None
+        else p.reshard_after_forward,
+        prefetch=1 if p.prefetch is None else p.prefetch,
+        param_dtype=DTYPES[run.precision.param_dtype],
+        reduce_dtype=DTYPES[run.precision.reduce_dtype],
+        cpu_offload=run.memory.cpu_offload == "params",
+    )
 
 
 def uses_every_parameter(model: nn.Module) -> bool:

@@ -143,6 +143,69 @@ def _sum_bucket(
 _sum_bucket.__annotations__.update({"bucket": GradBucket, "return": torch.futures.Future[torch.Tensor]})
 
 
+class Summed:
+    """`ddp` inside pipeline stages: whole parameters, gradients all-reduced in buckets after the last backward.
+
+    DDP itself ties its reduction to one forward and one backward after the other, which a pipeline schedule is not, and
+    misses the weight gradients that zero-bubble schedules compute apart. Nothing overlaps with backward here.
+    """
+
+    stage = STAGES["ddp"]
+    finishers: tuple[Callable[[], None], ...] = ()
+
+    def __init__(
+        self, model: nn.Module, group: dist.ProcessGroup, bucket_bytes: int, reduce_dtype: torch.dtype
+    ) -> None:
+        self.module, self._group, self._bytes, self._dtype = model, group, bucket_bytes, reduce_dtype
+
+    @contextmanager
+    def microbatch(self, last: bool) -> Iterator[None]:
+        """Nothing is gathered or reduced while microbatches run."""
+        yield
+
+    def _buckets(self) -> Iterator[list[torch.Tensor]]:
+        """Gradients in groups of at least `bucket_bytes` but the last; the same on every rank of the group."""
+        bucket: list[torch.Tensor] = []
+        size = 0
+        for p in self.module.parameters():
+            if not p.requires_grad:
+                continue
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            own = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
+            bucket.append(own)
+            size += own.numel() * own.element_size()
+            if size >= self._bytes:
+                yield bucket
+                bucket, size = [], 0
+        if bucket:
+            yield bucket
+
+    def finish_gradients(self) -> None:
+        """Sums all gradients over the group; one that no rank has is zero. Two buckets are on their way at a time."""
+        waiting: list[tuple[dist.Work | None, torch.Tensor, list[torch.Tensor]]] = []
+        for bucket in self._buckets():
+            if dist.get_world_size(self._group) == 1:
+                continue
+            flat = torch.cat([gradient.reshape(-1).to(self._dtype) for gradient in bucket])
+            waiting.append((dist.all_reduce(flat, group=self._group, async_op=True), flat, bucket))
+            if len(waiting) > 1:
+                self._take(*waiting.pop(0))
+        for entry in waiting:
+            self._take(*entry)
+        for finish in self.finishers:
+            finish()
+
+    def _take(self, work: dist.Work | None, flat: torch.Tensor, bucket: list[torch.Tensor]) -> None:
+        if work is not None:
+            work.wait()
+        for gradient, part in zip(bucket, flat.split([gradient.numel() for gradient in bucket])):
+            gradient.copy_(part.view_as(gradient))
+
+    def release(self) -> None:
+        """Nothing is gathered."""
+
+
 class Sharded:
     """`zero1`, `zero2`, `zero3` and their hybrids: `fully_shard` with the times of gathering and reducing of the stage.
 
@@ -194,8 +257,10 @@ class Sharded:
         for index, unit in enumerate(units):
             if ahead := units[index + 1 : index + 1 + depth]:
                 unit.set_modules_to_forward_prefetch(ahead)
-            if behind := units[max(0, index - depth) : index][::-1]:
-                unit.set_modules_to_backward_prefetch(behind)
+            # Never torch's own choice, the unit that ran before: in a pipeline that belongs to another microbatch.
+            unit.set_modules_to_backward_prefetch(units[max(0, index - depth) : index][::-1] or [unit])
+        root = cast(FSDPModule, self.module)
+        root.set_modules_to_backward_prefetch(units[-depth:][::-1] or [root])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)

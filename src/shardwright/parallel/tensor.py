@@ -13,6 +13,7 @@ B rows, T positions, D width.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -38,8 +39,18 @@ GRADIENT_GAP = 0.02
 class TensorParallel:
     """A model whose layers are divided over `mesh` (one axis); sums what is partial at the end of an update."""
 
-    def __init__(self, model: nn.Module, parts: Parts, mesh: DeviceMesh, run: RunFile) -> None:
-        """Divides `model` (on meta) in place. Raises as `plan_tensor`."""
+    def __init__(
+        self,
+        model: nn.Module,
+        parts: Parts,
+        mesh: DeviceMesh,
+        run: RunFile,
+        chunks: Sequence[Sequence[str]] | None = None,
+    ) -> None:
+        """Divides `model` (on meta) in place. Raises as `plan_tensor`.
+
+        chunks: blocks that run one after the other (a pipeline stage each); sequences are whole around each chunk.
+        """
         plan = plan_tensor(model, parts, run, whole=run.parallelism.pp_size == 1)
         self.model, self.sequence = model, run.parallelism.sequence_parallel is not False
         self.peers = Peers(mesh.size(), mesh.get_local_rank(), mesh.get_group())
@@ -55,8 +66,9 @@ class TensorParallel:
         for name in sorted(plan.regions):
             self._on_input(name, self._enter)
         if self.sequence:
-            self._on_input(parts.blocks[0], self._cut_sequence)
-            model.get_submodule(parts.blocks[-1]).register_forward_hook(self._whole_sequence)
+            for blocks in chunks or [parts.blocks]:
+                self._on_input(blocks[0], self._cut_sequence)
+                model.get_submodule(blocks[-1]).register_forward_hook(self._whole_sequence)
         self._verified = False
         # torch warns when it makes strided shards whole in two gathers; they carry no sums, so nothing can differ
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)

@@ -4,6 +4,10 @@ Before each microbatch every generator is seeded from (seed, update, number of t
 resumed run draws what an uninterrupted one would, on any rank and any world size, and nothing has to be saved. The
 microbatch's number is global: rows [index * B, (index + 1) * B) draw the same whichever rank holds them, so dropout does
 not depend on the layout as long as per_device_train_batch_size stays. Decision 0003.
+
+Under a pipeline the generators are seeded before each stage's forward of each microbatch, from the stage's number too,
+since a stage cannot know how many numbers the stages before it have drawn. Masks are then a function of (seed, update,
+microbatch, stage): the same in a resumed run and under every schedule with the same cut, but not those of another pp_size.
 """
 
 from __future__ import annotations
@@ -21,9 +25,9 @@ def stream_seed(seed: int, *place: int) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
-def seed_microbatch(seed: int, update: int, index: int) -> None:
-    """Seeds python's, NumPy's and torch's generators (all devices) for one microbatch."""
-    value = stream_seed(seed, update, index)
+def seed_microbatch(seed: int, update: int, index: int, stage: int = 0) -> None:
+    """Seeds python's, NumPy's and torch's generators (all devices) for one microbatch on one pipeline stage."""
+    value = stream_seed(seed, update, index, *((stage,) if stage else ()))
     random.seed(value)
     np.random.seed(value & 0xFFFFFFFF)
     torch.manual_seed(value)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from shardwright.models.adapters import find_parts
 from shardwright.models.build import build_model
 from shardwright.parallel.apply import DTYPES, context_place, parallelize
 from shardwright.parallel.mesh import make_mesh
+from shardwright.parallel.pipeline import Pipelined
 from shardwright.train.objective import cross_entropy_sum, forward_arguments, logits_of
 from shardwright.train.optimizer import LOCAL, Local, learning_rate_factor, local_parameters, make_optimizer
 from shardwright.train.rng import seed_microbatch
@@ -58,6 +60,7 @@ class Engine:
         self.rank = dist.get_rank()
         self.mesh: DeviceMesh = make_mesh(axes, device)
         model = build_model(run.model, DTYPES[run.precision.master_dtype])
+        self.parameters = sum(p.numel() for p in model.parameters())  # of the unsplit model
         self.parallel = parallelize(model, run, self.mesh, device)
         self.module: nn.Module = self.parallel.module
         t = run.training
@@ -65,6 +68,9 @@ class Engine:
         place = axes.coordinates(self.rank)
         self._counts_loss = place["tp"] == 0  # tensor-parallel peers hold the same loss
         self.locals: list[Local] = local_parameters(self.module, plain, place)
+        if isinstance(self.parallel, Pipelined):
+            for local in self.locals:
+                local.counts = local.counts and local.name not in self.parallel.copies
         if not self.locals:
             raise ShardwrightError(
                 "Every parameter is frozen.", "There is nothing to train.", "Loosen model.freeze."
@@ -88,14 +94,24 @@ class Engine:
         """Trainable parameters by their name in the unsplit model."""
         return {local.name: local for local in self.locals}
 
-    def loss_sum(self, microbatch: Microbatch) -> Tensor:
-        """Sum of the loss over this microbatch's targets that are on this rank (a scalar, with its graph)."""
-        ids, labels, arguments = microbatch.input_ids, microbatch.labels, self._arguments
+    def _inputs(self, microbatch: Microbatch) -> tuple[Tensor, dict[str, Any]]:
+        """This rank's token ids [B, T / cp] of a microbatch, and what else the model is given."""
+        ids, arguments = microbatch.input_ids, self._arguments
         if self._place is not None:
             arguments = {**arguments, "position_ids": self._place.position_ids(ids.shape[1], self.device)}
-            ids, labels = self._place.part(ids), self._place.part(labels)
-        ids, labels = (tokens.to(self.device, non_blocking=True) for tokens in (ids, labels))
-        return cross_entropy_sum(logits_of(self.parallel(ids, **arguments)), labels)
+            ids = self._place.part(ids)
+        return ids.to(self.device, non_blocking=True), arguments
+
+    def loss_of(self, output: Any, microbatch: Microbatch) -> Tensor:
+        """Sum of the loss over this rank's targets of a microbatch (a scalar, with its graph), from the model's output."""
+        labels = microbatch.labels if self._place is None else self._place.part(microbatch.labels)
+        return cross_entropy_sum(logits_of(output), labels.to(self.device, non_blocking=True))
+
+    def loss_sum(self, microbatch: Microbatch) -> Tensor:
+        """Forward of this microbatch and the sum of its loss; zero on a rank of a pipeline without the last stage."""
+        ids, arguments = self._inputs(microbatch)
+        output = self.parallel(ids, **arguments)
+        return torch.zeros_like(self._loss) if output is None else self.loss_of(output, microbatch)
 
     def forward_backward(self, batch: UpdateBatch) -> None:
         """Runs every microbatch of `batch`; gradients of SUM(loss) / target_tokens add up and are reduced by SUM."""
@@ -106,6 +122,9 @@ class Engine:
         self.module.train()
         self._batch = batch
         self._loss.zero_()
+        if isinstance(self.parallel, Pipelined):
+            self._run_pipeline(self.parallel, batch)
+            return
         for microbatch in batch.microbatches:
             seed_microbatch(self.run.training.seed, batch.update, microbatch.index)
             with self.parallel.microbatch(last=microbatch is batch.microbatches[-1]):
@@ -113,6 +132,23 @@ class Engine:
                 self._loss += loss.detach()
                 (loss / batch.target_tokens).backward()
         self.parallel.finish_gradients()
+
+    def _run_pipeline(self, pipeline: Pipelined, batch: UpdateBatch) -> None:
+        microbatches, seed = batch.microbatches, self.run.training.seed
+
+        def loss(output: Any, k: int) -> Tensor:
+            value = self.loss_of(output, microbatches[k])
+            self._loss += value.detach()
+            return value / batch.target_tokens
+
+        inputs = [self._inputs(microbatch) for microbatch in microbatches]
+        pipeline.forward_backward(
+            [ids for ids, _ in inputs],
+            seed=lambda k, stage: seed_microbatch(seed, batch.update, microbatches[k].index, stage),
+            loss=loss,
+            arguments=inputs[0][1],  # positions are the same in every microbatch
+        )
+        pipeline.finish_gradients()
 
     def _check_optimizer(self) -> None:
         """Refuses an optimizer that holds other memory than the model: it would train nothing, silently."""

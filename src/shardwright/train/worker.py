@@ -62,11 +62,10 @@ def _describe(loaded: Loaded, engine: Engine, connection: Connection, console: C
     (output_dir / "environment.json").write_text(json.dumps(environment, indent=1) + "\n", encoding="utf-8")
     for notice in connection.notices:
         console.print(notice, highlight=False, soft_wrap=True)
-    parameters = sum(p.numel() for p in engine.module.parameters())
     precision = loaded.run.precision
     name = type(engine.module).__name__.removeprefix("FSDP")
     console.print(
-        f"{name}: {parameters:,} parameters, {loaded.run.parallelism.data_parallel} on {engine.axes}, "
+        f"{name}: {engine.parameters:,} parameters, {loaded.run.parallelism.data_parallel} on {engine.axes}, "
         f"{connection.device} with {connection.threads} threads a rank, compute {precision.param_dtype}, "
         f"stored {precision.master_dtype}, reduced {precision.reduce_dtype}; {engine.updates} updates of "
         f"{loaded.run.training.global_batch_size} rows.",
