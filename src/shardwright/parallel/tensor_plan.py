@@ -92,7 +92,7 @@ def _check_dropout(model: nn.Module) -> None:
 def find_plan(model: nn.Module, parts: Parts, given: Mapping[str, str], whole: bool = True) -> dict[str, str]:
     """Module name -> style, for every module that is divided; `given` (patterns) replaces the model's own plan.
 
-    `*` stands for one part of a name. A model's own plan is extended: embedding and head are divided by vocabulary.
+    `*` stands for one part of a name. Not `whole`: what other pipeline stages hold has no parameters here and is left out. A model's own plan is extended: embedding and head are divided by vocabulary.
     Raises `ModelError` for a model without a plan, a pattern without a match, or a style that is not known.
     """
     patterns = dict(given) or _own_plan(model)
@@ -121,7 +121,8 @@ def find_plan(model: nn.Module, parts: Parts, given: Mapping[str, str], whole: b
     if not given:
         plan |= {name: EMBEDDING for name in (parts.embedding,) if name}
         plan |= {name: "vocabulary" for name in (parts.head,) if name}
-    return {name: style for name, style in plan.items() if style != WHOLE}
+    here = {name for name in plan if whole or any(True for _ in model.get_submodule(name).parameters())}
+    return {name: style for name, style in plan.items() if style != WHOLE and name in here}
 
 
 def _own_plan(model: nn.Module) -> dict[str, str]:
