@@ -56,9 +56,7 @@ def run_file(model: str = LLAMA, **overrides: Any) -> Loaded:
     return load_run_file(None, {key: value for key, value in values.items() if value is not ...})
 
 
-def rows_of(
-    update: int, vocab: int = 31, rows: int = ROWS, seed: int = 5, length: int = T
-) -> list[Tensor]:
+def rows_of(update: int, vocab: int = 31, rows: int = ROWS, seed: int = 5, length: int = T) -> list[Tensor]:
     """Token rows of one update, of 2 to `length` + 1 tokens; the first row alone holds the mark 4, the even ones the mark 3."""
     g = torch.Generator().manual_seed(1000 * seed + update)
     result = []

@@ -26,8 +26,8 @@ def parallelize(
 ) -> Replicated | Sharded:
     """`model` (built on meta) split as `run` says, every parameter filled on `device`.
 
-    Order: context-parallel attention, recompute inside, compile around it, sharding around both; then weights, so that a rank only ever fills its
-    part. `ddp` needs whole parameters before it can wrap them.
+    Order: context-parallel attention, recompute around it, compile around both, sharding around all; then weights, so
+    that a rank only ever fills its part. `ddp` needs whole parameters before it can wrap them.
     """
     parts, p = find_parts(model), run.parallelism
     param_dtype, reduce_dtype = DTYPES[run.precision.param_dtype], DTYPES[run.precision.reduce_dtype]
