@@ -233,6 +233,13 @@ def test_all_factors_with_one_value_are_named(tmp_path: Path) -> None:
     assert "1/2 = 1 / dp_replicate" in found.diagnosis.evidence
 
 
+def test_a_factor_of_the_context_parallel_ranks_is_named(tmp_path: Path) -> None:
+    """A03: the loss or gradient grows by the cp degree."""
+    found = judge(tmp_path, Fault(gradient=scaled(5.0)), axes=Axes(cp=5, dp_shard=2))
+    assert found is not None and found.diagnosis.name == "summed_twice", found
+    assert "5 = cp" in found.diagnosis.evidence
+
+
 @pytest.mark.parametrize(("name", "coefficient"), [("clipping_missing", 1.0), ("clipping_twice", None)])
 def test_clipping_shows_in_the_step_of_sgd(name: str, coefficient: float | None, tmp_path: Path) -> None:
     """A47: SGD has no moments; the applied update tells whether it was clipped."""

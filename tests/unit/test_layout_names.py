@@ -20,6 +20,7 @@ from shardwright.layout.names import apply_layout, expand_layouts, legal_layouts
         ("tp2", {"tp_size": 2}),
         ("pp2:zero_bubble", {"pp_size": 2, "pp_schedule": "zero_bubble"}),
         ("pp2+zero1+tp4", {"pp_size": 2, "data_parallel": "zero1", "tp_size": 4}),
+        ("ddp+cp4:ring", {"data_parallel": "ddp", "cp_size": 4, "cp_attention": "ring"}),
         ("zero3 + cp2", {"data_parallel": "zero3", "cp_size": 2}),
     ],
 )
@@ -36,6 +37,8 @@ def test_name_sets_these_keys(name: str, keys: dict[str, object]) -> None:
         ("tp", "Did you mean `tp"),
         ("ddp:1f1b", "is no layout"),
         ("pp2:1f2b", "Did you mean `1f1b`?"),
+        ("cp2:rings", "Did you mean `ring`?"),
+        ("tp2:ring", "is no layout"),
         ("tp1", "splits nothing"),
         ("ddp+zero1", "sets data_parallel twice: ddp and zero1"),
         ("tp2+tp4", "sets tp_size twice: 2 and 4"),
@@ -59,7 +62,9 @@ def test_options_of_the_run_file_stay_only_where_they_have_an_effect() -> None:
         reshard_after_forward=False,
         tp_size=2,
         sequence_parallel=False,
+        cp_load_balance=False,
     )
+    assert apply_layout("cp2", base).cp_load_balance is False
     assert apply_layout("ddp", base) == Parallelism(data_parallel="ddp")
     assert apply_layout("zero2", base) == Parallelism(data_parallel="zero2", unit="root", prefetch=2)
     assert apply_layout("hsdp2", base).reshard_after_forward is False

@@ -122,7 +122,12 @@ def _norm(facts: Facts) -> Iterable[Diagnosis]:
     shown = f"norm {numbers.candidate:.9g} where the reference has {numbers.reference:.9g}; every gradient is right"
     ratio = numbers.candidate / numbers.reference if numbers.reference else 0.0
     local = [rank for rank, norm in enumerate(theirs.local_norms) if facts.near(numbers.candidate, norm)]
-    counts = {facts.data_ranks: "data ranks", facts.dp_shard: "dp_shard", facts.dp_replicate: "dp_replicate"}
+    counts = {
+        facts.data_ranks: "data ranks",
+        facts.dp_shard: "dp_shard",
+        facts.dp_replicate: "dp_replicate",
+        facts.cp: "cp",
+    }
     rooted = [
         f"sqrt({size} {words})" for size, words in counts.items() if size > 1 and facts.near(ratio, size**0.5)
     ]

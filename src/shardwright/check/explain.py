@@ -84,6 +84,7 @@ def _facts(
         microbatches=len(notes.microbatch_targets) // axes.data_ranks,
         fit_tolerance=tolerance.fit,
         unchanged=_unchanged(reference, candidate, update) if update else (),
+        cp=axes.cp,
     )
 
 

@@ -40,6 +40,12 @@ class Facts:
     microbatches: int
     fit_tolerance: float
     unchanged: tuple[str, ...] = ()
+    cp: int = 1
+
+    @property
+    def shards(self) -> int:
+        """Ranks over which `fully_shard` divides a parameter."""
+        return self.dp_shard * self.cp
 
     @property
     def differing(self) -> tuple[str, ...]:
@@ -79,7 +85,7 @@ def extent(facts: Facts) -> Extent:
         return Extent(f"all {total} tensors", "", _one_shard(facts))
     tied, skipped = {name for group in facts.notes.tied for name in group}, set(facts.notes.no_decay)
     scalars = {name for name, shape in shapes.items() if not shape}
-    small = {name for name, shape in shapes.items() if (shape[0] if shape else 1) < facts.dp_shard}
+    small = {name for name, shape in shapes.items() if (shape[0] if shape else 1) < facts.shards}
     block = next((b for b in facts.notes.blocks if all(name.startswith(f"{b}.") for name in names)), "")
     if names <= tied:
         where, special = f"only the tied {shown}", "tied"
@@ -87,7 +93,7 @@ def extent(facts: Facts) -> Extent:
         where, special = f"only {len(names)} of the {len(scalars)} 0-dim tensors ({shown}{rest})", "small"
     elif names <= small:
         where, special = (
-            f"only {len(names)} tensors with fewer rows than the {facts.dp_shard} shards ({shown}{rest})",
+            f"only {len(names)} tensors with fewer rows than the {facts.shards} shards ({shown}{rest})",
             "small",
         )
     elif block:
@@ -113,11 +119,11 @@ def _one_shard(facts: Facts) -> str:
     owners: set[int] = set()
     for t in facts.numbers:
         if t.differs and t.rows is not None and t.shape:
-            size = -(-t.shape[0] // facts.dp_shard)
+            size = -(-t.shape[0] // facts.shards)
             owners |= {t.rows[0] // size, t.rows[1] // size}
-    if facts.dp_shard < 2 or len(owners) != 1:
+    if facts.shards < 2 or len(owners) != 1:
         return ""
-    return f", only in the rows of shard {owners.pop()} of {facts.dp_shard}"
+    return f", only in the rows of shard {owners.pop()} of {facts.shards}"
 
 
 def factors(facts: Facts) -> list[tuple[float, str, str, str]]:
@@ -154,7 +160,11 @@ def factors(facts: Facts) -> list[tuple[float, str, str, str]]:
         ),
         (-1.0, "sign", "-1", "the sign of the loss"),
     ]
-    for size, axis in ((facts.dp_replicate, "dp_replicate"), (facts.dp_shard, "dp_shard")):
+    for size, axis in (
+        (facts.dp_replicate, "dp_replicate"),
+        (facts.dp_shard, "dp_shard"),
+        (facts.cp, "cp"),
+    ):
         if size != d:
             rows += [
                 (float(size), "summed_twice", f"{size} = {axis}", summed),
