@@ -139,7 +139,9 @@ def right(name: str, cases: dict[str, Any], found: dict[str, Outcome], directory
 @pytest.mark.parametrize("name", ON_TWO)
 def test_two_ranks(name: str, on_two: dict[str, Outcome], directory: Path) -> None:
     """A03 A45 A46 A90 A92: loss, norm, gradients, weights and moments; a row-wise bias of 100 counts once."""
-    if "gemma3" in name:  # its norms compute in float32, whose rounding plain autograd and the engine do differently
+    if (
+        "gemma3" in name
+    ):  # its norms compute in float32, whose rounding plain autograd and the engine do differently
         assert_same_training(on_two[name], on_two["gemma3 ddp"], 1e-6)
     else:
         assert_same_training(on_two[name], right(name, ON_TWO, on_two, directory))
@@ -221,7 +223,9 @@ def _saved_and_loaded(path: str, saved: Any, others: dict[str, Any]) -> dict[str
         now, then = whole_weights(fresh), whole_moments(fresh)
         wrong = [key for key, value in weights.items() if not torch.equal(value, now[key])]
         for key, entries in moments.items():
-            wrong += [f"{key} {entry}" for entry, v in entries.items() if not torch.equal(v, then[key][entry])]
+            wrong += [
+                f"{key} {entry}" for entry, v in entries.items() if not torch.equal(v, then[key][entry])
+            ]
         differing[name] = wrong
     return differing
 
@@ -237,4 +241,4 @@ def test_checkpoints() -> None:
     }
     with tempfile.TemporaryDirectory() as directory:
         found = run_ranks(_saved_and_loaded, 4, directory, run_file(QWEN3, **at("zero3")), others)
-    assert found[0] == dict.fromkeys(others, [])
+    assert found[0] == {key: [] for key in others}

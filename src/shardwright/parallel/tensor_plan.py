@@ -89,9 +89,7 @@ def _check_dropout(model: nn.Module) -> None:
                 )
 
 
-def find_plan(
-    model: nn.Module, parts: Parts, given: Mapping[str, str], whole: bool = True
-) -> dict[str, str]:
+def find_plan(model: nn.Module, parts: Parts, given: Mapping[str, str], whole: bool = True) -> dict[str, str]:
     """Module name -> style, for every module that is divided; `given` (patterns) replaces the model's own plan.
 
     `*` stands for one part of a name. A model's own plan is extended: embedding and head are divided by vocabulary.
