@@ -33,6 +33,7 @@ from shardwright.parallel.apply import DTYPES
 from shardwright.parallel.apply import parallelize as _parallelize
 from shardwright.parallel.data_parallel import Replicated, Sharded
 from shardwright.parallel.mesh import make_mesh
+from shardwright.parallel.pipeline import Pipelined
 from shardwright.parallel.process_group import connect
 from shardwright.train import update
 from shardwright.train.update import UpdateResult
@@ -196,7 +197,9 @@ def parallelize(
     run = loaded.run
     mesh = make_mesh(check_run(loaded, dist.get_world_size()), torch.device(device))
     built = build_model(run.model, DTYPES[run.precision.master_dtype])
-    return _parallelize(built, run, mesh, torch.device(device))
+    split = _parallelize(built, run, mesh, torch.device(device))
+    assert not isinstance(split, Pipelined), "refused by _run"
+    return split
 
 
 def _dotted(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -92,7 +92,8 @@ def _check_dropout(model: nn.Module) -> None:
 def find_plan(model: nn.Module, parts: Parts, given: Mapping[str, str], whole: bool = True) -> dict[str, str]:
     """Module name -> style, for every module that is divided; `given` (patterns) replaces the model's own plan.
 
-    `*` stands for one part of a name. Not `whole`: what other pipeline stages hold has no parameters here and is left out. A model's own plan is extended: embedding and head are divided by vocabulary.
+    `*` stands for one part of a name. A model's own plan is extended: embedding and head are divided by vocabulary. Not
+    `whole`: what other pipeline stages hold has no parameters here and is left out.
     Raises `ModelError` for a model without a plan, a pattern without a match, or a style that is not known.
     """
     patterns = dict(given) or _own_plan(model)
