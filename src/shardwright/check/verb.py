@@ -20,7 +20,7 @@ from shardwright.check.table import Row, crashed_row, result_row, show
 from shardwright.check.tolerance import Tolerance, float64_tolerance, run_dtype_tolerance
 from shardwright.config.load import Loaded
 from shardwright.config.schema import Training
-from shardwright.errors import ConfigError, ExitCode
+from shardwright.errors import ConfigError, ExitCode, ModelError
 from shardwright.launch import inside_a_launcher, run_workers
 from shardwright.layout.axes import Axes
 from shardwright.layout.legality import check_run
@@ -70,12 +70,10 @@ def run_check(
             "Call it once, without torchrun or srun.",
         )
     fault = known_fault(plant) if plant else ""
-    names = expand_layouts(layouts, nproc_per_node)
-    for name in names:
-        check_run(with_layout(loaded, name), nproc_per_node)
+    names, data_ranks = _possible(loaded, layouts, nproc_per_node, console)
     device = device_kind(loaded.run.hardware.device, nproc_per_node)
     adjusted = adjust(
-        loaded.run, dtype=dtype, data_ranks=nproc_per_node, device=device, updates=updates, layouts=len(names)
+        loaded.run, dtype=dtype, data_ranks=data_ranks, device=device, updates=updates, layouts=len(names)
     )
     with tempfile.TemporaryDirectory(prefix="shardwright-check-") as directory:
         return _check(
@@ -88,6 +86,29 @@ def run_check(
             Path(directory),
             console,
         )
+
+
+def _possible(loaded: Loaded, layouts: str, ranks: int, console: Console) -> tuple[tuple[str, ...], int]:
+    """The layouts that can run, and the most data ranks that one of them has.
+
+    One that was named must be possible; of `all`, those that are not are listed with the reason.
+    """
+    asked = {part.strip() for part in layouts.split(",")}
+    model = build_model(loaded.run.model, torch.float64)
+    names, data_ranks = [], 1
+    for name in expand_layouts(layouts, ranks):
+        try:
+            chosen = with_layout(loaded, name)
+            axes = check_run(chosen, ranks)
+            check_model(model, chosen.run)
+        except (ConfigError, ModelError) as error:
+            if name in asked:
+                raise
+            _say(console, f"{name} left out: {error.what} {error.why}".rstrip())
+            continue
+        names.append(name)
+        data_ranks = max(data_ranks, axes.data_ranks)
+    return tuple(names), data_ranks
 
 
 def _check(
@@ -190,8 +211,6 @@ def _candidate(
 ) -> _Candidate:
     chosen = with_layout(loaded, name)
     axes = check_run(chosen, ranks)
-    if axes.pp * axes.cp * axes.tp > 1:
-        check_model(build_model(chosen.run.model, torch.float64), chosen.run)
     spec = CandidateSpec(
         chosen.run.model_dump(mode="json"), str(directory), adjusted.updates, adjusted.changes, fault
     )

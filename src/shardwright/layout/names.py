@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from itertools import product
 from typing import Any, get_args
 
 from shardwright.config.load import Loaded
@@ -102,10 +103,29 @@ def apply_layout(name: str, base: Parallelism) -> Parallelism:
     return Parallelism(**{**kept, **keys})
 
 
-def legal_layouts(world_size: int) -> tuple[str, ...]:
-    """What `all` stands for on `world_size` ranks: every data-parallel kind, and HSDP for each possible replica count."""
-    replicas = [f"hsdp{size}" for size in range(2, world_size + 1) if world_size % size == 0]
-    return (*get_args(DataParallel), *replicas)
+def every_layout(world_size: int) -> tuple[str, ...]:
+    """What `all` stands for on `world_size` ranks: every size of the axes, with the data-parallel kinds.
+
+    Where an axis beside data parallelism stands alone, its variants too (schedules, attention). What a model or a run file
+    cannot do among these is for the gates to refuse.
+    """
+    names: list[str] = []
+    sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
+    for pp, cp, tp in product(sizes, repeat=3):
+        if world_size % (pp * cp * tp):
+            continue
+        data = world_size // (pp * cp * tp)
+        cuts = [f"{axis}{size}" for axis, size in (("pp", pp), ("cp", cp), ("tp", tp)) if size > 1]
+        kinds = get_args(DataParallel) if data > 1 or not cuts else ("ddp", "zero3")
+        names += ["+".join([kind, *cuts]) for kind in kinds]
+        if data > 1:
+            replicas = [size for size in sizes if size > 1 and data % size == 0] if not cuts else [2]
+            names += ["+".join([f"hsdp{size}", *cuts]) for size in replicas if data % size == 0]
+        if len(cuts) == 1 and (option := OPTIONS.get(cuts[0][:2])):
+            names += [
+                f"ddp+{cuts[0]}:{value}" for value in option[2][1 if pp == 1 else 0 :] if value != "1f1b"
+            ]
+    return tuple(names)
 
 
 def expand_layouts(text: str, world_size: int) -> tuple[str, ...]:
@@ -116,7 +136,7 @@ def expand_layouts(text: str, world_size: int) -> tuple[str, ...]:
             raise ConfigError(
                 f"`{text}` has an empty layout name.", "", "Write names separated by single commas."
             )
-        for expanded in legal_layouts(world_size) if name == "all" else (name,):
+        for expanded in every_layout(world_size) if name == "all" else (name,):
             parse_layout(expanded)
             if expanded not in names:
                 names.append(expanded)
