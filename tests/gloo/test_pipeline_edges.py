@@ -248,9 +248,7 @@ def test_torch_runs_the_lists_that_are_proven() -> None:
     assert all(torch.equal(value, both[name]) for name, value in second.items())
     assert all(torch.allclose(facts["dropout gpipe"][1][n], v, rtol=1e-9) for n, v in second.items())
     plain = case(GPT2)[1]
-    assert loss != pytest.approx(
-        reference(plain, {n: v for n, v in _starts(plain).items()}, updates=2).results[1].loss, rel=1e-6
-    )
+    assert loss != pytest.approx(reference(plain, dict(_starts(plain)), updates=2).results[1].loss, rel=1e-6)
 
 
 def _starts(loaded: Loaded) -> dict[str, torch.Tensor]:

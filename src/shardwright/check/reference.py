@@ -192,7 +192,7 @@ class Reference:
                 zero = {n: torch.zeros_like(self.trained[n]) for n in chosen - gradients.keys()}
                 probe[microbatch.index] = zero | {n: g * count for n, g in gradients.items() if n in chosen}
         for name, p in self.trained.items():
-            p.grad = total[name] if name in used else None
+            p.grad = total[name]
         record.write_tensors(number + 1, "grad", total)
         if number == 0:
             record.write_probe(probe)

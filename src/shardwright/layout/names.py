@@ -122,9 +122,8 @@ def every_layout(world_size: int) -> tuple[str, ...]:
             replicas = [size for size in sizes if size > 1 and data % size == 0] if not cuts else [2]
             names += ["+".join([f"hsdp{size}", *cuts]) for size in replicas if data % size == 0]
         if len(cuts) == 1 and (option := OPTIONS.get(cuts[0][:2])):
-            names += [
-                f"ddp+{cuts[0]}:{value}" for value in option[2][1 if pp == 1 else 0 :] if value != "1f1b"
-            ]
+            others = [value for value in option[2] if value not in ("1f1b", "all_gather")]
+            names += [f"ddp+{cuts[0]}:{value}" for value in others]
     return tuple(names)
 
 
