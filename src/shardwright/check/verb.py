@@ -72,7 +72,9 @@ def run_check(
     fault = known_fault(plant) if plant else ""
     names = expand_layouts(layouts, nproc_per_node)
     for name in names:
-        check_run(with_layout(loaded, name), nproc_per_node)
+        chosen = with_layout(loaded, name)
+        if check_run(chosen, nproc_per_node).cp > 1:
+            check_context_model(build_model(chosen.run.model, torch.float64), chosen.run)
     device = device_kind(loaded.run.hardware.device, nproc_per_node)
     adjusted = adjust(loaded.run, dtype=dtype, data_ranks=nproc_per_node, device=device, updates=updates)
     with tempfile.TemporaryDirectory(prefix="shardwright-check-") as directory:
@@ -185,8 +187,6 @@ def _candidate(
 ) -> _Candidate:
     chosen = with_layout(loaded, name)
     axes = check_run(chosen, ranks)
-    if axes.cp > 1:
-        check_context_model(build_model(chosen.run.model, torch.float64), chosen.run)
     spec = CandidateSpec(
         chosen.run.model_dump(mode="json"), str(directory), adjusted.updates, adjusted.changes, fault
     )
