@@ -109,7 +109,7 @@ def test_merged_blocks_are_the_whole_attention(kv_heads: int, width: int) -> Non
     with torch.no_grad():
         merged = Merged(q, width)
         for a, b, causal in blocks:
-            merged.add(a, attend(q[:, :, a], k[:, :, b], v[:, :, b], 0.4, causal))
+            merged.add(a, attend(q[:, :, a], k[:, :, b], v[:, :, b], 0.4, causal), first=b.start == 0)
         assert torch.allclose(merged.out, right, rtol=0, atol=1e-14)
         sums = [torch.zeros_like(t) for t in (q, k, v)]
         for a, b, causal in blocks:
@@ -132,7 +132,7 @@ def test_bf16_blocks_are_merged_in_float32(width: int) -> None:
     for start in range(0, 64, 4):
         part = slice(start, start + 4)
         found = attend(q.bfloat16(), k[:, :, part].bfloat16(), v[:, :, part].bfloat16(), 8**-0.5, False)
-        merged.add(slice(0, 64), found)
+        merged.add(slice(0, 64), found, first=start == 0)
     assert merged.out.dtype == torch.float32
     assert (merged.out.double() - right).abs().max() < 0.012, "half a bf16 step at 3 is 0.008"
     assert (merged.out.double() - right).mean().abs() < 0.002

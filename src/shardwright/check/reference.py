@@ -178,14 +178,12 @@ class Reference:
         total: dict[str, Tensor] = {name: torch.zeros_like(p) for name, p in self.trained.items()}
         probe: dict[int, dict[str, Tensor]] = {}
         chosen = self._probe_names(len(targets)) if number == 0 else set()
-        used: set[str] = set()
         sums: list[float] = []
         if number == 0:
             self._note_first(batch, targets)
         count = sum(targets)
         for microbatch, loss, gradients in self._gradients(batch, count):
             sums.append(loss)
-            used |= gradients.keys()
             for name, gradient in gradients.items():
                 total[name] += gradient
             if number == 0:

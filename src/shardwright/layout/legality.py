@@ -172,15 +172,11 @@ def check_run(loaded: Loaded, world_size: int) -> Axes:
     check_pipeline(run, axes)
     check_context(run, axes)
     check_sequence(run, axes)
-    shards = run.parallelism.reshard_after_forward
-    if (
-        isinstance(shards, int)
-        and not isinstance(shards, bool)
-        and (axes.dp_shard % shards or shards in (1, axes.dp_shard))
-    ):
+    shards, whole = run.parallelism.reshard_after_forward, axes.dp_shard * axes.cp
+    if isinstance(shards, int) and not isinstance(shards, bool) and (whole % shards or shards in (1, whole)):
         raise ConfigError(
-            f"parallelism.reshard_after_forward {shards} on dp_shard_size {axes.dp_shard}.",
-            "Parameters are kept on that many ranks after forward: a divisor of dp_shard_size, neither 1 nor all of it.",
+            f"parallelism.reshard_after_forward {shards} on dp_shard_size x cp_size = {whole}.",
+            "Parameters are kept on that many ranks after forward: a divisor of the ranks that share them, neither 1 nor all.",
             "Use true or false, or a proper divisor.",
         )
     if run.memory.cpu_offload != "none" and run.parallelism.data_parallel == "ddp":

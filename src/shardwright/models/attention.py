@@ -98,13 +98,16 @@ class Merged:
 
     def __init__(self, query: Tensor, value_width: int) -> None:
         shape, wide = query.shape[:-1], wide_dtype(query.dtype)
-        self.out = torch.zeros((*shape, value_width), dtype=wide, device=query.device)
-        self.lse = torch.full(shape, -math.inf, dtype=wide, device=query.device)
+        self.out = torch.empty((*shape, value_width), dtype=wide, device=query.device)
+        self.lse = torch.empty(shape, dtype=wide, device=query.device)
         self.seeds: tuple[Tensor, ...] = ()
 
-    def add(self, queries: slice, block: Attended) -> None:
-        """Adds what `queries` found in one block."""
+    def add(self, queries: slice, block: Attended, first: bool) -> None:
+        """Adds what `queries` found in one block; `first`: it is the first one for these queries."""
         self.seeds = self.seeds or block.seeds
+        if first:
+            self.out[:, :, queries], self.lse[:, :, queries] = block.out, block.lse
+            return
         own, lse = self.lse[:, :, queries], block.lse.to(self.lse.dtype)
         merged = torch.logaddexp(own, lse)
         before, share = (own - merged).exp().unsqueeze(-1), (lse - merged).exp().unsqueeze(-1)

@@ -254,12 +254,11 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, blocks: list[Block]
     ) -> Tensor:
-        merged = Merged(query, value.shape[-1])
+        merged, begun = Merged(query, value.shape[-1]), set()
         for queries, keys, causal in blocks:
-            merged.add(
-                queries,
-                attend(query[:, :, queries], key[:, :, keys], value[:, :, keys], scale, causal),
-            )
+            found = attend(query[:, :, queries], key[:, :, keys], value[:, :, keys], scale, causal)
+            merged.add(queries, found, first=queries.start not in begun)
+            begun.add(queries.start)
         out = merged.out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, merged.lse, *merged.seeds)
         ctx.scale, ctx.blocks = scale, blocks
@@ -308,7 +307,7 @@ class _Ring(torch.autograd.Function):
             for queries, keys, causal in place.blocks((place.rank - step) % place.size, query.shape[2]):
                 part = held[:, :, keys]
                 found = attend(query[:, :, queries], part[..., :width], part[..., width:], scale, causal)
-                merged.add(queries, found)
+                merged.add(queries, found, first=step == 0)
             held = held if passing is None else passing.wait()
         out = merged.out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, merged.lse, *merged.seeds)

@@ -290,8 +290,8 @@ class Sharded:
 
     def _sum_whole(self, whole: Sequence[nn.Parameter]) -> None:
         gradients = torch.stack([torch.zeros_like(p) if p.grad is None else p.grad for p in whole])
-        for dim in self._mesh.mesh_dim_names or ():
-            dist.all_reduce(gradients, group=self._mesh[dim].get_group())
+        for dim in range(self._mesh.ndim):
+            dist.all_reduce(gradients, group=self._mesh.get_group(dim))
         for p, gradient in zip(whole, gradients.unbind()):
             p.grad = gradient
 
