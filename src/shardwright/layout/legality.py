@@ -12,6 +12,7 @@ from shardwright.config.schema import RunFile
 from shardwright.errors import ConfigError
 from shardwright.layout.axes import Axes, resolve_axes
 from shardwright.layout.batch import accumulation_steps
+from shardwright.layout.combine import check_combination
 from shardwright.layout.rules_context import check_context
 from shardwright.layout.rules_pipeline import check_pipeline
 from shardwright.layout.rules_tensor import check_sequence
@@ -131,18 +132,14 @@ def _check_precision(run: RunFile) -> None:
         )
 
 
-def _offload_error(reason: str) -> ConfigError:
-    return ConfigError(
-        "memory.cpu_offload params moves shards between a GPU and its host.",
-        reason,
-        "Set memory.cpu_offload to none.",
-    )
-
-
 def check_device(run: RunFile, kind: str) -> None:
     """Raises `ConfigError` for what this run cannot do on a device of `kind` (`cpu` or `cuda`)."""
     if run.memory.cpu_offload != "none" and kind == "cpu":
-        raise _offload_error("This run is on the CPU: the shards are there already.")
+        raise ConfigError(
+            "memory.cpu_offload params moves shards between a GPU and its host.",
+            "This run is on the CPU: the shards are there already.",
+            "Set memory.cpu_offload to none.",
+        )
 
 
 def notices(run: RunFile) -> list[str]:
@@ -169,6 +166,7 @@ def check_run(loaded: Loaded, world_size: int) -> Axes:
     _check_training(run)
     _check_precision(run)
     axes = resolve_axes(run.parallelism, world_size)
+    check_combination(run, axes)
     check_pipeline(run, axes)
     check_context(run, axes)
     check_sequence(run, axes)
@@ -179,12 +177,11 @@ def check_run(loaded: Loaded, world_size: int) -> Axes:
             "Parameters are kept on that many ranks after forward: a divisor of the ranks that share them, neither 1 nor all.",
             "Use true or false, or a proper divisor.",
         )
-    if run.memory.cpu_offload != "none" and run.parallelism.data_parallel == "ddp":
-        raise _offload_error("ddp keeps whole parameters on every rank: there are no shards to move.")
     if run.hardware.device != "auto":
         check_device(run, run.hardware.device)
     accumulation_steps(
         run.training.global_batch_size, run.training.per_device_train_batch_size, axes.data_ranks
     )
+    check_combination(run, axes)
     check_pipeline(run, axes)
     return axes

@@ -46,9 +46,3 @@ def check_context(run: RunFile, axes: Axes) -> None:
             why,
             f"Set data.max_length to {near}. Rows are padded to max_length, and padding has no target.",
         )
-    if run.memory.compile:
-        raise ConfigError(
-            f"memory.compile with cp_size = {cp}.",
-            "The core attention talks to other ranks inside the block, which torch.compile cannot trace.",
-            "Set memory.compile to false or cp_size to 1.",
-        )

@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardwright.layout.axes import Axes
+from shardwright.layout.combine import FULLY_SHARD, SPLIT_BACKWARD, excluded
 from shardwright.layout.schedule import legality
 from shardwright.plan.job import Job, Layout, Recompute
 
@@ -36,8 +37,8 @@ for.
 
 WITHOUT_HSDP = tuple(kind for kind in KINDS if kind != "hsdp")
 
-SPLIT_WEIGHTS = ("zero_bubble", "zbv")
-"""Schedules that make the weights' gradient apart: torch runs them without `fully_shard` only."""
+SPLIT_WEIGHTS = tuple(name for name in SPLIT_BACKWARD if excluded({name, *FULLY_SHARD}))
+"""Schedules that make the weights' gradient apart and run without `fully_shard` only."""
 
 
 class Shell(NamedTuple):

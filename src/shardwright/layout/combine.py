@@ -1,0 +1,120 @@
+"""What does not combine with what, as one table: the gate refuses from it, the planner leaves it out, the docs print it.
+
+Everything that is not in the table combines, and `check --layouts all` proves it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shardwright.errors import ConfigError
+from shardwright.layout.axes import Axes
+
+if TYPE_CHECKING:  # the planner reads the table and loads no pydantic
+    from shardwright.config.schema import RunFile
+
+SPLIT_BACKWARD = ("zero_bubble", "zbv")
+"""Schedules that compute the gradients of inputs and of weights apart."""
+
+FULLY_SHARD = ("zero1", "zero2", "zero3")
+
+
+@dataclass(frozen=True)
+class Exclusion:
+    """`first` and `second` are features (any one of each tuple) that do not go together, with the reason and the way out."""
+
+    first: tuple[str, ...]
+    second: tuple[str, ...]
+    reason: str
+    fix: str
+
+
+EXCLUSIONS = (
+    Exclusion(
+        SPLIT_BACKWARD,
+        FULLY_SHARD,
+        "The schedule computes the gradients of weights apart from those of inputs, by which fully_shard finds the moment to "
+        "reduce: gradients come out wrong (tried with torch 2.13).",
+        "Set data_parallel to ddp, or pp_schedule to 1f1b or interleaved_1f1b.",
+    ),
+    Exclusion(
+        SPLIT_BACKWARD,
+        ("selective",),
+        "Backward runs in two parts, and what selective recomputation keeps can be read once.",
+        "Set memory.activation_checkpointing to full (recomputed in both parts) or none, or pp_schedule to 1f1b.",
+    ),
+    Exclusion(
+        SPLIT_BACKWARD,
+        ("compile",),
+        "A compiled block has one backward for inputs and weights together: torch refuses the pair.",
+        "Set memory.compile to false, or pp_schedule to 1f1b.",
+    ),
+    Exclusion(
+        ("compile",),
+        ("cp",),
+        "The core attention talks to other ranks inside the block, which torch.compile cannot trace.",
+        "Set memory.compile to false or cp_size to 1.",
+    ),
+    Exclusion(
+        ("pp",),
+        ("module",),
+        "Stages are cut from Transformers models, whose parts are known by convention.",
+        "Set parallelism.pp_size to 1, or give a Hugging Face directory.",
+    ),
+    Exclusion(
+        ("offload",),
+        ("ddp",),
+        "ddp keeps whole parameters on every rank: there are no shards to move.",
+        "Set memory.cpu_offload to none.",
+    ),
+)
+
+
+def features(run: RunFile, axes: Axes) -> dict[str, str]:
+    """The features of a run -> how an error spells each."""
+    p, memory = run.parallelism, run.memory
+    found: dict[str, str] = {p.data_parallel: f"data_parallel {p.data_parallel}"}
+    found |= {
+        a: f"parallelism.{a}_size {getattr(axes, a)}" for a in ("pp", "cp", "tp") if getattr(axes, a) > 1
+    }
+    if axes.pp > 1:
+        schedule = p.pp_schedule or "1f1b"
+        found[schedule] = f"parallelism.pp_schedule {schedule}"
+    if memory.activation_checkpointing != "none":
+        kind = memory.activation_checkpointing
+        found[kind] = f"memory.activation_checkpointing {kind}"
+    if memory.compile:
+        found["compile"] = "memory.compile"
+    if memory.cpu_offload != "none":
+        found["offload"] = f"memory.cpu_offload {memory.cpu_offload}"
+    if ":" in run.model.model_name_or_path:
+        found["module"] = f"the model function {run.model.model_name_or_path}"
+    return found
+
+
+def excluded(names: frozenset[str] | set[str]) -> Exclusion | None:
+    """The first exclusion that a set of features meets; None when they combine."""
+    return next((e for e in EXCLUSIONS if names & set(e.first) and names & set(e.second)), None)
+
+
+def check_combination(run: RunFile, axes: Axes) -> None:
+    """Raises `ConfigError` for two features that do not combine."""
+    spelled = features(run, axes)
+    exclusion = excluded(set(spelled))
+    if exclusion is None:
+        return
+    first, second = (
+        next(spelled[n] for n in names if n in spelled) for names in (exclusion.first, exclusion.second)
+    )
+    raise ConfigError(f"{first} with {second}.", exclusion.reason, exclusion.fix)
+
+
+def table() -> Iterator[str]:
+    """The exclusions as a markdown table, for docs/combinations.md."""
+    yield "| this | with this | why not |"
+    yield "|---|---|---|"
+    for e in EXCLUSIONS:
+        first, second = (", ".join(f"`{name}`" for name in names) for names in (e.first, e.second))
+        yield f"| {first} | {second} | {e.reason} |"
