@@ -36,7 +36,7 @@ class _CrossEntropySum(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, labels: Tensor, first: int, ignore: int, name: str) -> Tensor:
         wide = _wide(logits)
         largest = all_sum(wide.amax(dim=-1), name, "max")
-        own = (labels >= first) & (labels < first + logits.size(-1)) & (labels != ignore)
+        own = (labels >= first) & (labels < first + logits.size(-1))
         place = torch.where(own, labels - first, 0)
         target = torch.where(own, wide.gather(-1, place[:, None])[:, 0] - largest, 0.0)
         total = (wide - largest[:, None]).exp_().sum(dim=-1)
