@@ -9,7 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from tests.gloo.engine import GPT2, LLAMA, QWEN3, SMALL, Outcome, assert_same_training, reference, run_file, worst
+from tests.gloo.engine import (
+    GPT2,
+    LLAMA,
+    QWEN3,
+    SMALL,
+    Outcome,
+    assert_same_training,
+    reference,
+    run_file,
+    worst,
+)
 from tests.gloo.pipelines import on_ranks
 
 from shardwright.config.load import Loaded
@@ -21,7 +31,9 @@ KINDS = ("ddp", "zero1", "zero2", "zero3")
 SGD = {"training__optimizer": "sgd"}
 
 
-def case(model: str, kind: str = "ddp", schedule: str | None = None, pp: int = 2, **more: Any) -> tuple[str, Loaded]:
+def case(
+    model: str, kind: str = "ddp", schedule: str | None = None, pp: int = 2, **more: Any
+) -> tuple[str, Loaded]:
     """5 blocks on 2 stages, or on 4 (A82)."""
     sizes: dict[str, Any] = {**SMALL[model], "n_layer" if model == GPT2 else "num_hidden_layers": 5}
     if model == QWEN3:
@@ -34,7 +46,10 @@ def case(model: str, kind: str = "ddp", schedule: str | None = None, pp: int = 2
 ON_TWO = {
     **{f"llama {schedule}": case(LLAMA, schedule=schedule) for schedule in SCHEDULES},
     **{f"qwen3 {schedule}": case(QWEN3, schedule=schedule) for schedule in SCHEDULES},
-    **{f"gpt2 {schedule}": case(GPT2, schedule=schedule) for schedule in ("gpipe", "1f1b", "zero_bubble", "zbv")},
+    **{
+        f"gpt2 {schedule}": case(GPT2, schedule=schedule)
+        for schedule in ("gpipe", "1f1b", "zero_bubble", "zbv")
+    },
     "default is 1f1b": case(LLAMA),
     "two rows": case(LLAMA, training__per_device_train_batch_size=2),
     "zero3 of one rank": case(GPT2, "zero3"),

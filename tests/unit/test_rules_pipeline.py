@@ -43,7 +43,10 @@ def test_microbatches_that_a_schedule_cannot_run(schedule: str, pp: int, rows: i
     )
     assert bool(text) == bool(refused) and refused in text
     if refused:
-        assert f"Each data rank has {rows} microbatches: global_batch_size {rows} / (per_device_train_batch_size 1 x 1" in text
+        assert (
+            f"Each data rank has {rows} microbatches: global_batch_size {rows} / (per_device_train_batch_size 1 x 1"
+            in text
+        )
 
 
 def test_a_batch_that_does_not_divide() -> None:

@@ -28,7 +28,11 @@ CPU = torch.device("cpu")
 def written(directory: Path, family: str, layers: int, **config: Any) -> Model:
     """The model section for a directory with only a config of `layers` blocks."""
     made = FAMILIES[family]()
-    values = {**made.to_dict(), "n_layer" if family == "gpt2" else "num_hidden_layers": layers, "vocab_size": 97}
+    values = {
+        **made.to_dict(),
+        "n_layer" if family == "gpt2" else "num_hidden_layers": layers,
+        "vocab_size": 97,
+    }
     values |= {"pad_token_id": 3} if values.get("pad_token_id") is not None else {}
     if values.get("layer_types"):
         kinds = ["sliding_attention", "full_attention"] if "gemma" in family else ["full_attention"]
@@ -142,9 +146,11 @@ def tiny(kind: str, freeze: str = "") -> nn.Module:
     """A model on meta of one of the classes of this file."""
     config = FAMILIES["llama"]()
     with torch.device("meta"):
-        return {"scaled": ScaledLlama, "extra": ExtraLlama, "plain": lambda c: nn.Sequential(nn.Linear(3, 3))}[kind](
-            config
-        )
+        return {
+            "scaled": ScaledLlama,
+            "extra": ExtraLlama,
+            "plain": lambda c: nn.Sequential(nn.Linear(3, 3)),
+        }[kind](config)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +177,9 @@ def _rotary(model: nn.Module) -> None:
 
 def test_a_stage_without_a_trained_parameter_is_refused(tmp_path: Path) -> None:
     """Its rank would have no optimizer, and nothing would come back through it."""
-    spec = written(tmp_path, "llama", 4).model_copy(update={"freeze": ["*embed*", "*layers.0*", "*layers.1*"]})
+    spec = written(tmp_path, "llama", 4).model_copy(
+        update={"freeze": ["*embed*", "*layers.0*", "*layers.1*"]}
+    )
     with pytest.raises(ModelError, match="leaves pipeline stage 0 of 4 without a trained parameter"):
         plan_cut(build_model(spec, torch.float32), spec, 4)
     plan_cut(build_model(spec, torch.float32), spec, 1)

@@ -72,10 +72,16 @@ def run_check(
         )
     fault = known_fault(plant) if plant else ""
     names = expand_layouts(layouts, nproc_per_node)
-    for name in names:
-        check_run(with_layout(loaded, name), nproc_per_node)
+    axes = [check_run(with_layout(loaded, name), nproc_per_node) for name in names]
     device = device_kind(loaded.run.hardware.device, nproc_per_node)
-    adjusted = adjust(loaded.run, dtype=dtype, data_ranks=nproc_per_node, device=device, updates=updates)
+    adjusted = adjust(
+        loaded.run,
+        dtype=dtype,
+        data_ranks=nproc_per_node,
+        device=device,
+        updates=updates,
+        pipeline=any(axis.pp > 1 for axis in axes),
+    )
     with tempfile.TemporaryDirectory(prefix="shardwright-check-") as directory:
         return _check(
             replace(loaded, run=adjusted.run),

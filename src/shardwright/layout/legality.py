@@ -170,7 +170,7 @@ def check_run(loaded: Loaded, world_size: int) -> Axes:
         if getattr(axes, axis) > 1:
             raise ConfigError(
                 f"parallelism.{axis}_size {getattr(axes, axis)} cannot be run by this version.",
-                "It runs ddp, zero1, zero2, zero3, their hybrids (dp_replicate_size) and pipelines; `plan` knows the other axes.",
+                "It runs ddp, zero1, zero2, zero3, their hybrids and pipelines (pp_size); `plan` knows the other axes.",
                 f"Set parallelism.{axis}_size to 1.",
             )
     shards = run.parallelism.reshard_after_forward
