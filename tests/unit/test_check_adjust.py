@@ -179,3 +179,23 @@ def test_ids_and_labels_stay_in_a_shrunk_vocabulary(tmp_path: Path, monkeypatch:
         assert torch.equal(after.labels != IGNORE, targets)
         assert torch.equal(after.labels[targets], before.labels[targets] % 50)
         assert (before.labels[targets] >= 50).any()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "pipeline", "off"),
+    [
+        ({"resid_pdrop": 0.1}, True, True),
+        ({"attn_pdrop": 0.1}, True, True),
+        ({"resid_pdrop": 0.1}, False, False),
+        ({}, True, False),
+    ],
+)
+def test_dropout_is_off_where_a_pipeline_is_checked(
+    overrides: dict[str, float], pipeline: bool, off: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only then, only for a model that has dropout, and with a line."""
+    gpt2 = {"model__model_name_or_path": "examples/gpt2-tiny", "model__config_overrides": overrides}
+    run = _run(tmp_path, monkeypatch, **gpt2)
+    found = adjust(run, dtype="fp64", data_ranks=2, device="cpu", updates=1, pipeline=pipeline)
+    assert found.changes.no_dropout is off
+    assert any("Dropout is off: a pipeline stage" in line for line in found.lines) is off

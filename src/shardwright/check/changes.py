@@ -28,6 +28,18 @@ def thinned(labels: Tensor, row: int) -> Tensor:
     return torch.where((place % 4 < row % 4) & (place > 0), IGNORE, labels)
 
 
+def has_dropout(model: nn.Module) -> bool:
+    """Whether `model` drops anything in training: what `silence_dropout` would change."""
+    modules = list(model.modules())
+    named = (
+        value
+        for m in modules
+        for name, value in vars(m).items()
+        if "drop" in name and isinstance(value, float)
+    )
+    return any(isinstance(m, nn.Dropout) and m.p > 0 for m in modules) or any(value > 0 for value in named)
+
+
 def silence_dropout(model: nn.Module) -> None:
     """Sets every dropout probability of `model` to 0: those of `nn.Dropout` and of attributes called so."""
     for module in model.modules():

@@ -1,0 +1,222 @@
+"""Idle time of pipeline ranks, measured and predicted, by schedule: python benchmarks/pipeline_idle.py [--schedules 1f1b,zbv]
+
+Gloo ranks with one thread each, a Llama of 8 equal blocks with a small head, float32. Busy is the wall time inside forwards
+and backwards of stages; idle is the rest of the schedule, as a share of ranks x time, median over n updates. Beside it:
+(p - 1) / (m + p - 1), which holds for gpipe and 1f1b, and the action lists of layout/schedule.py played with the measured
+times of each action. More ranks than cores share them, and then idle time is lent to the other ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve()
+ROWS, LENGTH, VOCABULARY = 2, 128, 512
+MODEL = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": VOCABULARY,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": LENGTH,
+}
+KINDS = {"forward_one_chunk": "F", "backward_one_chunk": "B", "backward_weight_one_chunk": "W"}
+
+
+def make_update(directory: str, schedule: str, ranks: int, microbatches: int) -> Any:
+    """(engine, function that runs the forwards and backwards of one update)."""
+    import torch
+
+    from shardwright.config import load_run_file
+    from shardwright.data.loader import Microbatch, UpdateBatch
+    from shardwright.layout.legality import check_run
+    from shardwright.train.update import Engine
+
+    values = {
+        "model.model_name_or_path": directory,
+        "model.init": "random",
+        "data.train": ["unused"],
+        "data.max_length": LENGTH,
+        "training.max_steps": 1000,
+        "training.global_batch_size": ROWS * microbatches,
+        "training.per_device_train_batch_size": ROWS,
+        "parallelism.data_parallel": "ddp",
+        "parallelism.pp_size": ranks,
+        "parallelism.pp_schedule": schedule,
+    }
+    loaded = load_run_file(None, values)
+    engine = Engine(loaded.run, check_run(loaded, ranks), torch.device("cpu"), 1000)
+
+    def update(number: int) -> None:
+        made = []
+        for k in range(microbatches):
+            generator = torch.Generator().manual_seed(number * microbatches + k)
+            ids = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator)
+            made.append(Microbatch(k, ids, ids.roll(-1, 1), tuple(range(ROWS))))
+        slots = ROWS * LENGTH * microbatches
+        engine.forward_backward(UpdateBatch(number, tuple(made), slots, slots, slots, ()))
+
+    return engine, update
+
+
+def worker(task: dict[str, Any]) -> None:
+    """One rank: seconds of the schedule and of each kind of action on each stage, update by update."""
+    import torch
+    import torch.distributed as dist
+
+    from shardwright.parallel import pipeline
+
+    rank, ranks = int(os.environ["RANK"]), task["ranks"]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{task['store']}", rank=rank, world_size=ranks)
+    spent: dict[tuple[int, str], list[float]] = defaultdict(list)
+
+    def timed(name: str) -> None:
+        original = getattr(pipeline._TorchStage, name)
+
+        def call(stage: Any, *args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            result = original(stage, *args, **kwargs)
+            kind = "I" if KINDS[name] == "B" and kwargs.get("full_backward") is False else KINDS[name]
+            spent[stage.stage_index, kind].append(time.perf_counter() - start)
+            return result
+
+        setattr(pipeline._TorchStage, name, call)
+
+    for name in KINDS:
+        timed(name)
+    engine, update = make_update(task["model"], task["schedule"], ranks, task["microbatches"])
+    kept = []
+    for number in range(task["warmup"] + task["n"]):
+        spent.clear()
+        dist.barrier()
+        start = time.perf_counter()
+        update(number)
+        dist.barrier()
+        wall = time.perf_counter() - start
+        engine.zero_grad()
+        actions = {f"{stage} {kind}": values for (stage, kind), values in spent.items()}
+        everyone: list[Any] = [None] * ranks
+        dist.all_gather_object(everyone, (wall, sum(map(sum, spent.values())), actions))
+        kept.append(everyone)
+    if rank == 0:
+        Path(task["result"]).write_text(json.dumps(kept[task["warmup"] :]))
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def run(directory: str, schedule: str, ranks: int, microbatches: int, n: int, warmup: int) -> Any:
+    """What the ranks measured: [update][rank] of (seconds, busy seconds, seconds of each action)."""
+    with tempfile.TemporaryDirectory() as scratch:
+        task = {
+            "schedule": schedule,
+            "model": directory,
+            "ranks": ranks,
+            "microbatches": microbatches,
+            "n": n,
+            "warmup": warmup,
+            "store": f"{scratch}/store",
+            "result": f"{scratch}/result.json",
+        }
+        processes = [
+            subprocess.Popen(
+                [sys.executable, str(HERE), "--task", json.dumps(task)],
+                env={**os.environ, "RANK": str(rank), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+            )
+            for rank in range(ranks)
+        ]
+        codes = [process.wait(timeout=600) for process in processes]
+        if any(codes):
+            raise SystemExit(f"{schedule}: a rank failed")
+        return json.loads(Path(task["result"]).read_text())
+
+
+def played_idle(schedule: str, ranks: int, microbatches: int, measured: Any) -> float:
+    """Idle share of the action lists with the median measured time of each action of each stage."""
+    from shardwright.layout.schedule import actions, chunks_of, stage_rank
+    from shardwright.plan.playback import StageSeconds, play
+
+    chunks = chunks_of(schedule)  # type: ignore[arg-type]
+    seconds: dict[str, list[float]] = defaultdict(list)
+    for update in measured:
+        for _, _, kinds in update:
+            for key, values in kinds.items():
+                seconds[key] += values
+    middle = {key: statistics.median(values) for key, values in seconds.items()}
+    times = [
+        StageSeconds(
+            middle[f"{stage} F"],
+            middle.get(f"{stage} I", middle.get(f"{stage} B", 0.0)),
+            middle.get(f"{stage} W", 0.0),
+        )
+        for stage in range(ranks * chunks)
+    ]
+    lists = actions(schedule, ranks, chunks, microbatches)  # type: ignore[arg-type]
+    result = play(lists, lambda stage: stage_rank(schedule, ranks, stage), times)  # type: ignore[arg-type]
+    return 1 - sum(result.busy) / (ranks * result.total)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--schedules", default="gpipe,1f1b,interleaved_1f1b,zero_bubble,zbv")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--microbatches", default="2,4,8")
+    parser.add_argument("-n", type=int, default=10)
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--record", action="store_true", help="append to benchmarks/results.jsonl")
+    parser.add_argument("--task", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.task:
+        worker(json.loads(arguments.task))
+        return
+    p = arguments.ranks
+    print(f"{p} gloo ranks, 8 blocks, {ROWS} rows of {LENGTH} a microbatch, n={arguments.n}, medians")
+    print("| schedule | microbatches | update, s | idle, measured | (p-1)/(m+p-1) | lists played |")
+    print("|---|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / "config.json").write_text(json.dumps(MODEL))
+        for schedule in arguments.schedules.split(","):
+            for m in map(int, arguments.microbatches.split(",")):
+                measured = run(directory, schedule, p, m, arguments.n, arguments.warmup)
+                walls = [max(wall for wall, _, _ in update) for update in measured]
+                idle = [
+                    1 - sum(busy for _, busy, _ in update) / (p * wall)
+                    for update, wall in zip(measured, walls)
+                ]
+                row = {
+                    "schedule": schedule,
+                    "ranks": p,
+                    "microbatches": m,
+                    "n": arguments.n,
+                    "seconds": statistics.median(walls),
+                    "idle": statistics.median(idle),
+                    "formula": (p - 1) / (m + p - 1),
+                    "played": played_idle(schedule, p, m, measured),
+                }
+                print(
+                    f"| {schedule} | {m} | {row['seconds']:.3f} | {row['idle']:.3f} | {row['formula']:.3f} "
+                    f"| {row['played']:.3f} |",
+                    flush=True,
+                )
+                if arguments.record:
+                    with (HERE.parent / "results.jsonl").open("a") as file:
+                        file.write(json.dumps({"benchmark": "pipeline_idle", **row}) + "\n")
+
+
+if __name__ == "__main__":
+    main()
