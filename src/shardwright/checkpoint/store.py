@@ -165,7 +165,14 @@ def find(output_dir: Path, resume: str) -> Path | None:
 
 def read_manifest(path: Path) -> Manifest:
     """The manifest of the checkpoint at `path`."""
-    values: dict[str, Any] = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    try:
+        values: dict[str, Any] = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(
+            f"{path / MANIFEST} is damaged: {error}.",
+            "It says what the checkpoint holds.",
+            "Name an older checkpoint with checkpoint.resume.",
+        ) from None
     if values.get("format") != FORMAT:
         raise CheckpointError(f"{path} has format {values.get('format')}; this version reads {FORMAT}.")
     return Manifest(**values)
