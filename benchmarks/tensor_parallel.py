@@ -227,8 +227,8 @@ def main() -> None:
         "ratio": ratio,
     }
     print(
-        f"tp{RANKS}, sequence_parallel {not arguments.whole}, n={arguments.n}: ours {mine:.3f} s, torch's "
-        f"styles {theirs:.3f} s, "
+        f"tp{RANKS}, sequence_parallel {not arguments.whole}, n={arguments.n}: ours {mine:.3f} s, "
+        f"torch's styles {theirs:.3f} s, "
         f"tokens/s ratio {ratio:.3f}; sent {found['bytes']['ours'] / 1e6:.1f} MB against {found['bytes']['bare'] / 1e6:.1f} MB"
     )
     if arguments.record:
