@@ -82,6 +82,7 @@ ON_FOUR: dict[str, Loaded] = {
     "zero3 ring x dp2": cp_run(attention="ring", **SIXTEEN),
     "zero3 hybrid": cp_run(**HYBRID),
     "zero1 ring hybrid": cp_run(kind="zero1", attention="ring", **HYBRID),
+    "zero3 kept on 2": cp_run(parallelism__reshard_after_forward=2, **SIXTEEN),
     "zero3 cp4": cp_run(**FOUR),
     "ddp ring cp4": cp_run(kind="ddp", attention="ring", **FOUR),
     "zero2 ring cp4 plain": cp_run(kind="zero2", attention="ring", **FOUR, **PLAIN),
@@ -234,7 +235,7 @@ def _resumed(directory: str, kind: str) -> dict[str, Any]:
     for update in range(2):
         engine.forward_backward(batches_for(engine, update, length=LENGTH))
         engine.step()
-    manifest = store.Manifest(2, 0, "", 2, kind, store.torch_version())
+    manifest = store.Manifest(2, 0, "", "", 2, kind, store.torch_version())
     path = store.save(Path(directory) / kind, state_of(engine), manifest, "", None)
     saved, moments = whole_weights(engine), whole_moments(engine)
     engines = [engine, loaded(cp_run(kind=kind), path)]
