@@ -34,7 +34,7 @@ from shardwright.layout.zero import STAGES
 from shardwright.train.update import Engine
 
 pytestmark = [pytest.mark.gloo, pytest.mark.slow]
-MANIFEST = store.Manifest(1, 0, "", 2, "", torch.__version__)
+MANIFEST = store.Manifest(1, 0, "", "", 2, "", torch.__version__)
 
 
 def widened(batch: UpdateBatch, length: int) -> UpdateBatch:
