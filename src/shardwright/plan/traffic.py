@@ -140,7 +140,8 @@ def _context_parallel(job: Job, layout: Layout, rank: int, program: Program) -> 
     width = rules(job, layout, program, microbatches).compute
     payload = layout.microbatch_rows * job.max_length * 2 * job.shape.kv_width / axes.tp * width
     count = sum(blocks) * microbatches
-    gathers = 1 + (layout.recompute == "full") + (not program.gathers_kv)
+    # any recomputation runs the exchange again: its result is none of the matrix products that selective keeps
+    gathers = 1 + (layout.recompute != "none") + (not program.gathers_kv)
     yield Traffic("cp", "all-gather", "keys and values", axes.cp, gathers * count, payload)
     yield Traffic("cp", "reduce-scatter", "gradients of keys and values", axes.cp, count, payload)
 
