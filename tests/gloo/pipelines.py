@@ -71,8 +71,7 @@ def trained(loaded: Loaded, updates: int = UPDATES, **rows: Any) -> Outcome:
         engine.forward_backward(batches_for(engine, update, **rows))
         outcome.gradients.append(gradients(engine))
         outcome.results.append(engine.step())
-    outcome.weights, kept = weights(engine), moments(engine)
-    outcome.moments = {name: kept.get(name, {}) for name in outcome.weights}
+    outcome.weights, outcome.moments = weights(engine), moments(engine)
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, (digest(engine), outcome.results))
     seen: dict[str, str] = {}

@@ -209,8 +209,9 @@ class Pipelined:
         """Completes gradients: what the data parallelism has left to do, then tied parameters over first and last stage."""
         for kind in self._kinds:
             kind.finish_gradients()
+        named = dict(self.module.named_parameters()) if self.ties.names else {}
         for name in self.ties.names:
-            self._exchange(self.module.get_parameter(name))
+            self._exchange(named[name])
 
     def _exchange(self, p: nn.Parameter) -> None:
         """Adds the other copy's gradient. Both ranks add the same two numbers, so the copies stay bitwise equal."""
