@@ -263,7 +263,7 @@ def worst(found: dict[str, Tensor], right: dict[str, Tensor]) -> tuple[float, st
         wide = value.double()
         distance = (found[name].double() - wide).abs().max() / wide.abs().max().clamp(min=1e-9)
         differences.append((float(distance), name))
-    return max(differences)
+    return max(differences, default=(0.0, "both are empty"))
 
 
 def assert_same_training(found: Outcome, right: Outcome, tolerance: float = 1e-9) -> None:
