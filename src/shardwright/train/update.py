@@ -256,6 +256,7 @@ class Engine:
             for microbatch in batch.microbatches:
                 total += self.loss_sum(microbatch)
         self.parallel.release()
+        total *= self._counts_loss
         dist.all_reduce(total)
         self.module.train()
         return total.item() / targets, targets
