@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwright.checkpoint import state, store
+from shardwright.checkpoint import store
+from shardwright.checkpoint.restore import current_state, restore
 from shardwright.config.load import Loaded, load_run_file
 from shardwright.data.loader import Microbatch, UpdateBatch
 from shardwright.errors import ConfigError
@@ -168,17 +169,11 @@ class Engine:
         found = store.find(Path(directory), "auto")
         if found is None:
             raise ConfigError(f"{directory} holds no complete checkpoint.")
-        prefix = state.STATE_OPTIMIZER
-        keys = [key.removeprefix(prefix) for key in store.stored_keys(found) if key.startswith(prefix)]
-        own: list[state.LocalParameter] = list(self._engine.locals)
-        names = {local.name for local in own if any(key.startswith(f"{local.name}.") for key in keys)}
-        state.materialise_optimizer_state(self._engine.optimizer, own, names)
-        store.load(found, self._state())
+        restore(found, self.module, self._engine.optimizer, self._engine.locals)
         self.update = store.read_manifest(found).update
 
     def _state(self) -> dict[str, Tensor]:
-        own: list[state.LocalParameter] = list(self._engine.locals)
-        return state.model_state(self.module) | state.optimizer_state(self._engine.optimizer, own)
+        return current_state(self.module, self._engine.optimizer, self._engine.locals)
 
 
 def parallelize(

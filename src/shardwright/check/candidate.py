@@ -27,11 +27,11 @@ from shardwright.data.loader import UpdateBatch
 from shardwright.launch import finish, worker_main
 from shardwright.layout.axes import AXES, resolve_axes
 from shardwright.measure import clock
+from shardwright.models.adapters import canonical_name
 from shardwright.models.build import quiet_transformers
 from shardwright.models.whole import whole_tensors
 from shardwright.parallel.mesh import FLATTENED
 from shardwright.parallel.process_group import connect
-from shardwright.train.optimizer import canonical
 from shardwright.train.update import Engine, UpdateResult
 
 DONE = "done"
@@ -124,7 +124,7 @@ class Recorder:
         self.record.write_scalars(number, scalars)
 
     def _parameters(self) -> dict[str, Tensor]:
-        return {canonical(name): p.detach() for name, p in self.engine.module.named_parameters()}
+        return {canonical_name(name): p.detach() for name, p in self.engine.module.named_parameters()}
 
     def _all_kinds(self, states: dict[str, dict[str, Tensor]]) -> list[str]:
         """Kinds of optimizer state that any rank has."""
@@ -154,7 +154,7 @@ class Recorder:
                 dist.all_reduce(high, op=dist.ReduceOp.MAX, group=group)
             gap = (high - low).max().item() / max(high.abs().max().item(), 1e-300)
             if not gap <= worst:
-                worst, worst_name = gap, canonical(name)
+                worst, worst_name = gap, canonical_name(name)
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, (worst, worst_name))
         return max(everyone, key=lambda found: (not found[0] <= found[0], found[0]))

@@ -27,10 +27,9 @@ class LocalParameter(Protocol):
         ...
 
 
-def model_state(module: nn.Module, canonical_names: dict[str, str] | None = None) -> dict[str, Tensor]:
+def model_state(module: nn.Module) -> dict[str, Tensor]:
     """Every parameter (frozen ones too) and persistent buffer once; tied parameters under their first name."""
-    named = canonical_names or {}
-    state = {named.get(name, name): p.detach() for name, p in module.named_parameters()}
+    state = {name: p.detach() for name, p in module.named_parameters()}
     persistent = module.state_dict()
     buffers = {name: b for name, b in module.named_buffers() if name in persistent}
     return {f"{STATE_MODEL}{name}": value for name, value in {**state, **buffers}.items()}

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from shardwright.checkpoint import state as checkpoint_state
 from shardwright.checkpoint import store
+from shardwright.checkpoint.restore import current_state, restore
 from shardwright.config.load import Loaded
 from shardwright.data.loader import UpdateBatch
 from shardwright.errors import CheckpointError, ExitCode
@@ -54,8 +54,7 @@ class Trainer:
     # Checkpoints
 
     def _state(self) -> dict[str, torch.Tensor]:
-        model = checkpoint_state.model_state(self.engine.module)
-        return model | checkpoint_state.optimizer_state(self.engine.optimizer, list(self.engine.locals))
+        return current_state(self.engine.module, self.engine.optimizer, self.engine.locals)
 
     def _row_order(self) -> str:
         t, shuffle = self.run.training, str(self.run.data.shuffle).lower()
@@ -100,17 +99,7 @@ class Trainer:
                 f"Update {manifest.update} would hold other rows than it would have held.",
                 "Restore these values, or start anew with another checkpoint.output_dir.",
             )
-        prefix = checkpoint_state.STATE_OPTIMIZER
-        stored = [key.removeprefix(prefix) for key in store.stored_keys(path) if key.startswith(prefix)]
-        names = {
-            local.name
-            for local in self.engine.locals
-            if any(key.startswith(f"{local.name}.") for key in stored)
-        }
-        checkpoint_state.materialise_optimizer_state(self.engine.optimizer, list(self.engine.locals), names)
-        state = self._state()
-        store.load(path, state)
-        checkpoint_state.restore_numbers(self.engine.optimizer, list(self.engine.locals), state)
+        restore(path, self.engine.module, self.engine.optimizer, self.engine.locals)
         self.at = Progression(manifest.update, manifest.target_tokens)
         return path
 

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from shardwright.config.schema import Training
 from shardwright.errors import ConfigError, did_you_mean
+from shardwright.models.adapters import canonical_name
 from shardwright.parallel.mesh import FLATTENED
 from shardwright.train.muon import Muon
 
@@ -60,13 +61,6 @@ class Local:
         )
 
 
-def canonical(name: str) -> str:
-    """The name of a parameter in the unsplit model: without what wrappers put in."""
-    for part in ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module."):
-        name = name.replace(part, "")
-    return name
-
-
 def split_axes(parameter: nn.Parameter) -> set[str]:
     """The mesh axes over which a parameter is divided; it is whole on every other one but pp."""
     if not isinstance(parameter, DTensor):
@@ -89,7 +83,7 @@ def local_parameters(module: nn.Module, plain_views: bool, place: Mapping[str, i
         divided = split_axes(p)
         counts = all(at == 0 for axis, at in place.items() if axis != "pp" and axis not in divided)
         tensor = nn.Parameter(p.to_local().detach()) if plain_views and isinstance(p, DTensor) else p
-        found.append(Local(canonical(name), p, tensor, counts))
+        found.append(Local(canonical_name(name), p, tensor, counts))
     return found
 
 
