@@ -2,8 +2,9 @@
 
 A window of W updates holds the rows that those W updates would hold without bucketing. They are sorted by length and dealt
 out G at a time, and the order of the W updates is shuffled, so that updates of long and of short rows come mixed. A rank
-reads the lengths of one window, whatever the update: nothing is passed over on resume. With W = 1 there is nothing to sort
-here: the loader sorts within the update, and the objective is that of padded rows.
+reads the lengths of one window, whatever the update: nothing is passed over on resume. Windows begin anew with each epoch. An
+update that holds rows of two epochs, or is part-filled, is in no window and keeps its rows, so that no row meets itself. With
+W = 1 there is nothing to sort here: the loader sorts within the update, and the objective is that of padded rows.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from shardwright.data.order import FILLER, Int64, Order, permute
+from shardwright.data.order import Int64, Order, permute
 
 _STREAM = 2**33
 """Epoch numbers from here on shuffle windows: no run reaches them."""
@@ -24,22 +25,21 @@ def bucketed(order: Order, lengths: Callable[[Int64], Int64], window: int) -> Or
 
 
 class _Bucketed(Order):
-    """A part-filled last update keeps its rows: it is no part of a window."""
-
     def __init__(self, order: Order, lengths: Callable[[Int64], Int64], window: int) -> None:
         vars(self).update(vars(order))
         self._plain, self._lengths, self._window = order, lengths, window
 
     def update_rows(self, update: int) -> Int64:
-        rows = self._plain.update_rows(update)
-        if rows[-1] == FILLER:
+        rows, size = self._plain.update_rows(update), self.global_batch_size
+        epoch = update * size // self.rows
+        begin, end = -(-epoch * self.rows // size), min((epoch + 1) * self.rows, self.positions) // size
+        if not begin <= update < end:
             return rows
-        number = update // self._window
-        first = number * self._window
-        last = min(first + self._window, self.positions // self.global_batch_size)
+        first = update - (update - begin) % self._window
+        last = min(first + self._window, end)
         ids = np.concatenate([self._plain.update_rows(u) for u in range(first, last)])
         place = update - first
         if self.shuffle:
-            place = int(permute(np.array([place]), last - first, self.seed, _STREAM + number)[0])
+            place = int(permute(np.array([place]), last - first, self.seed, _STREAM + first)[0])
         by_length = np.argsort(-self._lengths(ids), kind="stable")
-        return ids[by_length[place * len(rows) : (place + 1) * len(rows)]]
+        return ids[by_length[place * size : (place + 1) * size]]
