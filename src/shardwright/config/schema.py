@@ -71,7 +71,8 @@ class Data(Section):
     )
     bucket_updates: Positive = Field(
         1,
-        description="bucket only: the rows of so many updates are sorted by length together. 1: updates hold the rows of pad",
+        description="bucket only: the rows of so many updates, at most half an epoch, are sorted by length together. "
+        "1: updates hold the rows of pad",
     )
     shuffle: bool = True
     drop_last: bool = Field(

@@ -3,8 +3,9 @@
 A window of W updates holds the rows that those W updates would hold without bucketing. They are sorted by length and dealt
 out G at a time, and the order of the W updates is shuffled, so that updates of long and of short rows come mixed. A rank
 reads the lengths of one window, whatever the update: nothing is passed over on resume. Windows begin anew with each epoch. An
-update that holds rows of two epochs, or is part-filled, is in no window and keeps its rows, so that no row meets itself. With
-W = 1 there is nothing to sort here: the loader sorts within the update, and the objective is that of padded rows.
+update that holds rows of two epochs, or is part-filled, is in no window and keeps its rows, so that no row meets itself. A
+window is at most half an epoch: all rows of an epoch sorted together would make the same updates in each.
+With W = 1 there is nothing to sort here: the loader sorts within the update, and the objective is that of padded rows.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ class _Bucketed(Order):
         begin, end = -(-epoch * self.rows // size), min((epoch + 1) * self.rows, self.positions) // size
         if not begin <= update < end:
             return rows
-        first = update - (update - begin) % self._window
-        last = min(first + self._window, end)
+        window = min(self._window, max(1, (end - begin) // 2))
+        first = update - (update - begin) % window
+        last = min(first + window, end)
         ids = np.concatenate([self._plain.update_rows(u) for u in range(first, last)])
         place = update - first
         if self.shuffle:
