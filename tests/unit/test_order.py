@@ -162,10 +162,3 @@ def test_what_is_refused() -> None:
     for number in (-1, 3):
         with pytest.raises(IndexError, match=f"update {number} of a run of 3"):
             order.update_rows(number)
-
-
-def test_an_epoch_may_select_its_rows() -> None:
-    """Places are permuted over the epoch, then looked up with the number of the epoch."""
-    order = Order(6, global_batch_size=3, seed=1, num_train_epochs=2, select=lambda p, e: 100 * e + p)
-    plain = Order(6, global_batch_size=3, seed=1, num_train_epochs=2)
-    assert ids(order) == [row + 100 * (n // 6) for n, row in enumerate(ids(plain))]

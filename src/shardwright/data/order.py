@@ -16,7 +16,6 @@ Rogaway 2002), which keeps it one to one.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from fractions import Fraction
 
 import numpy as np
@@ -66,8 +65,7 @@ class Order:
     Give `max_steps`, or `num_train_epochs` (a fraction is allowed; it is read as the decimal that it prints
     as). The last update of a run counted in epochs may be part-filled: the ids missing are `FILLER`, and its
     rows still weigh what their targets weigh, since an update's loss is divided by its own number of targets.
-    With `drop_last` it is left out; `dropped` is how many rows it had. With `select` an epoch has `rows` places, and
-    `select(places, epoch)` are the rows that take them.
+    With `drop_last` it is left out; `dropped` is how many rows it had.
     """
 
     def __init__(
@@ -80,7 +78,6 @@ class Order:
         max_steps: int | None = None,
         num_train_epochs: float | None = None,
         drop_last: bool = False,
-        select: Callable[[Int64, int], Int64] | None = None,
     ) -> None:
         if rows < 1:
             raise DataError("The data has no rows.", "There is nothing to train on.", "Look at data.train.")
@@ -92,7 +89,6 @@ class Order:
                 "Keep one of them.",
             )
         self.rows, self.global_batch_size, self.seed, self.shuffle = rows, global_batch_size, seed, shuffle
-        self._select = select
         if max_steps is not None:
             self.positions = max_steps * global_batch_size
         else:
@@ -134,8 +130,10 @@ class Order:
         result = np.full(self._block_updates * self.global_batch_size, FILLER, np.int64)
         count = min(len(result), self.positions - first)
         epochs, offsets = np.divmod(np.arange(first, first + count, dtype=np.int64), self.rows)
+        if not self.shuffle:
+            result[:count] = offsets
+            return result
         for epoch in range(int(epochs[0]), int(epochs[-1]) + 1):
             here = np.flatnonzero(epochs == epoch)
-            places = permute(offsets[here], self.rows, self.seed, epoch) if self.shuffle else offsets[here]
-            result[here] = places if self._select is None else self._select(places, epoch)
+            result[here] = permute(offsets[here], self.rows, self.seed, epoch)
         return result

@@ -9,7 +9,7 @@ and, for each way of making rows, a directory rows-... with
   pieces.npy      int64 [pieces, 2]: start in tokens.bin and length of each piece of a document, row by row
   rows.npy        int64 [rows, 3]: where the row ends among the pieces, its tokens, its targets
   weights.npy     float64, one for each row: sum of the weights of its targets; absent where each is 0 or 1
-  meta.json       counts, sources (the first row of each), fingerprint
+  meta.json       counts, fingerprint
 Directories are written under a temporary name and renamed, so one that exists is complete.
 """
 
@@ -114,13 +114,11 @@ class Block:
 class Table:
     """Rows over memory-mapped documents; `fingerprint` is of their content, wherever the files lie.
 
-    packed: a row may hold several documents. max_length: tokens that a row has room for. sources: the first row of each
-    source, and the number of rows.
+    packed: a row may hold several documents. max_length: tokens that a row has room for.
     """
 
     def __init__(self, documents: Documents, cut: Cut, found: CutRows, fingerprint: str) -> None:
         self.documents, self.counts, self.fingerprint = documents, found.counts, fingerprint
-        self.sources = found.sources
         self.max_length, self.packed = cut.max_length, cut.packing is not None
         # plain views: a slice of a memmap costs several times as much
         self._pieces, self._rows = np.asarray(found.pieces), np.asarray(found.rows)
@@ -149,8 +147,7 @@ class Table:
             )
         pieces, rows = (np.load(path / name, mmap_mode="r") for name in ("pieces.npy", "rows.npy"))
         weights = np.load(path / "weights.npy", mmap_mode="r") if (path / "weights.npy").is_file() else None
-        found = CutRows(pieces, rows, weights, meta["counts"], tuple(meta["sources"]))
-        return cls(documents, cut, found, meta["fingerprint"])
+        return cls(documents, cut, CutRows(pieces, rows, weights, meta["counts"]), meta["fingerprint"])
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -237,7 +234,7 @@ def _write_rows(path: Path, documents: Documents, cut: Cut) -> None:
         for name, array in arrays.items():
             np.save(work / f"{name}.npy", array)
             digest.update(array.tobytes())
-        meta = {"counts": found.counts, "sources": found.sources, "fingerprint": digest.hexdigest()}
+        meta = {"counts": found.counts, "fingerprint": digest.hexdigest()}
         (work / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
 
 
