@@ -29,7 +29,7 @@ class Loaded:
         lines = []
         for section in sections():
             lines.append(f"{section}:")
-            for key, value in getattr(self.run, section):
+            for key, value in getattr(self.run, section).model_dump().items():
                 text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=10**6)
                 flow = text.removesuffix("\n").removesuffix("\n...")
                 line = f"  {key}: {flow}"

@@ -48,17 +48,45 @@ class Model(Section):
     freeze: list[str] = Field([], description="Patterns of parameter names that are not trained (fnmatch)")
 
 
+class Source(Section):
+    """One entry of data.train or data.validation with more than a path."""
+
+    path: str
+    weight: PositiveFloat = Field(1.0, description="Passes over its rows per epoch; data.train only")
+    split: str | None = Field(None, description="Of a saved DatasetDict; default: train or validation")
+
+
+Format = Literal["auto", "text", "messages", "prompt_completion", "tokens", "alpaca", "sharegpt"]
+
+
 class Data(Section):
     """What is read, and how it becomes rows of `max_length` tokens."""
 
-    train: list[str] = Field(min_length=1, description="Files or globs: JSONL, text or parquet")
-    validation: list[str] = []
-    text_column: str = "text"
-    max_length: Positive = 1024
-    overlong: Literal["split", "truncate", "error"] = Field(
-        "split", description="A document of more than max_length tokens: cut into rows, cut off, or refused"
+    train: list[str | Source] = Field(
+        min_length=1,
+        description="Files, globs or directories (JSONL, text, parquet, save_to_disk), or {path, weight, split}",
     )
-    append_eos: bool = True
+    validation: list[str | Source] = []
+    format: Format = Field("auto", description="auto: by the columns of each file")
+    text_column: str = Field("text", description="The column of format text")
+    chat_template: str | None = Field(
+        None, description="File with a Jinja template in place of the tokenizer's own"
+    )
+    assistant_only_loss: bool | None = Field(
+        None, description="Messages: train only what the assistant writes; default true"
+    )
+    completion_only_loss: bool | None = Field(
+        None, description="Prompt and completion: train only the completion; default true"
+    )
+    max_length: Positive = 1024
+    overlong: Literal["split", "truncate", "error"] | None = Field(
+        None,
+        description="A document of more than max_length tokens: cut into rows (default for text and tokens), cut "
+        "off (default for all else), or refused",
+    )
+    append_eos: bool = Field(
+        True, description="End token after text and completions; chat templates end turns"
+    )
     batching: Literal["pad"] = "pad"
     shuffle: bool = True
     num_proc: Positive | None = Field(None, description="Tokenising processes; default: all cores")
