@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -56,17 +56,22 @@ class Source(Section):
     split: str | None = Field(None, description="Of a saved DatasetDict; default: train or validation")
 
 
+def _entry_kind(value: object) -> str:
+    return "source" if isinstance(value, dict | Source) else "path"
+
+
+Entry = Annotated[Annotated[str, Tag("path")] | Annotated[Source, Tag("source")], Discriminator(_entry_kind)]
 Format = Literal["auto", "text", "messages", "prompt_completion", "tokens", "alpaca", "sharegpt"]
 
 
 class Data(Section):
     """What is read, and how it becomes rows of `max_length` tokens."""
 
-    train: list[str | Source] = Field(
+    train: list[Entry] = Field(
         min_length=1,
         description="Files, globs or directories (JSONL, text, parquet, save_to_disk), or {path, weight, split}",
     )
-    validation: list[str | Source] = []
+    validation: list[Entry] = []
     format: Format = Field("auto", description="auto: by the columns of each file")
     text_column: str = Field("text", description="The column of format text")
     chat_template: str | None = Field(
