@@ -8,13 +8,14 @@ one in how often they were seen. Nothing is stored, and any position of any epoc
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 from fractions import Fraction
 
 import numpy as np
 
-from shardwright.data.order import Int64, permute
+from shardwright.data.order import FILLER, Int64, Order, permute
 
 
 class Mixture:
@@ -26,7 +27,7 @@ class Mixture:
     """
 
     def __init__(self, bounds: Sequence[int], weights: Sequence[float], seed: int) -> None:
-        self.bounds, self.seed = np.asarray(bounds, np.int64), seed
+        self.bounds, self.weights, self.seed = np.asarray(bounds, np.int64), tuple(weights), seed
         sizes = np.diff(self.bounds)
         exact = [Fraction(repr(weight)) for weight in weights]
         self._whole = np.array([math.floor(w) * n for w, n in zip(exact, sizes.tolist())], np.int64)
@@ -38,6 +39,10 @@ class Mixture:
 
     def __len__(self) -> int:
         return int(self._ends[-1])
+
+    def fingerprint(self, rows: str) -> str:
+        """A fingerprint of the rows of every epoch, from one of all rows."""
+        return hashlib.blake2b(f"{rows} {self.weights}".encode(), digest_size=16).hexdigest()
 
     def rows(self, positions: Int64, epoch: int) -> Int64:
         """The rows at `positions` (each in [0, len)) of `epoch`, before any shuffling over the whole epoch."""
@@ -59,6 +64,26 @@ class Mixture:
         for number in np.unique(passes).tolist():
             here = passes == number
             result[beyond[here]] = permute(places[here], size, self.seed + source + 1, number)
+        return result
+
+
+def mixed(order: Order, mixture: Mixture | None) -> Order:
+    """`order`, over as many rows as an epoch of `mixture` has, with the rows of the mixture; None: `order` itself."""
+    return order if mixture is None else _Mixed(order, mixture)
+
+
+class _Mixed(Order):
+    def __init__(self, order: Order, mixture: Mixture) -> None:
+        vars(self).update(vars(order))
+        self._plain, self._mixture = order, mixture
+
+    def update_rows(self, update: int) -> Int64:
+        result = self._plain.update_rows(update)
+        present = np.flatnonzero(result != FILLER)
+        epochs = (update * self.global_batch_size + present) // self.rows
+        for epoch in np.unique(epochs).tolist():
+            here = present[epochs == epoch]
+            result[here] = self._mixture.rows(result[here], epoch)
         return result
 
 

@@ -64,6 +64,7 @@ class Order:
     Give `max_steps`, or `num_train_epochs` (a fraction is allowed; it is read as the decimal that it prints
     as). The last update of a run counted in epochs may be part-filled: the ids missing are `FILLER`, and its
     rows still weigh what their targets weigh, since an update's loss is divided by its own number of targets.
+    With `drop_last` it is left out; `dropped` is how many rows it had.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Order:
         shuffle: bool = True,
         max_steps: int | None = None,
         num_train_epochs: float | None = None,
+        drop_last: bool = False,
     ) -> None:
         if rows < 1:
             raise DataError("The data has no rows.", "There is nothing to train on.", "Look at data.train.")
@@ -90,6 +92,14 @@ class Order:
             self.positions = max_steps * global_batch_size
         else:
             self.positions = math.ceil(Fraction(repr(num_train_epochs)) * rows)
+        self.dropped = self.positions % global_batch_size if drop_last else 0
+        self.positions -= self.dropped
+        if not self.positions:
+            raise ConfigError(
+                f"data.drop_last leaves no update: {self.dropped} rows, training.global_batch_size {global_batch_size}.",
+                "The only update would be part-filled.",
+                "Lower training.global_batch_size, raise training.num_train_epochs, or remove data.drop_last.",
+            )
         self.total_updates = -(-self.positions // global_batch_size)
 
     def epoch(self, update: int) -> float:

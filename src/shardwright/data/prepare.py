@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from shardwright.config.schema import Data, RunFile
-from shardwright.data.chat import read_template
-from shardwright.data.formats import find_format, refuse_without_effect
-from shardwright.data.sources import DataFile, find_files, sources_of
-from shardwright.data.table import FORMAT, Documents, Overlong, Table
-from shardwright.data.tokenise import tokenizer_directory, tokenizer_files, write_documents
-from shardwright.errors import ConfigError, DataError
-
-Split = Literal["train", "validation"]
-ENCODING = 1
-"""Raised when the same records and settings give other tokens or weights than before."""
+from shardwright.data.mixture import Mixture
+from shardwright.data.read import Read, Split, read_documents
+from shardwright.data.rows import Cut, Overlong
+from shardwright.data.sources import sources_of
+from shardwright.data.table import Table
+from shardwright.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -33,8 +25,8 @@ class Prepared:
     path: the documents' directory. fingerprint: of the rows' tokens, the same wherever training is the same.
     pad_id: fills up rows; no position after it is a target. largest_token_id: below the model's vocabulary.
     counts: documents_read, empty_documents, masked_documents, crossing_tokens, documents, tokens, and those of
-    `table.cut_rows`. formats: of its files. cached: nothing had to be tokenised. notices: what a person should know,
-    one line each.
+    `rows.cut_rows`. formats: of its files. mixture: the rows of an epoch where sources have weights. cached: nothing had
+    to be tokenised. notices: what a person should know, one line each.
     """
 
     split: Split
@@ -45,18 +37,27 @@ class Prepared:
     largest_token_id: int
     counts: dict[str, int]
     formats: tuple[str, ...]
+    mixture: Mixture | None
     cached: bool
     notices: tuple[str, ...]
 
     def summary(self) -> str:
-        """`train: 40 documents of text, 3,155 tokens -> 58 rows of 96, 3,096 targets, padding 43% (cached)`."""
+        """`train: 40 documents of text, 3,155 tokens -> 58 rows of 96, 3,096 targets, padding 43% (cached)`.
+
+        Rows that may hold several documents are `packed rows`; the padding of whole rows of max_length is said of all.
+        """
         counts, length = self.counts, self.table.max_length
-        padding = 1 - counts["row_tokens"] / (counts["rows"] * length)
+        padding = f"{self.padding:.0%}" if self.padding >= 0.1 else f"{self.padding:.2%}"
         return (
             f"{self.split}: {counts['documents']:,} documents of {' and '.join(self.formats)}, {counts['tokens']:,} tokens -> "
-            f"{counts['rows']:,} rows of {length}, {counts['targets']:,} targets, "
-            f"padding {padding:.0%}{' (cached)' if self.cached else ''}"
+            f"{counts['rows']:,} {'packed ' if self.table.packed else ''}rows of {length}, "
+            f"{counts['targets']:,} targets, padding {padding}{' (cached)' if self.cached else ''}"
         )
+
+    @property
+    def padding(self) -> float:
+        """Padding among the slots of rows that are all max_length wide."""
+        return 1 - self.counts["row_tokens"] / (self.counts["rows"] * self.table.max_length)
 
 
 def prepare(run: RunFile, split: Split = "train") -> Prepared | None:
@@ -65,27 +66,13 @@ def prepare(run: RunFile, split: Split = "train") -> Prepared | None:
     Call it in the parent before ranks start, or on rank 0 before the others: a second call, in any process,
     only maps the result. Raises `ConfigError` or `DataError` with file and line where there is one.
     """
-    data = run.data
-    patterns = data.train if split == "train" else data.validation
-    if not patterns:
+    read = read_documents(run, split)
+    if read is None:
         return None
-    sources = sources_of(patterns)
-    files = find_files(sources, f"data.{split}")
-    tokenizer_path, missing = _tokenizer(run)
-    path = cache_directory(run) / _key(files, tokenizer_path, data)
-    cached = (path / "meta.json").is_file()
-    documents = (
-        Documents.open(path) if cached else _tokenise(run, split, files, path, tokenizer_path, missing)
-    )
-    meta = documents.meta
-    formats = sorted({form for form in meta["formats"] if form is not None})
-    if split == "train":
-        refuse_without_effect(data, formats)
-    if not meta["documents"]:
-        raise _nothing_left(split, meta)
-    _check_vocabulary(run, tokenizer_path, meta)
-    overlong = _overlong(data, documents, formats)
-    table = Table.make(documents, data.max_length, overlong)
+    documents, meta = read.documents, read.documents.meta
+    _check_vocabulary(run, read.tokenizer_path, meta)
+    table = Table.make(documents, _cut(run, split, read))
+    mixture = _mixture(run, split, table)
     counts = {
         "documents_read": meta["counts"]["read"],
         "empty_documents": meta["counts"].get("empty", 0),
@@ -98,101 +85,73 @@ def prepare(run: RunFile, split: Split = "train") -> Prepared | None:
     pad_id = next(i for i in (meta["pad_id"], meta["eos_id"], 0) if i is not None)
     return Prepared(
         split=split,
-        path=path,
+        path=documents.path,
         table=table,
-        fingerprint=table.fingerprint,
+        fingerprint=table.fingerprint if mixture is None else mixture.fingerprint(table.fingerprint),
         pad_id=pad_id if pad_id < _vocabulary(run, pad_id + 1) else 0,
         largest_token_id=meta["largest_token_id"],
         counts=counts,
-        formats=tuple(formats),
-        cached=cached,
-        notices=tuple(_notices(run, split, tokenizer_path, meta, counts)),
+        formats=read.formats,
+        mixture=mixture,
+        cached=read.cached,
+        notices=(
+            *_notices(run, split, read.tokenizer_path, meta, counts),
+            *(() if mixture is None else _mixture_notice(run, mixture)),
+        ),
     )
 
 
-def cache_directory(run: RunFile) -> Path:
-    """data.cache_dir, or `.cache` beside output_dir, so that runs side by side share tokenised data."""
-    return (
-        Path(run.data.cache_dir) if run.data.cache_dir else Path(run.checkpoint.output_dir).parent / ".cache"
+def _weights(run: RunFile, split: Split) -> list[float] | None:
+    """The weight of each source; None where all are 1."""
+    weights = [
+        source.weight for source in sources_of(run.data.train if split == "train" else run.data.validation)
+    ]
+    if split == "validation" and set(weights) != {1.0}:
+        raise ConfigError(
+            "A weight in data.validation has no effect.", "Each row is evaluated once.", "Remove it."
+        )
+    return None if set(weights) == {1.0} else weights
+
+
+def _mixture(run: RunFile, split: Split, table: Table) -> Mixture | None:
+    weights = _weights(run, split)
+    return None if weights is None else Mixture(table.bounds, weights, run.training.seed)
+
+
+def _mixture_notice(run: RunFile, mixture: Mixture) -> list[str]:
+    parts = ", ".join(
+        f"{count:,} of {size:,} of {source.path}"
+        for source, count, size in zip(
+            sources_of(run.data.train), mixture.counts.tolist(), np.diff(mixture.bounds).tolist()
+        )
     )
+    return [f"train: the weights of the sources make epochs of {len(mixture):,} rows: {parts}"]
 
 
-def _tokenizer(run: RunFile) -> tuple[Path | None, ConfigError | None]:
-    """The directory of the run's tokenizer, or the error that there is none, which only text needs."""
-    name, key = run.model.tokenizer_name_or_path, "model.tokenizer_name_or_path"
-    if name is None:
-        name, key = run.model.model_name_or_path, "model.model_name_or_path"
-    try:
-        return tokenizer_directory(name, key), None
-    except ConfigError as error:
-        return None, error
+def _cut(run: RunFile, split: Split, read: Read) -> Cut:
+    """How `run` makes rows; the rows of the validation split do not depend on the seed."""
+    data, packing = run.data, run.data.packing_strategy if run.data.batching == "pack" else None
+    seed = run.training.seed if packing and data.shuffle and split == "train" else None
+    bounds = None
+    if _weights(run, split) is not None:  # rows of one source each, so that a source can be passed more often
+        files = np.asarray(read.sources)[np.asarray(read.documents.ends[:, 1])]
+        bounds = tuple(np.searchsorted(files, np.arange(max(read.sources) + 2)).tolist())
+    return Cut(data.max_length, _overlong(data, read), packing, seed, bounds)
 
 
-def _tokenise(
-    run: RunFile,
-    split: Split,
-    files: Sequence[DataFile],
-    path: Path,
-    tokenizer_path: Path | None,
-    missing: ConfigError | None,
-) -> Documents:
-    data = run.data
-    formats = [find_format(file.path, data) for file in files]
-    known = sorted({form for form in formats if form is not None})
-    if split == "train" and known:
-        refuse_without_effect(data, known)
-    if missing is not None and known != ["tokens"]:
-        raise missing
-    processes = data.num_proc or os.cpu_count() or 1
-    return write_documents(path, files, formats, tokenizer_path, data, num_proc=processes, split=split)
-
-
-def _nothing_left(split: Split, meta: dict[str, Any]) -> DataError:
-    counts, files = meta["counts"], ", ".join(meta["files"])
-    empty, masked = counts.get("empty", 0), counts.get("masked", 0)
-    if not masked:
-        return DataError(f"data.{split}: all {counts['read']} documents are empty.", "", f"Files: {files}.")
-    return DataError(
-        f"data.{split}: none of {counts['read']} documents has a token that is trained ({masked} are masked "
-        f"throughout, {empty} are empty).",
-        f"The first is {meta['first']['masked']}.",
-        "Look at the roles and marks there, at data.assistant_only_loss and at data.completion_only_loss.",
-    )
-
-
-def _overlong(data: Data, documents: Documents, formats: Sequence[str]) -> Overlong:
-    """data.overlong, or what its default is for these formats."""
+def _overlong(data: Data, read: Read) -> Overlong:
+    """data.overlong, or what its default is for the formats that were read."""
     if data.overlong is not None:
         return data.overlong
-    cut = {"split" if form in ("text", "tokens") else "truncate" for form in formats}
-    longest = int(np.diff(np.asarray(documents.ends[:, 0]), prepend=0).max())
+    cut = {"split" if form in ("text", "tokens") else "truncate" for form in read.formats}
+    longest = int(np.diff(np.asarray(read.documents.ends[:, 0]), prepend=0).max())
     if len(cut) > 1 and longest > data.max_length:
         raise ConfigError(
-            f"data.overlong is not set, and {' and '.join(formats)} have no common default.",
+            f"data.overlong is not set, and {' and '.join(read.formats)} have no common default.",
             f"The longest document has {longest} tokens, and data.max_length is {data.max_length}.",
             "Set data.overlong to split, truncate or error.",
         )
     return "split" if "split" in cut else "truncate"
-
-
-def _key(files: Sequence[DataFile], tokenizer_path: Path | None, data: Data) -> str:
-    """Name of the cache entry: files by path, size, mtime; tokenizer and template by content; settings; versions."""
-    digest = hashlib.blake2b(digest_size=12)
-    stats = [(file.path, (found := os.stat(file.path)).st_size, found.st_mtime_ns) for file in files]
-    template = None if data.chat_template is None else read_template(data.chat_template)
-    settings = [
-        data.format,
-        data.text_column,
-        data.append_eos,
-        data.assistant_only_loss is not False,
-        data.completion_only_loss is not False,
-        template,
-    ]
-    versions = [FORMAT, ENCODING, version("tokenizers"), version("transformers"), version("jinja2")]
-    digest.update(json.dumps([versions, settings, stats]).encode())
-    for file in [] if tokenizer_path is None else tokenizer_files(tokenizer_path):
-        digest.update(file.name.encode() + hashlib.blake2b(file.read_bytes()).digest())
-    return f"tokens-{digest.hexdigest()}"
 
 
 def _vocabulary(run: RunFile, default: int) -> int:
@@ -250,5 +209,11 @@ def _notices(
             f"cut off; {counts['truncated_tokens']} of {counts['tokens']} tokens are lost"
         )
     if counts["targetless_rows"]:
-        lines.append(f"{counts['targetless_rows']} rows of a single token hold no target and are left out")
+        lines.append(f"{counts['targetless_rows']} pieces of documents hold no target and are left out")
+    full = -(-counts["row_tokens"] // length)
+    if run.data.batching == "pad" and counts["rows"] > 2 * full:
+        lines.append(
+            f"more than half of the slots are padding; with data.batching pack about {full:,} rows hold what these "
+            f"{counts['rows']:,} do, with bucket they are no wider than the longest beside them"
+        )
     return [f"{split}: {line}" for line in lines]
