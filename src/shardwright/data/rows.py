@@ -7,6 +7,7 @@ it is not read with it; each later one is, unless its weight is 0.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -28,13 +29,15 @@ class Cut:
     """How documents become rows of at most `max_length` tokens.
 
     packing: which documents share a row; None: one piece to a row, in the order of the files. seed: shuffles the documents
-    before they are packed; None: the order of the files.
+    before they are packed; None: the order of the files. bounds: first document of each source, and the number of documents;
+    a row holds documents of one source. None: there is one source, or it does not matter.
     """
 
     max_length: int
     overlong: Overlong
     packing: PackingStrategy | None = None
     seed: int | None = None
+    bounds: tuple[int, ...] | None = None
 
     @property
     def name(self) -> str:
@@ -51,13 +54,15 @@ class CutRows:
 
     pieces: int64 [pieces, 2], start and length, row by row. rows: int64 [rows, 3]: the end of each row among the pieces, its
     tokens, its targets. weights: sum of the weights of each row's targets; None: every weight is 0 or 1. counts: rows,
-    row_tokens, targets, pieces, split_documents, truncated_documents, truncated_tokens, targetless_rows.
+    row_tokens, targets, pieces, split_documents, truncated_documents, truncated_tokens, targetless_rows. bounds: first row of
+    each source of the cut, and the number of rows.
     """
 
     pieces: Int64
     rows: Int64
     weights: Float64 | None
     counts: dict[str, int]
+    bounds: tuple[int, ...]
 
 
 def cut_rows(ends: Int64, cut: Cut, weights: Weights | None = None) -> CutRows:
@@ -65,7 +70,28 @@ def cut_rows(ends: Int64, cut: Cut, weights: Weights | None = None) -> CutRows:
 
     Pieces and rows without a target are left out and counted (`targetless_rows`).
     """
-    documents = _pieces_of(ends)
+    bounds = cut.bounds or (0, len(ends))
+    parts = [_cut_source(ends[:last], first, cut, weights) for first, last in pairwise(bounds)]
+    if len(parts) == 1:
+        return parts[0]
+    rows_before = np.cumsum([0, *(len(part.rows) for part in parts)])
+    pieces_before = np.cumsum([0, *(len(part.pieces) for part in parts)])
+    for part, before in zip(parts, pieces_before.tolist()):
+        part.rows[:, 0] += before
+    return CutRows(
+        np.concatenate([part.pieces for part in parts]),
+        np.concatenate([part.rows for part in parts]),
+        None
+        if parts[0].weights is None
+        else np.concatenate([part.weights for part in parts if part.weights is not None]),
+        {name: sum(part.counts[name] for part in parts) for name in parts[0].counts},
+        tuple(rows_before.tolist()),
+    )
+
+
+def _cut_source(ends: Int64, first: int, cut: Cut, weights: Weights | None) -> CutRows:
+    """Rows of the documents from `first` on, in `CutRows`' form."""
+    documents = _pieces_of(ends)[first:]
     counts = {
         "split_documents": 0,
         "truncated_documents": 0,
@@ -158,7 +184,7 @@ def _counted(pieces: Int64, row_ends: Int64, weights: Weights | None, counts: di
         "row_tokens": int(rows[:, 1].sum()),
         "targets": int(rows[:, 2].sum()),
     }
-    return CutRows(pieces, rows, row_weights, counts)
+    return CutRows(pieces, rows, row_weights, counts, (0, len(rows)))
 
 
 def _is_mask(weights: Weights) -> bool:
