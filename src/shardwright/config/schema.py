@@ -59,7 +59,7 @@ class Data(Section):
         "split", description="A document of more than max_length tokens: cut into rows, cut off, or refused"
     )
     append_eos: bool = True
-    batching: Literal["pad"] = "pad"
+    batching: Literal["pad", "bucket", "pack"] = "pad"
     shuffle: bool = True
     num_proc: Positive | None = Field(None, description="Tokenising processes; default: all cores")
     cache_dir: str | None = Field(None, description="Tokenised data; default: `.cache` beside output_dir")

@@ -44,6 +44,11 @@ class PackedRows:
         return tuple((s // width, s % width, s % width + n) for s, n in zip(starts.tolist(), lengths.tolist()))
 
     @cached_property
+    def on_device(self) -> Tensor:
+        """`documents` on the device."""
+        return self.documents.to(self.device, non_blocking=True)
+
+    @cached_property
     def position_ids(self) -> Tensor:
         """[B, T]: the place of each token in its document; 0 for padding."""
         starts, lengths = self._spans
