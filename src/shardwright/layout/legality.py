@@ -69,6 +69,11 @@ def _idle_options(loaded: Loaded) -> Iterator[tuple[str, str]]:
         module, "the model is a function of a package", "model.config_overrides", "model.attn_implementation"
     )
     when(not module, "the model is a Hugging Face directory", "model.kwargs")
+    when(
+        run.data.batching == "pack" and run.model.attn_implementation == "eager",
+        "packed rows have a core attention that keeps documents apart",
+        "model.attn_implementation",
+    )
     return ((key, reason) for key, reason in idle.items() if key in given)
 
 

@@ -109,8 +109,8 @@ def _causal(
         return out.transpose(1, 2)
     assert mask is not None
     scores = softcap * torch.tanh(query @ key.mT * scale / softcap)
-    wide = torch.promote_types(scores.dtype, torch.float32)
-    weights = scores.masked_fill(~mask, float("-inf")).softmax(-1, dtype=wide).to(value.dtype)
+    # in float32 whatever the dtype, as models with a softcap compute it
+    weights = scores.masked_fill(~mask, float("-inf")).softmax(-1, dtype=torch.float32).to(value.dtype)
     return (F.dropout(weights, dropout) @ value).transpose(1, 2)
 
 

@@ -40,7 +40,6 @@ def check_attention(model: nn.Module, values: dict[str, Any], seen: Seen, by: Re
 
     values: the model's config. seen: its calls in one forward.
     """
-    _check_config(type(model).__name__, values, by)
     _check_mixing(model, seen, by)
     for call in seen.calls:
         _check_call(call, by)
@@ -56,7 +55,8 @@ def _named(values: Any, key: str) -> Iterator[Any]:
             yield from _named(value, key)
 
 
-def _check_config(name: str, values: dict[str, Any], by: Replacement) -> None:
+def check_config(name: str, values: dict[str, Any], by: Replacement) -> None:
+    """Raises `ModelError` for what the config of model `name` says already, before the model is looked into."""
     for rope in _named(values, "rope_type"):
         if rope in LENGTH_DEPENDENT_ROPE:
             raise ModelError(f"{name} has rope_type {rope}.", by.rope, by.fix)

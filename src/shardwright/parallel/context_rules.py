@@ -10,7 +10,7 @@ from torch import nn
 from shardwright.config.schema import RunFile
 from shardwright.errors import ModelError
 from shardwright.models.attention_calls import AttentionCall, Seen, look_into
-from shardwright.parallel.attention_rules import Replacement, check_attention
+from shardwright.parallel.attention_rules import Replacement, check_attention, check_config
 
 _ALONE = "Set parallelism.cp_size to 1."
 _CONTEXT = Replacement(
@@ -43,6 +43,7 @@ def check_context_model(model: nn.Module, run: RunFile) -> None:
             _ALONE,
         )
     values: dict[str, Any] = config.to_dict()
+    check_config(name, values, _CONTEXT)
     seen = look_into(model)
     _check_dropout(name, values, seen)
     check_attention(model, values, seen, _CONTEXT)

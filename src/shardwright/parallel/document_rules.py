@@ -10,7 +10,7 @@ from torch import nn
 from shardwright.errors import ModelError
 from shardwright.models.adapters import is_transformers
 from shardwright.models.attention_calls import look_into
-from shardwright.parallel.attention_rules import Replacement, check_attention
+from shardwright.parallel.attention_rules import Replacement, check_attention, check_config
 
 _FIX = "Set data.batching to bucket or pad."
 _PACKED = Replacement(
@@ -43,8 +43,10 @@ def check_packed_model(model: nn.Module, cp_size: int = 1) -> None:
     if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in takes.values()):
         raise ModelError(f"{name} does not hand `documents` on to attention.", _PACKED.bypassed, _FIX)
     config: Any = model.config
+    values, by = config.to_dict(), _PACKED if cp_size == 1 else _CONTEXT
+    check_config(name, values, by)
     seen = look_into(model, documents=True)
-    check_attention(model, config.to_dict(), seen, _PACKED if cp_size == 1 else _CONTEXT)
+    check_attention(model, values, seen, by)
     if lost := [call.module for call in seen.calls if not call.documents]:
         raise ModelError(
             f"`{lost[0]}` of {name} is not told of documents ({len(lost)} calls of attention).",
