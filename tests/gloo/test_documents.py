@@ -172,15 +172,22 @@ def windowed(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(directory)
 
 
+def _of_all_stages(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What every rank holds, by name: stages hold different parameters."""
+    held: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(held, tensors)
+    return {name: tensor for named in reversed(held) for name, tensor in named.items()}
+
+
 def _trained(loaded: Loaded, updates: int) -> Outcome:
     torch.manual_seed(dist.get_rank())
     engine = make_engine(loaded)
-    outcome = Outcome(start=whole_weights(engine))
+    outcome = Outcome(start=_of_all_stages(whole_weights(engine)))
     for update in range(updates):
         engine.forward_backward(packed_batch(engine, update))
-        outcome.gradients.append(whole_gradients(engine))
+        outcome.gradients.append(_of_all_stages(whole_gradients(engine)))
         outcome.results.append(engine.step())
-    outcome.weights = whole_weights(engine)
+    outcome.weights = _of_all_stages(whole_weights(engine))
     return outcome
 
 
