@@ -49,6 +49,12 @@ class Bounds:
         allocated, reserved = self.peaks.peak_bytes(layout)
         return allocated, reserved + self.program.context_bytes
 
+    def fits(self, layout: Layout) -> bool:
+        """Whether `needs` says that the layout fits; the first rank that does not settles it."""
+        self.asked += 1
+        limit = self.capacity - self.program.context_bytes
+        return self.peaks.peak_bytes(layout, limit)[1] <= limit
+
     def states(self, shell: Shell, kind: str) -> float:
         """Bytes of model states that every layout of the family keeps, a lower bound: even parts."""
         m, r = DTYPE_BYTES[self.job.master_dtype], DTYPE_BYTES[self.job.reduce_dtype]

@@ -252,7 +252,7 @@ class Search(Bounds):
         known = self._lean.get(key)
         if known is None:
             layout = next(iter(variants(cell, kind)), None)
-            known = self._lean[key] = layout is not None and self.needs(layout)[1] <= self.capacity
+            known = self._lean[key] = layout is not None and self.fits(layout)
         return known
 
     def _alike(self, shell: Shell) -> bool:
