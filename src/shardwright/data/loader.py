@@ -51,12 +51,17 @@ class Microbatch:
     input_ids, labels: [B, T] int64. Labels are already shifted: labels[b, t] is the target of position t,
     and -100 where there is none.
     row_ids: row ids in the table; -1 is a filler row, all padding and without targets.
+    documents: [B, T] int32, for each position the number of its document within its row, counted from 0, and -1 for
+    padding. None: a row is one document from its start, padded on the right.
+    weights: [B, T] float32, what the loss of each target is multiplied with. None: 1.
     """
 
     index: int
     input_ids: Tensor
     labels: Tensor
     row_ids: tuple[int, ...]
+    documents: Tensor | None = None
+    weights: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,7 @@ class UpdateBatch:
 
     target_tokens: tokens that enter the loss. real_tokens: tokens that are not padding. slots: rows x T.
     row_ids: the rows of the whole update in order, the same on every rank.
+    target_weight: sum of the weights of the update's targets. None: all are 1.
     """
 
     update: int
@@ -73,6 +79,12 @@ class UpdateBatch:
     real_tokens: int
     slots: int
     row_ids: tuple[int, ...]
+    target_weight: float | None = None
+
+    @property
+    def divisor(self) -> float:
+        """What the update's loss sum is divided by: the sum of the weights of its targets."""
+        return self.target_tokens if self.target_weight is None else self.target_weight
 
 
 class Loader:

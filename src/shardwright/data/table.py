@@ -3,6 +3,7 @@
 A directory holds, for one set of files and one tokenizer:
   tokens.bin      tokens of all documents, one after the other: uint16, or uint32 if the vocabulary needs it
   documents.npy   int64 [documents, 3]: where the document ends in tokens.bin, its file, its line
+  weights.bin     float32, one for each token: its weight as a target, 0 for one that is not trained; absent where all are 1
   meta.json       files, counts, special tokens
 and, for each way of cutting rows,
   rows-<overlong>-<max_length>/rows.npy   int64 [rows, 2]: start in tokens.bin, length
@@ -59,12 +60,16 @@ def new_directory(path: Path) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class Documents:
-    """Tokenised documents: `tokens` of all, and `ends` [documents, 3]: end, file number, line of each."""
+    """Tokenised documents: `tokens` of all, and `ends` [documents, 3]: end, file number, line of each.
+
+    weights: float32 for each of `tokens`, its weight as a target, 0 where it is not trained. None: all are 1.
+    """
 
     path: Path
     meta: dict[str, Any]
     tokens: npt.NDArray[np.unsignedinteger[Any]]
     ends: npt.NDArray[np.int64]
+    weights: npt.NDArray[np.float32] | None = None
 
     @classmethod
     def open(cls, path: Path) -> Documents:
@@ -79,7 +84,9 @@ class Documents:
                 f"Remove {path}; it is made again.",
             )
         tokens = np.memmap(path / "tokens.bin", dtype, mode="r") if size else np.empty(0, dtype)
-        return cls(path, meta, tokens, np.load(path / "documents.npy", mmap_mode="r"))
+        weighted = (path / "weights.bin").is_file()
+        weights = np.memmap(path / "weights.bin", np.float32, mode="r") if weighted and size else None
+        return cls(path, meta, tokens, np.load(path / "documents.npy", mmap_mode="r"), weights)
 
     def place(self, document: int) -> str:
         """`file:line` of a document."""

@@ -34,7 +34,7 @@ from shardwright.train.rng import seed_microbatch
 class UpdateResult:
     """What one update did; equal on every rank.
 
-    loss: sum over targets / target tokens, before the step. grad_norm: 2-norm of the whole gradient before clipping.
+    loss: sum over targets / the batch's divisor, before the step. grad_norm: 2-norm of the whole gradient before clipping.
     clip_coefficient: what gradients were multiplied with. skipped: not finite, so nothing was changed.
     stop: the number of ranks that were asked to stop.
     """
@@ -114,7 +114,7 @@ class Engine:
         return torch.zeros_like(self._loss) if output is None else self.loss_of(output, microbatch)
 
     def forward_backward(self, batch: UpdateBatch) -> None:
-        """Runs every microbatch of `batch`; gradients of SUM(loss) / target_tokens add up and are reduced by SUM."""
+        """Runs every microbatch of `batch`; gradients of SUM(loss) / divisor add up and are reduced by SUM."""
         if batch.target_tokens < 1:
             raise ShardwrightError(f"Update {batch.update} has no target token.", "Its loss would be 0 / 0.")
         if not self._checked:
@@ -130,7 +130,7 @@ class Engine:
             with self.parallel.microbatch(last=microbatch is batch.microbatches[-1]):
                 loss = self.loss_sum(microbatch)
                 self._loss += loss.detach()
-                (loss / batch.target_tokens).backward()
+                (loss / batch.divisor).backward()
         self.parallel.finish_gradients()
 
     def _run_pipeline(self, pipeline: Pipelined, batch: UpdateBatch) -> None:
@@ -139,7 +139,7 @@ class Engine:
         def loss(output: Any, k: int) -> Tensor:
             value = self.loss_of(output, microbatches[k])
             self._loss += value.detach()
-            return value / batch.target_tokens
+            return value / batch.divisor
 
         inputs = [self._inputs(microbatch) for microbatch in microbatches]
         pipeline.forward_backward(
@@ -203,7 +203,7 @@ class Engine:
             raise self._non_finite(batch, norm, loss)
         return UpdateResult(
             update=batch.update,
-            loss=loss / batch.target_tokens,
+            loss=loss / batch.divisor,
             grad_norm=norm,
             clip_coefficient=coefficient if finite else 0.0,
             learning_rate=rate,
@@ -251,15 +251,16 @@ class Engine:
         """(loss per target, targets) over all data ranks: one sum over targets, divided once; collective."""
         self.module.eval()
         total, targets = torch.zeros((), dtype=torch.float64, device=self.device), 0
+        weight = 0.0
         for batch in batches:
-            targets += batch.target_tokens
+            targets, weight = targets + batch.target_tokens, weight + batch.divisor
             for microbatch in batch.microbatches:
                 total += self.loss_sum(microbatch)
         self.parallel.release()
         total *= self._counts_loss
         dist.all_reduce(total)
         self.module.train()
-        return total.item() / targets, targets
+        return total.item() / weight, targets
 
     def full(self, tensor: Tensor) -> Tensor:
         """The unsplit tensor on every rank; collective."""
