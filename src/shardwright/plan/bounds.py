@@ -12,7 +12,7 @@ from shardwright.plan.block_bytes import block_bytes
 from shardwright.plan.job import DTYPE_BYTES, Job, Layout
 from shardwright.plan.peak import PeakModel
 from shardwright.plan.program import SHARDWRIGHT, Program
-from shardwright.plan.space import SPLIT_WEIGHTS, Cell, Shell, kinds_of, variants
+from shardwright.plan.space import Cell, Shell, kinds_of, variants
 from shardwright.plan.step_time import Clock, idle_rounds
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Bounds:
         self.peaks = PeakModel(job, program)
         self.capacity = device.memory_bytes
         self.asked = 0
-        self._total, self._block = counts(job.shape).total, counts(job.shape).block_split
+        self._total = counts(job.shape).total
         self._blocks: dict[tuple[object, ...], int] = {}
         self._saved: dict[tuple[object, ...], float] = {}
         self._probes: dict[tuple[Shell, int, str], Layout] = {}
@@ -61,9 +61,7 @@ class Bounds:
         part = self._total / (shell.tp * shell.pp)
         shard = shell.data * shell.cp
         if kind == "ddp":
-            # `kept` counts gathered parameters and whole gradients under a pipeline for every kind.
-            counted = (DTYPE_BYTES[self.job.param_dtype] + r) * (1 + self.program.fragmentation)
-            return max(4 * m - (counted if shell.pp > 1 else 0.0), 0.0) * part
+            return 4 * m * part
         if kind == "offload":
             return 0.0
         # Parameters and moments are shards for every zero*; gradients too once they are reduced.
@@ -82,16 +80,7 @@ class Bounds:
         elif cell.schedule == "interleaved_1f1b":
             flight = min(flight * (cell.chunks + 1) / cell.chunks - 1, cell.microbatches)
         blocks = self._first_blocks(cell)
-        kept = saved * blocks * flight
-        keeps = s.pp > 1 and self.program.pipeline_keeps_gathered and s.data * s.cp > 1
-        if keeps and cell.schedule not in SPLIT_WEIGHTS:
-            # Under a pipeline gathered parameters stay, and gradients stay whole until the last microbatch:
-            # they meet the most microbatches in flight when there are enough of these. (ddp keeps both
-            # anyway, in wider dtypes.)
-            steady = cell.microbatches > (3 * s.pp if cell.chunks > 1 else s.pp)
-            width = DTYPE_BYTES[self.job.param_dtype] + (DTYPE_BYTES[self.job.reduce_dtype] if steady else 0)
-            kept += width * blocks * self._block / s.tp
-        return kept * (1 + self.program.fragmentation)
+        return saved * blocks * flight * (1 + self.program.fragmentation)
 
     def _first_blocks(self, cell: Cell) -> int:
         """Blocks of pipeline rank 0."""

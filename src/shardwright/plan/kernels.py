@@ -41,8 +41,10 @@ class Software:
     tensor-parallel collectives hidden under weight gradients. overlap_slowdown: seconds that compute loses
     for each second a collective runs beside it. bucket_bytes: gradients are reduced in pieces of so many
     bytes (None: all at once). overlap_pipeline: sends between stages run beside compute. pipeline_seconds:
-    fixed time of one send and receive. pipeline_keeps_gathered: under a pipeline, zero2 and zero3 gather once
-    per update and reduce once, as zero1 does (torch.distributed.pipelining does that to `fully_shard`).
+    fixed time of one send and receive. overlap_pipeline_ddp: under a pipeline, ddp's gradients travel while the last
+    microbatch's backward pass runs (ours are reduced after it). pipeline_keeps_gathered: under a pipeline, zero2 and
+    zero3 gather once per update and reduce once, as zero1 does (torch.distributed.pipelining does that to `fully_shard`
+    unless it is hidden from it, as ours is).
     update_seconds: fixed time of an update (data, logging, gradient norm, host synchronisation).
     """
 
@@ -63,7 +65,8 @@ class Software:
     bucket_bytes: float | None = None
     overlap_pipeline: bool = False
     pipeline_seconds: float = 200e-6
-    pipeline_keeps_gathered: bool = True
+    overlap_pipeline_ddp: bool = False
+    pipeline_keeps_gathered: bool = False
     update_seconds: float = 10e-3
 
 

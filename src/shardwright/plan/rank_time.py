@@ -87,14 +87,18 @@ class RankClock:
         self._reduce_size = DTYPE_BYTES[job.reduce_dtype]
         self._speed = device.memory_bandwidth * device.efficiency.bandwidth
 
-    def block(self, layout: Layout) -> BlockSeconds:
-        """One block and microbatch, exposed tensor- and context-parallel collectives included."""
+    def _block_key(self, layout: Layout) -> tuple:
+        """What of a layout decides the time of a block."""
         a = layout.axes
         crosses = a.pp > 1 and a.world_size > self.device.node.devices
-        key = (a.tp, a.cp, layout.microbatch_rows, layout.sequence_parallel, layout.recompute, crosses)
+        return (a.tp, a.cp, layout.microbatch_rows, layout.sequence_parallel, layout.recompute, crosses)
+
+    def block(self, layout: Layout) -> BlockSeconds:
+        """One block and microbatch, exposed tensor- and context-parallel collectives included."""
+        key = self._block_key(layout)
         found = self._blocks.get(key)
         if found is None:
-            found = self._blocks[key] = self._block(layout, crosses)
+            found = self._blocks[key] = self._block(layout, key[-1])
         return found
 
     def _block(self, layout: Layout, crosses: bool) -> BlockSeconds:
@@ -185,25 +189,15 @@ class RankClock:
             backward += parameters * self.software.accumulate_bytes / self._speed
         return RankSeconds(number, n, forward, backward, n * b.weights, edge, parameters)
 
+    def _ranks_key(self, layout: Layout, stage_blocks: tuple[int, ...]) -> tuple:
+        each = self._each_microbatch(layout)
+        return (*self._block_key(layout), layout.axes.pp, layout.schedule, layout.chunks, stage_blocks, each)
+
     def _ranks(self, layout: Layout, stage_blocks: tuple[int, ...]) -> list[RankSeconds]:
-        a = layout.axes
-        crosses = a.pp > 1 and a.world_size > self.device.node.devices
-        key = (
-            a.tp,
-            a.cp,
-            a.pp,
-            layout.microbatch_rows,
-            layout.sequence_parallel,
-            layout.recompute,
-            crosses,
-            layout.schedule,
-            layout.chunks,
-            stage_blocks,
-            self._each_microbatch(layout),
-        )
+        key = self._ranks_key(layout, stage_blocks)
         found = self._rank_seconds.get(key)
         if found is None:
-            kinds = rank_kinds(stage_blocks, layout.schedule, a.pp, layout.chunks)
+            kinds = rank_kinds(stage_blocks, layout.schedule, layout.axes.pp, layout.chunks)
             found = self._rank_seconds[key] = [self.rank(layout, kind, number) for kind, number in kinds]
         return found
 

@@ -111,9 +111,11 @@ class Search(Bounds):
         super().__init__(job, device, devices, software, program)
         self.kinds, self.found = kinds, Found()
         self._fastest = float("inf")
-        self._lean: dict[tuple[object, ...], bool] = {}
+        self._lean: dict[tuple[Cell, str], bool] = {}
         self._leanest: dict[tuple[Shell, str], bool] = {}
-        self._times: dict[tuple[Cell, int], StepTime] = {}
+        self._transfers: dict[tuple[Shell, str], tuple[float, float]] = {}
+        self._leans: dict[tuple[Cell, str], Layout | None] = {}
+        self._families: dict[tuple[Shell, str], str] = {}
 
     def run(self) -> Found:
         """Fills `found` and returns it."""
@@ -151,25 +153,23 @@ class Search(Bounds):
         for shell in legal:
             for kind in self.kinds:
                 if self._family(shell, kind) not in settled:
-                    self._fits_at_least(shell, kind, exactly=True)
+                    self._fits_at_least(shell, kind)
 
     def _family(self, shell: Shell, kind: str) -> str:
-        return f"{kind}+{shell.family}" if shell.family else kind
+        found = self._families.get((shell, kind))
+        if found is None:
+            split = shell.family
+            found = self._families[shell, kind] = f"{kind}+{split}" if split else kind
+        return found
 
     def _limit(self, shell: Shell, kind: str) -> float:
         """Seconds above which a layout of this family is of no interest: its own best, or FAR x the best."""
         best = self.found.best.get(self._family(shell, kind))
         return min(best.seconds, FAR * self._fastest) if best else float("inf")
 
-    def _fits_at_least(self, shell: Shell, kind: str, exactly: bool = False) -> bool:
-        """Whether the family's leanest layout fits here; if not, the leanest one so far is noted.
-
-        Unless asked `exactly`, zero1 and zero2 under a pipeline are taken to fit where zero3 does: they need
-        almost the same.
-        """
+    def _fits_at_least(self, shell: Shell, kind: str) -> bool:
+        """Whether the family's leanest layout fits here; if not, the leanest one so far is noted."""
         family = self._family(shell, kind)
-        if not exactly and kind in ("zero1", "zero2") and "zero3" in self.kinds and self._alike(shell):
-            return self._fits_at_least(shell, "zero3")
         known = self.found.rejected.get(family)
         if (shell, kind) in self._leanest:
             return self._leanest[shell, kind]
@@ -238,45 +238,54 @@ class Search(Bounds):
                     best = Choice(self._family(shell, kind), layout, stage_blocks, time, allocated, device)
         return best and self.refine(best)
 
+    def _lean_of(self, cell: Cell, kind: str) -> Layout | None:
+        """The first variant, which shards most and drops parameters after forward where there is a choice."""
+        key = (cell, kind)
+        if key not in self._leans:
+            self._leans[key] = next(variants(cell, kind), None)
+        return self._leans[key]
+
     def _lean_fits(self, cell: Cell, kind: str) -> bool:
         """Whether the leanest layout of the cell fits: finest sharding, parameters dropped after forward.
 
         zero3 needs least of all kinds on the device; asking it first settles most cells.
         """
-        if kind not in ("zero3", "offload") and "zero3" in kinds_of(cell):
-            if not self._lean_fits(cell, "zero3"):
-                return False
-            if kind in ("zero1", "zero2") and self._alike(cell.shell):
-                return True
-        key = (*cell, kind)
+        if kind not in ("zero3", "offload") and "zero3" in kinds_of(cell) and not self._lean_fits(cell, "zero3"):
+            return False
+        key = (cell, kind)
         known = self._lean.get(key)
         if known is None:
-            layout = next(iter(variants(cell, kind)), None)
+            layout = self._lean_of(cell, kind)
             known = self._lean[key] = layout is not None and self.fits(layout)
         return known
 
-    def _alike(self, shell: Shell) -> bool:
-        """Whether zero1, zero2 and zero3 take equal times: a pipeline gathers and reduces once per update."""
-        return shell.pp > 1 and self.clock.software.pipeline_keeps_gathered
-
-    def _time(self, cell: Cell, layout: Layout, stage_blocks: tuple[int, ...]) -> StepTime:
-        if layout.data_parallel == "ddp" or layout.offload != "none" or not self._alike(cell.shell):
-            return self.clock.step(layout, stage_blocks)
-        key = (cell, layout.axes.dp_replicate)
-        found = self._times.get(key)
+    def _least_wait(self, cell: Cell, kind: str, lean: Layout) -> float:
+        """Seconds that a block of any layout of the cell waits at each microbatch, at least."""
+        if kind not in ("zero3", "hsdp"):
+            return 0.0
+        key = (cell.shell, kind)
+        found = self._transfers.get(key)
         if found is None:
-            found = self._times[key] = self.clock.step(layout, stage_blocks)
-        return found
+            every = [self.clock.unit_transfers(layout) for layout in variants(cell, kind)]
+            found = self._transfers[key] = min(one[0] for one in every), min(one[1] for one in every)
+        return self.clock.exposed(lean, *found)
 
     def _cell(self, cell: Cell, kind: str) -> bool:
-        """Times the layouts of a cell; False when its leanest one does not fit."""
+        """Times the layouts of a cell that may be of interest; False when its leanest one does not fit."""
+        stage_blocks = self.stage_blocks(cell)
+        best = self._limit(cell.shell, kind)
+        lean = self._lean_of(cell, kind)
+        if lean is None or self.clock.floor(lean, stage_blocks, self._least_wait(cell, kind, lean)) >= best:
+            return True
         if not self._lean_fits(cell, kind):
             return False
         family = self._family(cell.shell, kind)
-        stage_blocks = self.stage_blocks(cell)
-        best = self._limit(cell.shell, kind)
         for layout in variants(cell, kind):
-            time = self._time(cell, layout, stage_blocks)
+            if kind in ("zero3", "hsdp") and (
+                self.clock.floor(layout, stage_blocks, self.clock.unit_wait(layout)) >= best
+            ):
+                continue
+            time = self.clock.step(layout, stage_blocks)
             if time.total >= best:
                 continue
             allocated, device = self.needs(layout)
