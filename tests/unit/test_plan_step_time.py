@@ -23,6 +23,8 @@ from shardwright.plan.step_time import Clock, StepTime
 
 H100 = find_device("h100-sxm-80gb")
 IDEAL = Software(
+    bucket_bytes=None,
+    reduces_units=False,
     host_forward=0,
     host_backward=0,
     host_tensor_parallel=0,

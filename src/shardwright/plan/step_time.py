@@ -193,7 +193,10 @@ class Clock(RankClock):
         if not rank.parameters:
             return 0.0
         volume = rank.parameters * self._reduce_size
-        buckets = max(1.0, volume / software.bucket_bytes) if software.bucket_bytes else 1.0
+        piece = software.bucket_bytes or volume
+        if kind != "ddp" and software.reduces_units:
+            piece = self._unit_blocks(layout)[0] * (self._block_split / a.tp + self._block_whole) * self._reduce_size
+        buckets = max(1.0, volume / piece)
         payload = volume / buckets
         gathers = 0.0
         if kind == "ddp":
