@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from shardwright.arch.inventory import counts
 from shardwright.layout.schedule import split_blocks
 from shardwright.plan.block_bytes import block_bytes
-from shardwright.plan.job import DTYPE_BYTES, Job, Layout
+from shardwright.plan.job import DTYPE_BYTES, Job, Layout, Recompute
 from shardwright.plan.peak import PeakModel
 from shardwright.plan.program import SHARDWRIGHT, Program
 from shardwright.plan.space import Cell, Shell, kinds_of, variants
@@ -18,6 +18,7 @@ from shardwright.plan.step_time import Clock, idle_rounds
 if TYPE_CHECKING:
     from shardwright.plan.device import Device
     from shardwright.plan.kernels import Software
+    from shardwright.plan.rank_time import BlockSeconds
 
 
 class Bounds:
@@ -37,7 +38,6 @@ class Bounds:
         self._total = counts(job.shape).total
         self._blocks: dict[tuple[object, ...], int] = {}
         self._saved: dict[tuple[object, ...], float] = {}
-        self._probes: dict[tuple[Shell, int, str], Layout] = {}
 
     def stage_blocks(self, cell: Cell) -> tuple[int, ...]:
         """Blocks of each pipeline stage of the cell."""
@@ -57,15 +57,15 @@ class Bounds:
 
     def states(self, shell: Shell, kind: str) -> float:
         """Bytes of model states that every layout of the family keeps, a lower bound: even parts."""
-        m, r = DTYPE_BYTES[self.job.master_dtype], DTYPE_BYTES[self.job.reduce_dtype]
+        m, c = DTYPE_BYTES[self.job.master_dtype], DTYPE_BYTES[self.job.param_dtype]
         part = self._total / (shell.tp * shell.pp)
-        shard = shell.data * shell.cp
         if kind == "ddp":
             return 4 * m * part
         if kind == "offload":
             return 0.0
-        # Parameters and moments are shards for every zero*; gradients too once they are reduced.
-        return (3 * m + min(m, r)) * part / shard
+        # Parameters, moments and reduced gradients are shards for every zero*; zero1 and zero2 hold all gathered.
+        gathered = c * (1 + self.program.fragmentation) if kind in ("zero1", "zero2") else 0.0
+        return (4 * m / (shell.data * shell.cp) + gathered) * part
 
     def kept(self, cell: Cell) -> float:
         """Bytes of activations that pipeline rank 0 keeps, a lower bound: microbatches in flight at most."""
@@ -117,7 +117,7 @@ class Bounds:
     def cell_bound(self, cell: Cell) -> float:
         """Seconds that no layout of the cell goes below: kernels and pipeline, no data-parallel cost."""
         shell, layers = cell.shell, self.job.shape.layers
-        b = self.clock.block(self._probe(shell, cell.microbatch_rows, cell.recompute))
+        b = self._block(shell, cell.microbatch_rows, cell.recompute)
         one = (b.forward + b.backward) * layers / shell.pp
         idle = 0.0
         if shell.pp > 1:
@@ -139,15 +139,10 @@ class Bounds:
         microbatch = 1
         while microbatch <= rows:
             if rows % microbatch == 0:
-                b = self.clock.block(self._probe(shell, microbatch, "none"))
+                b = self._block(shell, microbatch, "none")
                 best = min(best, (b.forward + b.backward) * layers / shell.pp * (rows // microbatch))
             microbatch *= 2
         return best * 0.97  # microbatches that are no powers of two may be a little better
 
-    def _probe(self, shell: Shell, microbatch: int, recompute: str) -> Layout:
-        key = (shell, microbatch, recompute)
-        found = self._probes.get(key)
-        if found is None:
-            cell = Cell(shell, "1f1b" if shell.pp > 1 else None, 1, microbatch, 1, recompute)  # type: ignore[arg-type]
-            found = self._probes[key] = next(iter(variants(cell, "ddp")))
-        return found
+    def _block(self, shell: Shell, rows: int, recompute: Recompute) -> BlockSeconds:
+        return self.clock.block_at(shell.tp, shell.cp, shell.pp, self.devices, rows, recompute)

@@ -10,8 +10,9 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardwright.arch.inventory import counts
+from shardwright.layout.axes import Axes
 from shardwright.layout.schedule import rank_stages
-from shardwright.plan.job import DTYPE_BYTES, Job, Layout
+from shardwright.plan.job import DTYPE_BYTES, Job, Layout, Recompute
 from shardwright.plan.kernels import Software, block_time, embedding_time, head_time
 from shardwright.plan.network import all_reduce_seconds, gather_seconds, group_of
 
@@ -99,6 +100,17 @@ class RankClock:
         found = self._blocks.get(key)
         if found is None:
             found = self._blocks[key] = self._block(layout, key[-1])
+        return found
+
+    def block_at(
+        self, tp: int, cp: int, pp: int, devices: int, rows: int, recompute: Recompute
+    ) -> BlockSeconds:
+        """`block` by sizes, with sequence parallel: what the bounds of the search ask for."""
+        found = self._blocks.get((tp, cp, rows, tp > 1, recompute, pp > 1 and devices > self.device.node.devices))
+        if found is None:
+            axes = Axes(pp, 1, devices // (tp * cp * pp), cp, tp)
+            layout = Layout(axes, "ddp", rows, sequence_parallel=tp > 1, recompute=recompute)
+            found = self.block(layout)
         return found
 
     def _block(self, layout: Layout, crosses: bool) -> BlockSeconds:

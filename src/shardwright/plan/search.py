@@ -10,7 +10,7 @@ and the finest sharding need least.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from math import log
+from math import inf, log
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardwright.plan.bounds import Bounds
@@ -29,7 +29,7 @@ from shardwright.plan.space import (
     shells,
     variants,
 )
-from shardwright.plan.step_time import StepTime
+from shardwright.plan.step_time import Alone, StepTime
 
 if TYPE_CHECKING:
     from shardwright.plan.device import Device
@@ -110,7 +110,7 @@ class Search(Bounds):
     ) -> None:
         super().__init__(job, device, devices, software, program)
         self.kinds, self.found = kinds, Found()
-        self._fastest = float("inf")
+        self._fastest, self._seconds = inf, dict[str, float]()
         self._lean: dict[tuple[Cell, str], bool] = {}
         self._leanest: dict[tuple[Shell, str], bool] = {}
         self._transfers: dict[tuple[Shell, str], tuple[float, float]] = {}
@@ -164,8 +164,8 @@ class Search(Bounds):
 
     def _limit(self, shell: Shell, kind: str) -> float:
         """Seconds above which a layout of this family is of no interest: its own best, or FAR x the best."""
-        best = self.found.best.get(self._family(shell, kind))
-        return min(best.seconds, FAR * self._fastest) if best else float("inf")
+        best = self._seconds.get(self._family(shell, kind))
+        return inf if best is None else min(best, FAR * self._fastest)
 
     def _fits_at_least(self, shell: Shell, kind: str) -> bool:
         """Whether the family's leanest layout fits here; if not, the leanest one so far is noted."""
@@ -201,19 +201,28 @@ class Search(Bounds):
             open_kinds = [kind for kind in kinds if bound < self._limit(shell, kind)]
             if not open_kinds:
                 break
-            open_kinds = [kind for kind in open_kinds if kept <= room[kind]]
-            allowed = kinds_of(cell)
+            open_kinds = [kind for kind in open_kinds if kept <= room[kind] and kind in kinds_of(cell)]
+            alone = self._alone(cell) if open_kinds else None
             for kind in open_kinds:
                 # What does not fit with fewer rows, or with more recomputed, does not fit with more; as long
                 # as there are more microbatches than ranks, so that the pipeline is full.
                 key = (kind, cell.schedule, cell.chunks, cell.recompute)
                 hopeless = cell.microbatches > shell.pp and cell.microbatch_rows >= too_many.get(key, 1 << 60)
-                if kind not in allowed or hopeless or self._cell(cell, kind):
+                if hopeless or alone is None or self._cell(cell, kind, alone):
                     continue
                 if cell.microbatches > shell.pp:
                     for recompute in RECOMPUTE[: RECOMPUTE.index(cell.recompute) + 1]:
                         key = (kind, cell.schedule, cell.chunks, recompute)
                         too_many[key] = min(too_many.get(key, 1 << 60), cell.microbatch_rows)
+
+    def _alone(self, cell: Cell) -> Alone:
+        """What an update of the cell takes at least, whatever the data-parallel kind.
+
+        That of zero3, whose gradients no separate pass adds up; on one rank that of ddp.
+        """
+        layout = self._lean_of(cell, "zero3") or self._lean_of(cell, "ddp")
+        assert layout is not None, "ddp is always legal"
+        return self.clock.alone(layout, self.stage_blocks(cell))
 
     def only(
         self, tp: int, cp: int, pp: int, kind: str, replicate: int | None = None, schedule: str | None = None
@@ -261,8 +270,6 @@ class Search(Bounds):
 
     def _least_wait(self, cell: Cell, kind: str, lean: Layout) -> float:
         """Seconds that a block of any layout of the cell waits at each microbatch, at least."""
-        if kind not in ("zero3", "hsdp"):
-            return 0.0
         key = (cell.shell, kind)
         found = self._transfers.get(key)
         if found is None:
@@ -270,27 +277,28 @@ class Search(Bounds):
             found = self._transfers[key] = min(one[0] for one in every), min(one[1] for one in every)
         return self.clock.exposed(lean, *found)
 
-    def _cell(self, cell: Cell, kind: str) -> bool:
+    def _cell(self, cell: Cell, kind: str, alone: Alone) -> bool:
         """Times the layouts of a cell that may be of interest; False when its leanest one does not fit."""
-        stage_blocks = self.stage_blocks(cell)
-        best = self._limit(cell.shell, kind)
+        best, base = self._limit(cell.shell, kind), alone.time.total
+        if base >= best:
+            return True
         lean = self._lean_of(cell, kind)
-        if lean is None or self.clock.floor(lean, stage_blocks, self._least_wait(cell, kind, lean)) >= best:
+        waits = kind in ("zero3", "hsdp")
+        blocks = cell.microbatches * alone.worst.blocks
+        if lean is None or (waits and base + blocks * self._least_wait(cell, kind, lean) >= best):
             return True
         if not self._lean_fits(cell, kind):
             return False
-        family = self._family(cell.shell, kind)
+        family, stage_blocks = self._family(cell.shell, kind), self.stage_blocks(cell)
         for layout in variants(cell, kind):
-            if kind in ("zero3", "hsdp") and (
-                self.clock.floor(layout, stage_blocks, self.clock.unit_wait(layout)) >= best
-            ):
+            if waits and base + blocks * self.clock.unit_wait(layout) >= best:
                 continue
             time = self.clock.step(layout, stage_blocks)
             if time.total >= best:
                 continue
             allocated, device = self.needs(layout)
             if device <= self.capacity:
-                best = time.total
+                best = self._seconds[family] = time.total
                 self._fastest = min(self._fastest, best)
                 self.found.best[family] = Choice(family, layout, stage_blocks, time, allocated, device)
         return True

@@ -273,11 +273,6 @@ class Clock(RankClock):
             optimizer=self._optimizer(layout, max(rank.parameters for rank in ranks) / shard),
         )
 
-    def floor(self, layout: Layout, stage_blocks: tuple[int, ...], unit_wait: float) -> float:
-        """Seconds that an update of `layout` is not below, where a block waits `unit_wait` at each microbatch."""
-        alone = self.alone(layout, stage_blocks)
-        return alone.time.total + layout.microbatches(self.job) * alone.worst.blocks * unit_wait
-
     def _send(self, layout: Layout) -> float:
         a = layout.axes
         tokens = layout.microbatch_rows * self.job.max_length / a.cp
