@@ -4,6 +4,7 @@ once.
 
 from __future__ import annotations
 
+from math import inf
 from typing import TYPE_CHECKING
 
 from shardwright.arch.inventory import counts
@@ -43,17 +44,19 @@ class Bounds:
         """Blocks of each pipeline stage of the cell."""
         return split_blocks(self.job.shape.layers, cell.shell.pp * cell.chunks)
 
-    def needs(self, layout: Layout) -> tuple[float, float]:
-        """(allocated, with fragmentation and context) bytes at the peak of the fullest rank."""
+    def needs(self, layout: Layout, limit: float = inf) -> tuple[float, float]:
+        """(allocated, with fragmentation and context) bytes at the peak of the fullest rank.
+
+        Of a layout that needs more than `limit`: some number above it; the first such rank settles it.
+        """
         self.asked += 1
-        allocated, reserved = self.peaks.peak_bytes(layout)
-        return allocated, reserved + self.program.context_bytes
+        context = self.program.context_bytes
+        allocated, reserved = self.peaks.peak_bytes(layout, limit - context)
+        return allocated, reserved + context
 
     def fits(self, layout: Layout) -> bool:
-        """Whether `needs` says that the layout fits; the first rank that does not settles it."""
-        self.asked += 1
-        limit = self.capacity - self.program.context_bytes
-        return self.peaks.peak_bytes(layout, limit)[1] <= limit
+        """Whether `needs` says that the layout fits."""
+        return self.needs(layout, self.capacity)[1] <= self.capacity
 
     def states(self, shell: Shell, kind: str) -> float:
         """Bytes of model states that every layout of the family keeps, a lower bound: even parts."""
@@ -94,7 +97,7 @@ class Bounds:
 
     def least(self, shell: Shell, kind: str) -> tuple[Layout, float] | None:
         """The layout of the family that needs least on this shell, and what it needs; None for an empty
-        family.
+        family. Where one fits, the first that does.
 
         One row a microbatch and everything recomputed; or all rows in one microbatch, which keeps no
         unreduced gradients.
@@ -102,6 +105,8 @@ class Bounds:
         rows = self.job.global_batch_size // shell.data
         best: tuple[Layout, float] | None = None
         for microbatch in {1, rows}:
+            if best is not None and best[1] <= self.capacity:
+                break
             count = rows // microbatch
             schedule = None if shell.pp == 1 else "1f1b" if count >= shell.pp else "gpipe"
             cell = Cell(shell, schedule, 1, microbatch, count, "full")  # type: ignore[arg-type]

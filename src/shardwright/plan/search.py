@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from shardwright.plan.device import Device
     from shardwright.plan.kernels import Software
 
+SHARDED = ("zero1", "zero2", "zero3", "hsdp")
 BAND = 1.02
 """Layouts whose times differ by less than 2% are ranked by simplicity: no prediction is that sharp."""
 REFINED = 3
@@ -112,7 +113,7 @@ class Search(Bounds):
         self.kinds, self.found = kinds, Found()
         self._fastest, self._seconds = inf, dict[str, float]()
         self._lean: dict[tuple[Cell, str], bool] = {}
-        self._leanest: dict[tuple[Shell, str], bool] = {}
+        self._leanest: dict[tuple[Shell, str], tuple[Layout, float] | None] = {}
         self._transfers: dict[tuple[Shell, str], tuple[float, float]] = {}
         self._leans: dict[tuple[Cell, str], Layout | None] = {}
         self._families: dict[tuple[Shell, str], str] = {}
@@ -121,16 +122,16 @@ class Search(Bounds):
         """Fills `found` and returns it."""
         found, layers = self.found, self.job.shape.layers
         legal, found.refused = shells(self.job, self.devices)
-        alive: list[tuple[float, Shell, list[str]]] = []
+        alive: list[tuple[float, Shell]] = []
         for shell in legal:
             rows = self.job.global_batch_size // shell.data
             found.considered += count_layouts(rows, shell.data, shell.cp, shell.pp, layers)
-            kinds = [kind for kind in self.kinds if self._fits_at_least(shell, kind)]
-            if kinds:
-                alive.append((self.shell_bound(shell), shell, kinds))
+            alive.append((self.shell_bound(shell), shell))
         alive.sort(key=lambda entry: entry[0])
-        for bound, shell, kinds in alive:
-            open_kinds = [kind for kind in kinds if bound < self._limit(shell, kind)]
+        for bound, shell in alive:
+            open_kinds = [
+                kind for kind in self.kinds if bound < self._limit(shell, kind) and self._fits_at_least(shell, kind)
+            ]
             if open_kinds:
                 self._shell(shell, open_kinds)
         self._settle(legal)
@@ -145,15 +146,19 @@ class Search(Bounds):
             found.best[rest[0].family] = self.refine(rest[0])
 
     def _settle(self, legal: list[Shell]) -> None:
-        """Every family has a best layout, or is rejected with the leanest one."""
-        found = self.found
-        for family in [family for family in found.rejected if family in found.best]:
-            del found.rejected[family]
-        settled = {*found.best, *found.rejected}
+        """Every family without a best layout is rejected with the leanest one."""
+        rejected = self.found.rejected
         for shell in legal:
             for kind in self.kinds:
-                if self._family(shell, kind) not in settled:
-                    self._fits_at_least(shell, kind)
+                family = self._family(shell, kind)
+                if family in self.found.best:
+                    continue
+                known = rejected.get(family)
+                if known is not None and known.device_bytes <= self.states(shell, kind) + self.program.context_bytes:
+                    continue
+                least = self._least(shell, kind)
+                if least is not None and (known is None or least[1] < known.device_bytes):
+                    rejected[family] = Rejection(family, *least)
 
     def _family(self, shell: Shell, kind: str) -> str:
         found = self._families.get((shell, kind))
@@ -167,23 +172,22 @@ class Search(Bounds):
         best = self._seconds.get(self._family(shell, kind))
         return inf if best is None else min(best, FAR * self._fastest)
 
+    def _least(self, shell: Shell, kind: str) -> tuple[Layout, float] | None:
+        key = (shell, kind)
+        if key not in self._leanest:
+            self._leanest[key] = self.least(shell, kind)
+        return self._leanest[key]
+
     def _fits_at_least(self, shell: Shell, kind: str) -> bool:
-        """Whether the family's leanest layout fits here; if not, the leanest one so far is noted."""
-        family = self._family(shell, kind)
-        known = self.found.rejected.get(family)
-        if (shell, kind) in self._leanest:
-            return self._leanest[shell, kind]
-        states = self.states(shell, kind) + self.program.context_bytes
-        if states > self.capacity and known is not None and known.device_bytes <= states:
+        """Whether the family's leanest layout fits here. zero3 needs least of all kinds on the device."""
+        if self.states(shell, kind) + self.program.context_bytes > self.capacity:
             return False
-        least = self.least(shell, kind)
-        if least is None:
-            return False
-        layout, needed = least
-        fits = self._leanest[shell, kind] = needed <= self.capacity
-        if not fits and (known is None or needed < known.device_bytes):
-            self.found.rejected[family] = Rejection(family, layout, needed)
-        return fits
+        if kind not in ("zero3", "offload") and "zero3" in self.kinds and shell.data * shell.cp > 1:
+            zero3 = self._least(shell, "zero3")
+            if zero3 is not None and zero3[1] > self.capacity:
+                return False
+        least = self._least(shell, kind)
+        return least is not None and least[1] <= self.capacity
 
     def _shell(self, shell: Shell, kinds: list[str]) -> None:
         # GPipe idles as long as 1F1B and keeps more: where both run, it cannot be the better of the two.
@@ -268,14 +272,21 @@ class Search(Bounds):
             known = self._lean[key] = layout is not None and self.fits(layout)
         return known
 
-    def _least_wait(self, cell: Cell, kind: str, lean: Layout) -> float:
-        """Seconds that a block of any layout of the cell waits at each microbatch, at least."""
+    def _least_added(self, cell: Cell, kind: str, lean: Layout, alone: Alone) -> float:
+        """Seconds that any layout of the cell takes besides `alone`, at least: the quickest collectives of all splits."""
+        if kind not in SHARDED:
+            return 0.0
         key = (cell.shell, kind)
         found = self._transfers.get(key)
+        if kind in ("zero1", "zero2"):
+            if found is None:
+                ones = [self.clock.unit_reduction(layout) for layout in variants(cell, kind)]
+                found = self._transfers[key] = (min(ones), 0.0)
+            return self.clock.least_once(lean, alone.worst, found[0])
         if found is None:
             every = [self.clock.unit_transfers(layout) for layout in variants(cell, kind)]
             found = self._transfers[key] = min(one[0] for one in every), min(one[1] for one in every)
-        return self.clock.exposed(lean, *found)
+        return cell.microbatches * alone.worst.blocks * self.clock.exposed(lean, *found)
 
     def _cell(self, cell: Cell, kind: str, alone: Alone) -> bool:
         """Times the layouts of a cell that may be of interest; False when its leanest one does not fit."""
@@ -283,24 +294,28 @@ class Search(Bounds):
         if base >= best:
             return True
         lean = self._lean_of(cell, kind)
-        waits = kind in ("zero3", "hsdp")
-        blocks = cell.microbatches * alone.worst.blocks
-        if lean is None or (waits and base + blocks * self._least_wait(cell, kind, lean) >= best):
+        if lean is None or base + self._least_added(cell, kind, lean, alone) >= best:
             return True
-        if not self._lean_fits(cell, kind):
-            return False
+        waits, blocks = kind in ("zero3", "hsdp"), cell.microbatches * alone.worst.blocks
         family, stage_blocks = self._family(cell.shell, kind), self.stage_blocks(cell)
+        timed: list[tuple[Layout, StepTime]] = []
         for layout in variants(cell, kind):
-            if waits and base + blocks * self.clock.unit_wait(layout) >= best:
-                continue
-            time = self.clock.step(layout, stage_blocks)
+            if not (waits and base + blocks * self.clock.unit_wait(layout) >= best):
+                time = self.clock.step(layout, stage_blocks)
+                if time.total < best:
+                    timed.append((layout, time))
+        if timed and not self._lean_fits(cell, kind):
+            return False
+        for layout, time in timed:
             if time.total >= best:
                 continue
-            allocated, device = self.needs(layout)
+            allocated, device = self.needs(layout, self.capacity)
             if device <= self.capacity:
                 best = self._seconds[family] = time.total
                 self._fastest = min(self._fastest, best)
                 self.found.best[family] = Choice(family, layout, stage_blocks, time, allocated, device)
+            elif layout.reshard_after_forward is not False or not waits:
+                break  # More replicas shard less.
         return True
 
     def refine(self, choice: Choice) -> Choice:

@@ -187,33 +187,58 @@ class Clock(RankClock):
             waits = hidden + (waits - hidden) * size / layers
         return waits / size
 
+    def _piece(self, layout: Layout, volume: float) -> float:
+        """Bytes of gradients that are reduced together."""
+        if layout.data_parallel != "ddp" and self.software.reduces_units:
+            block = self._block_split / layout.axes.tp + self._block_whole
+            return self._unit_blocks(layout)[0] * block * self._reduce_size
+        return self.software.bucket_bytes or volume
+
+    def _one_reduction(self, layout: Layout, payload: float) -> float:
+        """Seconds of reducing one piece."""
+        a = layout.axes
+        if layout.data_parallel == "ddp":
+            return self._reduce(a.data_ranks * a.cp, a.tp, payload)
+        shard = self._gather(a.dp_shard * a.cp, a.tp)
+        one = shard.fixed + shard.per_byte * payload
+        if a.dp_replicate > 1:
+            one += self._reduce(a.dp_replicate, a.tp * a.cp * a.dp_shard, payload / (a.dp_shard * a.cp))
+        return one
+
+    def _after(self, pieces: float, one: float, window: float) -> float:
+        """Seconds that reducing `pieces` of `one` second each takes beyond, and costs within, a window of compute."""
+        reduce = pieces * one
+        return max(reduce - window, one) + self.software.overlap_slowdown * min(reduce, window)
+
     def _once(self, layout: Layout, rank: RankSeconds, reductions: int) -> float:
         """Exposed seconds of so many gradient reductions and one gather of the parameters."""
         a, software, kind = layout.axes, self.software, layout.data_parallel
         if not rank.parameters:
             return 0.0
         volume = rank.parameters * self._reduce_size
-        piece = software.bucket_bytes or volume
-        if kind != "ddp" and software.reduces_units:
-            piece = self._unit_blocks(layout)[0] * (self._block_split / a.tp + self._block_whole) * self._reduce_size
-        buckets = max(1.0, volume / piece)
-        payload = volume / buckets
-        gathers = 0.0
-        if kind == "ddp":
-            one = self._reduce(a.data_ranks * a.cp, a.tp, payload)
-        else:
-            shard = self._gather(a.dp_shard * a.cp, a.tp)
-            one = shard.fixed + shard.per_byte * payload
-            if a.dp_replicate > 1:
-                one += self._reduce(a.dp_replicate, a.tp * a.cp * a.dp_shard, payload / (a.dp_shard * a.cp))
-            gathers = shard.fixed + shard.per_byte * rank.parameters * self._size
-        reduce = buckets * one
+        pieces = max(1.0, volume / self._piece(layout, volume))
         overlaps = software.overlap_data_parallel and (
             kind != "ddp" or a.pp == 1 or software.overlap_pipeline_ddp
         )
         window = rank.backward if overlaps else 0.0
-        exposed = max(reduce - window, one) + software.overlap_slowdown * min(reduce, window)
+        exposed = self._after(pieces, self._one_reduction(layout, volume / pieces), window)
+        gathers = 0.0
+        if kind != "ddp":
+            shard = self._gather(a.dp_shard * a.cp, a.tp)
+            gathers = shard.fixed + shard.per_byte * rank.parameters * self._size
         return reductions * exposed + gathers
+
+    def unit_reduction(self, layout: Layout) -> float:
+        """Seconds of reducing one unit of zero1 or zero2."""
+        return self._one_reduction(layout, self._piece(layout, 0.0))
+
+    def least_once(self, layout: Layout, rank: RankSeconds, one: float) -> float:
+        """Seconds that zero1 or zero2 add to an update on `rank` (of `alone`), at least, where a unit takes `one`."""
+        accumulate = rank.parameters * self.software.accumulate_bytes / self._speed
+        pieces = rank.parameters * self._reduce_size / self._piece(layout, 0.0)
+        count = layout.microbatches(self.job)
+        exposed = self._after(pieces, one, rank.backward + accumulate) * (count if layout.data_parallel == "zero2" else 1)
+        return (exposed + count * accumulate) * (1 - 1e-9)
 
     def alone(self, layout: Layout, stage_blocks: tuple[int, ...]) -> Alone:
         """The time of one update without what the data-parallel axes and the optimizer add; `stage_blocks` says how many
