@@ -279,6 +279,8 @@ class Search(Bounds):
         key = (cell.shell, kind)
         found = self._transfers.get(key)
         if kind in ("zero1", "zero2"):
+            if not self.clock.software.reduces_units:
+                return 0.0
             if found is None:
                 ones = [self.clock.unit_reduction(layout) for layout in variants(cell, kind)]
                 found = self._transfers[key] = (min(ones), 0.0)
