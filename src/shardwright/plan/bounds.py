@@ -8,11 +8,11 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from shardwright.arch.inventory import counts
-from shardwright.layout.schedule import split_blocks
 from shardwright.plan.block_bytes import block_bytes
 from shardwright.plan.job import DTYPE_BYTES, Job, Layout, Recompute
 from shardwright.plan.peak import PeakModel
 from shardwright.plan.program import SHARDWRIGHT, Program
+from shardwright.plan.rank_bytes import planned_stages
 from shardwright.plan.space import Cell, Shell, kinds_of, variants
 from shardwright.plan.step_time import Clock, idle_rounds
 
@@ -38,11 +38,16 @@ class Bounds:
         self.asked = 0
         self._total = counts(job.shape).total
         self._blocks: dict[tuple[object, ...], int] = {}
+        self._stages: dict[int, tuple[int, ...]] = {}
         self._saved: dict[tuple[object, ...], float] = {}
 
     def stage_blocks(self, cell: Cell) -> tuple[int, ...]:
         """Blocks of each pipeline stage of the cell."""
-        return split_blocks(self.job.shape.layers, cell.shell.pp * cell.chunks)
+        stages = cell.shell.pp * cell.chunks
+        found = self._stages.get(stages)
+        if found is None:
+            found = self._stages[stages] = planned_stages(self.job.shape, stages)
+        return found
 
     def needs(self, layout: Layout, limit: float = inf) -> tuple[float, float]:
         """(allocated, with fragmentation and context) bytes at the peak of the fullest rank.

@@ -292,7 +292,7 @@ class Search(Bounds):
 
     def _cell(self, cell: Cell, kind: str, alone: Alone) -> bool:
         """Times the layouts of a cell that may be of interest; False when its leanest one does not fit."""
-        best, base = self._limit(cell.shell, kind), alone.time.total
+        best, base = self._limit(cell.shell, kind), alone.least
         if base >= best:
             return True
         lean = self._lean_of(cell, kind)

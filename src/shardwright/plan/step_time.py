@@ -49,11 +49,15 @@ class StepTime(NamedTuple):
 
 
 class Alone(NamedTuple):
-    """What data parallelism does not change: the kinds of ranks, the one that works longest, the time that it sets."""
+    """What data parallelism does not change: the kinds of ranks, the one that works longest, the time that it sets.
+
+    least: that time without what heavier stages than its own cost, which depends on which rank works longest.
+    """
 
     ranks: list[RankSeconds]
     worst: RankSeconds
     time: StepTime
+    least: float
 
 
 class Waits(NamedTuple):
@@ -251,7 +255,9 @@ class Clock(RankClock):
             return found
         ranks = self._ranks(layout, stage_blocks)
         worst = max(ranks, key=lambda rank: rank.forward + rank.backward)
-        found = self._alone[key] = Alone(ranks, worst, self._parts(layout, stage_blocks, ranks, worst, 0.0))
+        time = self._parts(layout, stage_blocks, ranks, worst, 0.0)
+        least = time.total - k * self._turns(layout, stage_blocks, worst)
+        found = self._alone[key] = Alone(ranks, worst, time, least)
         return found
 
     def _parts(
@@ -285,7 +291,7 @@ class Clock(RankClock):
 
     def step(self, layout: Layout, stage_blocks: tuple[int, ...]) -> StepTime:
         """The time of one update in closed form."""
-        ranks, _, time = self.alone(layout, stage_blocks)
+        ranks, _, time, _ = self.alone(layout, stage_blocks)
         waits = self._waits(layout, ranks)
         if self._each_microbatch(layout) and any(wait.microbatch for wait in waits):
             worst, wait = max(
@@ -341,17 +347,25 @@ class Clock(RankClock):
         else:
             others = sum(r.number * (r.forward + r.backward) for r in ranks) - worst.forward - worst.backward
             idle = (others + (pp - 1) * gathers) / chunks + idle_rounds(pp, chunks, microbatches) * whole
-        if chunks > 1:
-            b = self.block(layout)
-            heaviest = [max(stage_blocks[i * pp : (i + 1) * pp]) for i in range(chunks)]
-            # A rank does a forward of one chunk and a backward of the opposite one in turn, all ranks in
-            # step: each turn takes as long as the longest kind of turn.
-            turn = max(b.forward * i + b.backward * j for i, j in zip(heaviest, reversed(heaviest)))
-            idle += microbatches * max(chunks * turn - worst.blocks * (b.forward + b.backward), 0.0)
+        idle += microbatches * self._turns(layout, stage_blocks, worst)
         steps = 2 * (pp - 1)
         if not self.software.overlap_pipeline:
             steps += 2 * (microbatches - 1) * chunks
         return max(idle, 0.0), steps * self._send(layout)
+
+    def _turns(self, layout: Layout, stage_blocks: tuple[int, ...], worst: RankSeconds) -> float:
+        """Seconds per microbatch that rank `worst` waits for heavier stages of other ranks.
+
+        A rank does a forward of one chunk and a backward of the opposite one in turn, all ranks in step: each turn takes
+        as long as the longest kind of turn.
+        """
+        chunks, pp = layout.chunks, layout.axes.pp
+        if chunks == 1:
+            return 0.0
+        b = self.block(layout)
+        heaviest = [max(stage_blocks[i * pp : (i + 1) * pp]) for i in range(chunks)]
+        turn = max(b.forward * i + b.backward * j for i, j in zip(heaviest, reversed(heaviest)))
+        return max(chunks * turn - worst.blocks * (b.forward + b.backward), 0.0)
 
     def timed(self, layout: Layout, stage_blocks: tuple[int, ...]) -> StepTime:
         """The time of one update with the pipeline's action lists played, not in closed form."""
