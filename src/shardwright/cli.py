@@ -154,6 +154,31 @@ def _inventory(name: str, overrides: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
+@app.command(context_settings=_OVERRIDES, epilog=_EPILOG)
+def drill(
+    context: typer.Context,
+    run_file: RunFilePath,
+    nproc_per_node: Processes = 2,
+    trials: Annotated[
+        str, typer.Option(help="kill, save, signal, write, hang, damage, reshard, joined by commas, or all")
+    ] = "all",
+    soak: Annotated[
+        int, typer.Option(help="Instead: so many random kills of ranks and launchers", min=0)
+    ] = 0,
+    updates: Annotated[int, typer.Option(help="Updates of the run that is broken", min=16)] = 32,
+    seed: Annotated[int, typer.Option(help="Of moments and ranks: the same seed strikes the same ones")] = 0,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the drill's runs also when all is well")] = False,
+) -> None:
+    """Drill: break the run on purpose, let it go on, compare with one that was left alone; exit 3 on a difference."""
+    from shardwright.config import load_run_file, parse_overrides
+
+    loaded = load_run_file(run_file, parse_overrides(context.args))
+    from shardwright.drill.verb import Plan, parse_trials, run_drill
+
+    plan = Plan(nproc_per_node, parse_trials(trials), seed, soak, updates, keep)
+    raise typer.Exit(run_drill(loaded, plan))
+
+
 @app.command()
 def schema() -> None:
     """Print the JSON schema of the run file."""
