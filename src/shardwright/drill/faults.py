@@ -92,7 +92,7 @@ def _kill_at_start(session: Session, rank: int) -> str | None:
         beat = session.beat(rank, start)
         if beat is not None:
             KILL(beat.process_id)
-            return f"rank {rank} in {beat}"
+            return str(beat)
     raise AssertionError
 
 
@@ -100,7 +100,6 @@ def _kill_launcher(session: Session, update: int) -> str | None:
     found = at_phase(session, 0, "forward_backward", update, Break(signal.SIGCONT))
     if found is not None:
         session.kill_launcher()
-        found = found.replace("rank 0", "the ranks")
     return found
 
 

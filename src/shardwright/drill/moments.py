@@ -39,32 +39,28 @@ def stage_of_save(output_dir: Path) -> str:
 class Break:
     """What is done to a rank: a signal, or a limit on the size of its files, as if the disk were full."""
 
-    signal: signal.Signals | None = None
+    number: signal.Signals | None = None
     times: int = 1
     file_bytes: int = 0
 
     def __call__(self, process_id: int) -> None:
         with suppress(ProcessLookupError):
-            if self.signal is not None:
+            if self.number is not None:
                 for _ in range(self.times):
-                    os.kill(process_id, self.signal)
+                    os.kill(process_id, self.number)
             else:
                 resource.prlimit(process_id, resource.RLIMIT_FSIZE, (self.file_bytes, resource.RLIM_INFINITY))
 
     @property
     def leaves_it_stopped(self) -> bool:
-        return self.signal == signal.SIGSTOP
+        return self.number == signal.SIGSTOP
 
 
 def at_phase(session: Session, rank: int, phase: str, update: int, broken: Break) -> str | None:
     """Breaks `rank` in `phase` of `update` or a later one; returns what was found, None when the run ended before."""
 
     def here(beat: Beat) -> str:
-        return (
-            f"rank {rank} in {beat}"
-            if beat.update >= update and beat.phase == phase and beat.first >= 0
-            else ""
-        )
+        return str(beat) if beat.update >= update and beat.phase == phase and beat.first >= 0 else ""
 
     return _when(session, rank, here, broken, POLL_SECONDS)
 
@@ -80,7 +76,7 @@ def at_stage(
         if found and beat.update not in seen:
             seen.append(beat.update)
         wanted = found == stage or (found and len(seen) > tries)
-        return f"rank {rank} in {beat}; the save was {found}" if wanted else ""
+        return f"save of update {beat.update}, {found}" if wanted else ""
 
     return _when(session, rank, here, broken, POLL_SECONDS / 4)
 

@@ -160,10 +160,10 @@ class _Drill:
         if "damage" in groups:
             rows += self._damage(reference)
         if rows:
-            show_rows(self.console, rows)
+            show_rows(rows, self.say)
         if "reshard" in groups:
             reads = self._reshard(reference)
-            show_reads(self.console, reads)
+            show_reads(reads, self.say)
         return not any(row.problem for row in rows) and not any(read.problem for read in reads)
 
     def _damage(self, reference: Session) -> list[Row]:
