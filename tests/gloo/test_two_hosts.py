@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 UPDATES = 40
-TIMEOUT_SECONDS = 12
+TIMEOUT_SECONDS = 20
 
 
 def _missing() -> str:
