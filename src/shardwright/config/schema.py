@@ -59,8 +59,25 @@ class Data(Section):
         "split", description="A document of more than max_length tokens: cut into rows, cut off, or refused"
     )
     append_eos: bool = True
-    batching: Literal["pad"] = "pad"
+    batching: Literal["pad", "bucket", "pack"] = Field(
+        "pad",
+        description="pad: a document to a row of max_length. bucket: a document to a row, microbatches as wide as their "
+        "longest. pack: documents share rows",
+    )
+    packing_strategy: Literal["bfd", "wrapped"] = Field(
+        "bfd",
+        description="pack only. bfd: whole documents (no_split), by best fit decreasing. wrapped: one after the other, cut "
+        "where a row is full (split)",
+    )
+    bucket_updates: Positive = Field(
+        1,
+        description="bucket only: the rows of so many updates, at most half an epoch, are sorted by length together. "
+        "1: updates hold the rows of pad",
+    )
     shuffle: bool = True
+    drop_last: bool = Field(
+        False, description="With num_train_epochs: leave out a last update that would be part-filled"
+    )
     num_proc: Positive | None = Field(None, description="Tokenising processes; default: all cores")
     cache_dir: str | None = Field(None, description="Tokenised data; default: `.cache` beside output_dir")
 

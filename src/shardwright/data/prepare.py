@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardwright.config.schema import RunFile
+from shardwright.data.rows import Cut
 from shardwright.data.sources import find_files
 from shardwright.data.table import FORMAT, Documents, Table
 from shardwright.data.tokenise import tokenizer_directory, tokenizer_files, write_documents
@@ -41,14 +42,22 @@ class Prepared:
     notices: tuple[str, ...]
 
     def summary(self) -> str:
-        """`train: 40 documents, 3,155 tokens -> 58 rows of 96, 3,096 targets, padding 43% (cached)`."""
+        """`train: 40 documents, 3,155 tokens -> 58 rows of 96, 3,096 targets, padding 43% (cached)`.
+
+        Rows that may hold several documents are `packed rows`; the padding of whole rows of max_length is said of all.
+        """
         counts, length = self.counts, self.table.max_length
-        padding = 1 - counts["row_tokens"] / (counts["rows"] * length)
+        padding = f"{self.padding:.0%}" if self.padding >= 0.1 else f"{self.padding:.2%}"
         return (
             f"{self.split}: {counts['documents']:,} documents, {counts['tokens']:,} tokens -> "
-            f"{counts['rows']:,} rows of {length}, {counts['targets']:,} targets, "
-            f"padding {padding:.0%}{' (cached)' if self.cached else ''}"
+            f"{counts['rows']:,} {'packed ' if self.table.packed else ''}rows of {length}, "
+            f"{counts['targets']:,} targets, padding {padding}{' (cached)' if self.cached else ''}"
         )
+
+    @property
+    def padding(self) -> float:
+        """Padding among the slots of rows that are all max_length wide."""
+        return 1 - self.counts["row_tokens"] / (self.counts["rows"] * self.table.max_length)
 
 
 def prepare(run: RunFile, split: Split = "train") -> Prepared | None:
@@ -88,7 +97,7 @@ def prepare(run: RunFile, split: Split = "train") -> Prepared | None:
             f"Files: {', '.join(patterns)}.",
         )
     _check_vocabulary(run, tokenizer_path, meta)
-    table = Table.make(documents, data.max_length, data.overlong)
+    table = Table.make(documents, _cut(run, split))
     counts = {
         "documents_read": meta["documents_read"],
         "empty_documents": meta["documents_read"] - meta["documents"],
@@ -108,6 +117,13 @@ def prepare(run: RunFile, split: Split = "train") -> Prepared | None:
         cached=cached,
         notices=tuple(_notices(run, split, tokenizer_path, meta, counts)),
     )
+
+
+def _cut(run: RunFile, split: Split) -> Cut:
+    """How `run` makes rows; the rows of the validation split do not depend on the seed."""
+    data, packing = run.data, run.data.packing_strategy if run.data.batching == "pack" else None
+    seed = run.training.seed if packing and data.shuffle and split == "train" else None
+    return Cut(data.max_length, data.overlong, packing, seed)
 
 
 def cache_directory(run: RunFile) -> Path:
@@ -169,5 +185,11 @@ def _notices(
             f"cut off; {counts['truncated_tokens']} of {counts['tokens']} tokens are lost"
         )
     if counts["targetless_rows"]:
-        lines.append(f"{counts['targetless_rows']} rows of a single token hold no target and are left out")
+        lines.append(f"{counts['targetless_rows']} pieces of documents hold no target and are left out")
+    full = -(-counts["row_tokens"] // length)
+    if run.data.batching == "pad" and counts["rows"] > 2 * full:
+        lines.append(
+            f"more than half of the slots are padding; with data.batching pack about {full:,} rows hold what these "
+            f"{counts['rows']:,} do, with bucket they are no wider than the longest beside them"
+        )
     return [f"{split}: {line}" for line in lines]

@@ -68,6 +68,10 @@ def _idle_options(loaded: Loaded) -> Iterator[tuple[str, str]]:
     when(
         module, "the model is a function of a package", "model.config_overrides", "model.attn_implementation"
     )
+    batching = run.data.batching
+    when(batching != "pack", f"data.batching is {batching}", "data.packing_strategy")
+    when(batching != "bucket", f"data.batching is {batching}", "data.bucket_updates")
+    when(t.max_steps is not None, "every update of a run of max_steps is full", "data.drop_last")
     when(not module, "the model is a Hugging Face directory", "model.kwargs")
     return ((key, reason) for key, reason in idle.items() if key in given)
 

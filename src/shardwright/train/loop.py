@@ -67,8 +67,9 @@ class Trainer:
         return current_state(self.engine.module, self.engine.optimizer, self.engine.locals)
 
     def _row_order(self) -> str:
-        t, shuffle = self.run.training, str(self.run.data.shuffle).lower()
-        return f"global_batch_size {t.global_batch_size}, seed {t.seed}, shuffle {shuffle}"
+        t, data = self.run.training, self.run.data
+        order = f"global_batch_size {t.global_batch_size}, seed {t.seed}, shuffle {str(data.shuffle).lower()}"
+        return order if data.bucket_updates == 1 else f"{order}, bucket_updates {data.bucket_updates}"
 
     def save(self) -> Path:
         """Writes a checkpoint of the state between updates."""
@@ -132,7 +133,7 @@ class Trainer:
         pulse.begin(self.at.update)
         record = Record(self.output_dir, list(run.logging.report_to), self.at.update) if self.first else None
         progress = Progress(self._console, total) if self.first else None
-        batches = self.data.updates_from(self.at.update)
+        batches = self.data.updates_from(self.at.update, self.engine.device)
         code, saved_at = ExitCode.DONE, self.at.update if resumed else -1
         try:
             while self.at.update < total:

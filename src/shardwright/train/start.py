@@ -97,5 +97,12 @@ def prepare_run(loaded: Loaded, console: Console) -> Prepared:
                 console.print(line, highlight=False, soft_wrap=True)
     if train is None:
         raise ConfigError("data.train names no file.")
-    make_order(run, train)
+    order = make_order(run, train)
+    if order.dropped:
+        console.print(
+            f"data.drop_last: {order.dropped} of {order.positions + order.dropped:,} rows are left out, the part-filled "
+            "last update.",
+            highlight=False,
+            soft_wrap=True,
+        )
     return train
