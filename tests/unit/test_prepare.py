@@ -62,7 +62,7 @@ def test_rows_are_the_bytes_of_the_documents_and_an_end(tmp_path: Path) -> None:
     assert found.counts["targets"] == 9 and found.counts["tokens"] == 12
     assert found.pad_id == EOS and found.largest_token_id == EOS
     assert found.notices == () and not found.cached
-    assert found.summary() == "train: 3 documents, 12 tokens -> 3 rows of 8, 9 targets, padding 50%"
+    assert found.summary() == "train: 3 documents of text, 12 tokens -> 3 rows of 8, 9 targets, padding 50%"
 
 
 def test_overlong_documents(tmp_path: Path) -> None:

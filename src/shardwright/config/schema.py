@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -48,17 +48,50 @@ class Model(Section):
     freeze: list[str] = Field([], description="Patterns of parameter names that are not trained (fnmatch)")
 
 
+class Source(Section):
+    """One entry of data.train or data.validation with more than a path."""
+
+    path: str
+    weight: PositiveFloat = Field(1.0, description="Passes over its rows per epoch; data.train only")
+    split: str | None = Field(None, description="Of a saved DatasetDict; default: train or validation")
+
+
+def _entry_kind(value: object) -> str:
+    return "source" if isinstance(value, dict | Source) else "path"
+
+
+Entry = Annotated[Annotated[str, Tag("path")] | Annotated[Source, Tag("source")], Discriminator(_entry_kind)]
+Format = Literal["auto", "text", "messages", "prompt_completion", "tokens", "alpaca", "sharegpt"]
+
+
 class Data(Section):
     """What is read, and how it becomes rows of `max_length` tokens."""
 
-    train: list[str] = Field(min_length=1, description="Files or globs: JSONL, text or parquet")
-    validation: list[str] = []
-    text_column: str = "text"
-    max_length: Positive = 1024
-    overlong: Literal["split", "truncate", "error"] = Field(
-        "split", description="A document of more than max_length tokens: cut into rows, cut off, or refused"
+    train: list[Entry] = Field(
+        min_length=1,
+        description="Files, globs or directories (JSONL, text, parquet, save_to_disk), or {path, weight, split}",
     )
-    append_eos: bool = True
+    validation: list[Entry] = []
+    format: Format = Field("auto", description="auto: by the columns of each file")
+    text_column: str = Field("text", description="The column of format text")
+    chat_template: str | None = Field(
+        None, description="File with a Jinja template in place of the tokenizer's own"
+    )
+    assistant_only_loss: bool | None = Field(
+        None, description="Messages: train only what the assistant writes; default true"
+    )
+    completion_only_loss: bool | None = Field(
+        None, description="Prompt and completion: train only the completion; default true"
+    )
+    max_length: Positive = 1024
+    overlong: Literal["split", "truncate", "error"] | None = Field(
+        None,
+        description="A document of more than max_length tokens: cut into rows (default for text and tokens), cut "
+        "off (default for all else), or refused",
+    )
+    append_eos: bool = Field(
+        True, description="End token after text and completions; chat templates end turns"
+    )
     batching: Literal["pad", "bucket", "pack"] = Field(
         "pad",
         description="pad: a document to a row of max_length. bucket: a document to a row, microbatches as wide as their "

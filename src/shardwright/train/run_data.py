@@ -11,6 +11,7 @@ import torch
 from shardwright.config.schema import RunFile
 from shardwright.data.bucketing import bucketed
 from shardwright.data.loader import Loader, UpdateBatch, evaluation_loader, prefetch
+from shardwright.data.mixture import mixed
 from shardwright.data.order import Order
 from shardwright.data.prepare import Prepared, prepare
 from shardwright.layout.axes import Axes
@@ -39,7 +40,7 @@ def make_order(run: RunFile, train: Prepared) -> Order:
     """Which rows each update of this run trains on."""
     t, data = run.training, run.data
     order = Order(
-        len(train.table),
+        len(train.table if train.mixture is None else train.mixture),
         global_batch_size=t.global_batch_size,
         seed=t.seed,
         shuffle=data.shuffle,
@@ -47,7 +48,7 @@ def make_order(run: RunFile, train: Prepared) -> Order:
         num_train_epochs=t.num_train_epochs,
         drop_last=data.drop_last,
     )
-    return bucketed(order, train.table.real_tokens, data.bucket_updates)
+    return bucketed(mixed(order, train.mixture), train.table.real_tokens, data.bucket_updates)
 
 
 class Widths(TypedDict):
