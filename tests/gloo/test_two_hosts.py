@@ -84,8 +84,27 @@ class Hosts:
             except ProcessLookupError:
                 continue
 
-    def link(self, state: str) -> None:
-        _ip("-n", self.names[0], "link", "set", self.links[0], state)
+    def cut(self) -> None:
+        """From now on what one host sends reaches nobody, and neither host is told."""
+        for number, (name, link) in enumerate(zip(self.names, self.links)):
+            peer = f"10.77.0.{2 - number}"
+            _ip(
+                "-n",
+                name,
+                "neigh",
+                "replace",
+                peer,
+                "lladdr",
+                "02:00:00:00:00:99",
+                "dev",
+                link,
+                "nud",
+                "permanent",
+            )
+
+    def mend(self) -> None:
+        for number, (name, link) in enumerate(zip(self.names, self.links)):
+            _ip("-n", name, "neigh", "del", f"10.77.0.{2 - number}", "dev", link)
 
     def start(self, output: Path) -> list[subprocess.Popen[str]]:
         """torchrun on both, one rank each, on a port that no earlier start has used."""
@@ -158,20 +177,20 @@ def test_a_cut_link_and_a_dead_host(hosts: Hosts, tmp_path: Path) -> None:
 
     both = hosts.start(output)
     wait(lambda: len(losses(output)) >= 4)
-    hosts.link("down")
+    hosts.cut()
     time.sleep(3)
     before = len(losses(output))
-    hosts.link("up")
+    hosts.mend()
     wait(lambda: len(losses(output)) >= before + 2)  # went on
     assert [process.poll() for process in both] == [None, None]
 
-    hosts.link("down")
+    hosts.cut()
     said = ended(both, seconds=TIMEOUT_SECONDS + 60)
     assert all(process.returncode for process in both)
     for rank, text in enumerate(said):
-        assert f"shardwright: rank {rank} has made no progress in" in text
+        assert f"shardwright: rank {rank} has made no progress in" in text, text
         assert f"shardwright: rank {rank} has lost the other ranks" in text, text
-    hosts.link("up")
+    hosts.mend()
     cut_at = len(losses(output))
 
     both = hosts.start(output)
