@@ -70,7 +70,8 @@ class Flag:
 
     @property
     def requested(self) -> bool:
-        return dist.get_rank() == self.rank and self.engine._batch.update == self.update
+        batch = self.engine._batch
+        return dist.get_rank() == self.rank and batch is not None and batch.update == self.update
 
 
 def _trainer(directory: Path, model: str = ODD, fingerprint: str = "rows", **options: Any) -> Trainer:

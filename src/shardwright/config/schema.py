@@ -152,6 +152,10 @@ class Training(Section):
         "stop",
         description="A loss or gradient that is not finite: stop all ranks, or skip the update on all ranks",
     )
+    on_spike: Literal["continue", "warn", "stop"] = Field(
+        "warn",
+        description="A loss 10 robust deviations above, or a gradient norm 20 times, the median of the last 64 updates",
+    )
 
 
 class Parallelism(Section):
@@ -244,7 +248,12 @@ class Hardware(Section):
     threads_per_rank: Positive | None = Field(
         None, description="CPU threads; default max(1, cores // local ranks)"
     )
-    timeout_seconds: Positive = Field(600, description="A collective that takes longer ends the run")
+    timeout_seconds: Positive = Field(
+        600, description="A collective, or a phase of a rank without progress, that takes longer ends the run"
+    )
+    grace_seconds: Positive = Field(
+        30, description="How long ranks may take to save after a request to stop; they are then killed"
+    )
 
 
 class Logging(Section):

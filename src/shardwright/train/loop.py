@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
@@ -18,9 +18,11 @@ from shardwright.checkpoint.restore import current_state, restore
 from shardwright.config.load import Loaded
 from shardwright.data.loader import UpdateBatch
 from shardwright.errors import CheckpointError, ExitCode
+from shardwright.launch import Pulse
 from shardwright.measure import clock
 from shardwright.measure.memory import peak_device_bytes, peak_host_bytes
 from shardwright.measure.record import Progress, Record
+from shardwright.train.anomaly import SlowRanks, Spikes, slow_rank
 from shardwright.train.run_data import RunData
 from shardwright.train.signals import StopFlag
 from shardwright.train.update import Engine, UpdateResult
@@ -41,8 +43,12 @@ class Progression:
 class Trainer:
     """One rank of a run. Collective throughout."""
 
-    def __init__(self, loaded: Loaded, engine: Engine, data: RunData, console: Console) -> None:
+    def __init__(
+        self, loaded: Loaded, engine: Engine, data: RunData, console: Console, pulse: Pulse | None = None
+    ) -> None:
         self.loaded, self.run, self.engine, self.data = loaded, loaded.run, engine, data
+        self.pulse = pulse or Pulse()
+        engine.enter = self.pulse.enter
         self.output_dir = Path(self.run.checkpoint.output_dir)
         self.first = dist.get_rank() == 0
         self.at = Progression()
@@ -50,6 +56,10 @@ class Trainer:
         self._utilisation = make_utilisation(self.run, engine.device, dist.get_world_size())
         self._seconds: list[float] = []
         self._waited = 0.0
+        self._busy_since, self._waited_since, self._logged_at = math.nan, 0.0, 0
+        self._stages = [engine.axes.coordinates(rank)["pp"] for rank in range(dist.get_world_size())]
+        self._spikes = Spikes(self.run.training.on_spike)
+        self._slow = SlowRanks()
 
     # Checkpoints
 
@@ -80,9 +90,15 @@ class Trainer:
             self.run.checkpoint.save_total_limit,
         )
 
-    def resume(self) -> Path | None:
-        """Restores the checkpoint that `checkpoint.resume` names, if there is one; returns its directory."""
-        chosen: list[Any] = [store.find(self.output_dir, self.run.checkpoint.resume) if self.first else None]
+    def resume(self, restarted: bool = False) -> Path | None:
+        """Restores the checkpoint that `checkpoint.resume` names, if there is one; returns its directory.
+
+        restarted: these ranks go on for others that failed, so from the newest checkpoint, if they had written one.
+        """
+        wanted = self.run.checkpoint.resume
+        if restarted and (wanted == "never" or store.complete_checkpoints(self.output_dir)):
+            wanted = "auto"
+        chosen: list[Any] = [store.find(self.output_dir, wanted) if self.first else None]
         dist.broadcast_object_list(chosen)
         path: Path | None = chosen[0]
         if path is None:
@@ -106,11 +122,15 @@ class Trainer:
 
     # The loop
 
-    def train(self, stop: StopFlag) -> int:
+    def train(self, stop: StopFlag, restarted: bool = False) -> int:
         """Runs to the end, or until a rank is asked to stop; returns the exit code."""
-        total, run = self.engine.updates, self.run
-        if resumed := self.resume():
+        total, run, pulse = self.engine.updates, self.run, self.pulse
+        if resumed := self.resume(restarted):
             self._say(f"Resumed from {resumed} at update {self.at.update} of {total}.")
+        if self._asked_before_the_first_update(stop):
+            self._say("Asked to stop before the first update: there is nothing to save.")
+            return ExitCode.STOPPED_AND_SAVED
+        pulse.begin(self.at.update)
         record = Record(self.output_dir, list(run.logging.report_to), self.at.update) if self.first else None
         progress = Progress(self._console, total) if self.first else None
         batches = self.data.updates_from(self.at.update, self.engine.device)
@@ -119,12 +139,16 @@ class Trainer:
             while self.at.update < total:
                 result = self._update(batches, stop)
                 done = self.at.update
+                pulse.enter("log")
+                if spike := self._spikes.look(result):
+                    self._say(spike, progress)
                 if done % run.logging.log_steps == 0 or done == total or result.skipped:
                     self._log(record, progress, result)
                 if done == total or (run.training.eval_steps and done % run.training.eval_steps == 0):
                     self._evaluate(record, progress)
                 due = run.checkpoint.save_steps and done % run.checkpoint.save_steps == 0
                 if due or result.stop or done == total:
+                    pulse.enter("save")
                     path, saved_at = self.save(), done
                     self._say(f"Saved {path}.", progress)
                 if result.stop:
@@ -132,6 +156,7 @@ class Trainer:
                     break
             if saved_at < 0:
                 self.save()
+            pulse.enter("end")
         finally:
             if progress is not None:
                 progress.close()
@@ -139,15 +164,24 @@ class Trainer:
                 record.close()
         return code
 
+    def _asked_before_the_first_update(self, stop: StopFlag) -> bool:
+        asked = torch.tensor(float(stop.requested), device=self.engine.device)
+        dist.all_reduce(asked)
+        return asked.item() > 0
+
     def _update(self, batches: Iterator[UpdateBatch], stop: StopFlag) -> UpdateResult:
         start = clock.now()
+        self.pulse.enter("data")
         batch = next(batches)
         self._waited = clock.now() - start
+        self._waited_since += self._waited
+        self.pulse.enter("forward_backward")
         self.engine.forward_backward(batch)
         result = self.engine.step(stop=stop.requested)
         self._seconds.append(clock.now() - start)
         self._batch = batch
         self.at.update += 1
+        self.pulse.update = self.at.update
         self.at.target_tokens += batch.target_tokens
         return result
 
@@ -157,6 +191,8 @@ class Trainer:
             return
         record.log(result.update, values)
         steady = self._seconds[WARMUP_UPDATES:] or self._seconds
+        if slow := self._slow.look(values["perf/slowest_rank"], values["perf/slowest_rank_factor"]):
+            progress.say(slow)
         progress.show(result.update, values, median(steady) * (self.engine.updates - self.at.update))
         if result.skipped:
             progress.say(f"Update {result.update} skipped on all ranks: its loss or gradient is not finite.")
@@ -165,13 +201,16 @@ class Trainer:
         """The metrics of one update; memory and waits are the maximum over ranks (collective)."""
         device = self.engine.device
         on_device = peak_device_bytes(device) or (0, 0)
+        own = self._own_seconds()
+        of_ranks = [own if rank == dist.get_rank() else 0.0 for rank in range(dist.get_world_size())]
         worst = torch.tensor(
-            [*on_device, peak_host_bytes(), self._seconds[-1], self._waited],
+            [*on_device, peak_host_bytes(), self._seconds[-1], self._waited, *of_ranks],
             dtype=torch.float64,
             device=device,
         )
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-        allocated, reserved, host, seconds, waited = worst.tolist()
+        allocated, reserved, host, seconds, waited, *of_ranks = worst.tolist()
+        slowest, factor = slow_rank(of_ranks, self._stages)
         steady = self._seconds[WARMUP_UPDATES:][-1000:]
         cuts = quantiles(steady, n=20) if len(steady) > 1 else []
         rate = batch.target_tokens / seconds
@@ -190,6 +229,8 @@ class Trainer:
             "perf/step_seconds_p50": median(steady) if steady else None,
             "perf/step_seconds_p95": cuts[18] if cuts else None,
             "perf/step_seconds_max": max(steady) if steady else None,
+            "perf/slowest_rank": slowest if factor > 1 else None,
+            "perf/slowest_rank_factor": factor if factor > 1 else None,
             "perf/mfu": mfu,
             "perf/hfu": hfu,
             "mem/peak_allocated_bytes": int(allocated) or None,
@@ -202,10 +243,21 @@ class Trainer:
             "data/target_tokens": batch.target_tokens,
         }
 
+    def _own_seconds(self) -> float:
+        """Seconds an update since the last call, without waiting for other ranks: data, and what this rank computed.
+
+        Of the host: on a GPU it shows a host that is late, not a device that is slow.
+        """
+        busy, updates = clock.busy(), self.at.update - self._logged_at
+        own = (busy - self._busy_since + self._waited_since) / max(1, updates)
+        self._busy_since, self._waited_since, self._logged_at = busy, 0.0, self.at.update
+        return own if math.isfinite(own) else 0.0
+
     def _evaluate(self, record: Record | None, progress: Progress | None) -> None:
         if self.data.validation is None:
             return
-        loss, targets = self.engine.evaluate(self.data.validation)
+        self.pulse.enter("evaluate")
+        loss, targets = self.engine.evaluate(self._beating(self.data.validation))
         if record is not None and progress is not None:
             record.log(
                 self.at.update - 1,
@@ -218,6 +270,11 @@ class Trainer:
             progress.say(
                 f"Evaluation after update {self.at.update}: loss {loss:.4f} over {targets:,} targets."
             )
+
+    def _beating(self, batches: Iterable[UpdateBatch]) -> Iterator[UpdateBatch]:
+        for batch in batches:
+            self.pulse.beat()
+            yield batch
 
     def _say(self, text: str, progress: Progress | None = None) -> None:
         if progress is not None:
