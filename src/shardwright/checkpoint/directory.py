@@ -192,7 +192,11 @@ def read_index(path: Path) -> Index:
 
 def read_config(path: Path) -> str:
     """The resolved run file of the checkpoint at `path`, as YAML."""
-    return read_checked(path / CONFIG, _values(path)["files"].get(CONFIG, {})).decode()
+    data = read_checked(path / CONFIG, _values(path)["files"].get(CONFIG, {}))
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        raise CheckpointError(f"{path / CONFIG} is no text.") from None
 
 
 def stored_keys(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:

@@ -138,9 +138,15 @@ def _value(text: str) -> Any:
 
 
 def read_settings(text: str) -> dict[str, Any]:
-    """{dotted key: value} of a resolved run file (`Loaded.to_yaml`), of this version or another."""
-    data = yaml.load(text, Loader=_Loader) or {}
-    return {f"{name}.{key}": value for name, part in data.items() for key, value in (part or {}).items()}
+    """{dotted key: value} of a resolved run file (`Loaded.to_yaml`), of this version or another.
+
+    Raises `ConfigError` where it is none.
+    """
+    try:
+        data = yaml.load(text, Loader=_Loader) or {}
+        return {f"{name}.{key}": value for name, part in data.items() for key, value in (part or {}).items()}
+    except (yaml.YAMLError, AttributeError) as error:
+        raise ConfigError(f"The saved run file cannot be read: {' '.join(str(error).split())}.") from None
 
 
 @cache
