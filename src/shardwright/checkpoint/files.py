@@ -178,7 +178,8 @@ def parse_index(directory: Path, data: bytes) -> Index:
         headers = {name: (int(size), str(total)) for name, (size, total) in found["headers"].items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{directory / INDEX} is no index of a checkpoint: {error!r}.") from None
-    if wrong := [name for name in headers if not _FILE.fullmatch(name)]:
+    named = headers.keys() | {part.file for stored in tensors.values() for part in stored.parts}
+    if wrong := [name for name in named if not _FILE.fullmatch(name) or name not in headers]:
         raise CheckpointError(f"{directory / INDEX} names {wrong[0]!r}, which is no file of a checkpoint.")
     return Index(directory, tensors, numbers, headers)
 

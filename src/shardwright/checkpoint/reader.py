@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -151,7 +150,8 @@ def read_into(index: Index, tensors: Mapping[str, Tensor], partial: Sequence[str
                 descriptor = files.enter_context(where.open("rb")).fileno()
             except OSError as error:
                 raise damaged(where, f"cannot be read: {error.strerror}") from None
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            size, right = index.headers[name]
+            read_piece(descriptor, where, 0, memoryview(bytearray(size)), right, "the header")
             for want in sorted(found, key=lambda w: w.offset):
                 scratch = _read(descriptor, where, want, scratch)
 
