@@ -146,9 +146,9 @@ class Saver:
     def _places(self, tensors: list[tuple[Held, Tensor]]) -> tuple[list[tuple[Held, Tensor]], list[Tensor]]:
         """(parts, tensors) of the staging buffer, one for each part."""
         size = sum(held.part_bytes for held, _ in tensors)
-        on_device = any(tensor.device.type == "cuda" for _, tensor in tensors)
         if self._buffer.numel() < size:
-            self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=on_device)
+            on_device = any(tensor.device.type == "cuda" for _, tensor in tensors)
+            self._buffer = _host_buffer(size, self._buffer, on_device)
         places, begin = [], 0
         for held, tensor in tensors:
             end = begin + held.part_bytes
@@ -248,6 +248,19 @@ def _error(problems: list[str]) -> SaveError:
         "Older checkpoints are untouched.",
         "Free the disk or mend it; checkpoint.on_save_error warn goes on without.",
     )
+
+
+def _host_buffer(size: int, old: Tensor, pinned: bool) -> Tensor:
+    """`size` bytes on the host, registered with CUDA where `pinned`; `old` is given up.
+
+    torch's allocator of pinned memory would round one block up to a power of two.
+    """
+    if pinned and old.numel():
+        torch.cuda.cudart().cudaHostUnregister(old.data_ptr())
+    buffer = torch.empty(size, dtype=torch.uint8)
+    if pinned and size:  # where it is refused, copies are slower and as right
+        torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), size, 0)
+    return buffer
 
 
 def _copy(copies: list[tuple[Tensor, Tensor]]) -> None:
