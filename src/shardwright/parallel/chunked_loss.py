@@ -23,7 +23,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardwright.models.head import Deferred, Step, apply_steps
+from shardwright.config.schema import RunFile
+from shardwright.errors import ModelError
+from shardwright.layout.axes import Axes
+from shardwright.layout.loss import chunk_tokens
+from shardwright.models.adapters import find_parts
+from shardwright.models.head import Deferred, Step, apply_steps, steps_behind_head
 from shardwright.parallel.exchange import Peers, all_sum, copy_in
 from shardwright.parallel.leaves import local_part
 from shardwright.parallel.vocabulary import check_ids, vocabulary_range
@@ -236,6 +241,45 @@ def chunked_cross_entropy_sum(
     return _ChunkedCrossEntropy.apply(x, weight, bias, targets, how, torch.is_grad_enabled())
 
 
+@dataclass(frozen=True)
+class LossChunks:
+    """Tokens of a chunk of logits (0: logits are whole), rows of the vocabulary, what the model does behind its head."""
+
+    tokens: int
+    vocabulary: int = 0
+    steps: tuple[Step, ...] = ()
+    reason: str = ""
+
+    def describe(self) -> str:
+        """For the line that says what runs."""
+        why = f" ({self.reason})" if self.reason else ""
+        return f"loss in chunks of {self.tokens} tokens" if self.tokens else f"loss on whole logits{why}"
+
+
+def find_loss_chunks(model: nn.Module, run: RunFile, device: str) -> LossChunks:
+    """How the loss of `model` (whole, on meta) is made on a device of this kind.
+
+    Raises `ModelError` where the run file gives a number of tokens and the model's head cannot do it; with `auto` logits
+    are whole then, for the reason given.
+    """
+    parts, p = find_parts(model), run.parallelism
+    weight = None if parts.head is None else model.get_submodule(parts.head)._parameters.get("weight")
+    asked = run.memory.loss_chunk_tokens
+    if weight is None and asked in ("auto", 0):
+        return LossChunks(0)
+    vocabulary = 1 if weight is None else weight.shape[0]
+    axes = Axes(pp=p.pp_size, cp=p.cp_size, tp=p.tp_size)
+    tokens = chunk_tokens(run, axes, vocabulary, device)
+    if not tokens:
+        return LossChunks(0)
+    try:
+        return LossChunks(tokens, vocabulary, steps_behind_head(model, parts))
+    except ModelError as error:
+        if asked != "auto":
+            raise
+        return LossChunks(0, reason=error.what.rstrip("."))
+
+
 _HEAD = "_shardwright_head"
 
 
@@ -246,19 +290,12 @@ class ChunkedHead:
     """
 
     def __init__(
-        self,
-        head: nn.Linear,
-        vocabulary: int,
-        chunk: int,
-        steps: tuple[Step, ...],
-        *,
-        recompute: bool,
-        peers: Peers | None,
+        self, head: nn.Linear, chunks: LossChunks, peers: Peers | None, *, recompute: bool
     ) -> None:
-        first = 0 if peers is None else vocabulary_range(vocabulary, peers.size, peers.rank)[0]
-        self.how = How(steps, recompute, first, None if peers is None else peers.name)
+        first = 0 if peers is None else vocabulary_range(chunks.vocabulary, peers.size, peers.rank)[0]
+        self.how = How(chunks.steps, recompute, first, None if peers is None else peers.name)
         self._head: Any = head
-        self._vocabulary, self._chunk, self._peers, self._logits = vocabulary, chunk, peers, head.forward
+        self._chunks, self._peers, self._logits = chunks, peers, head.forward
         self._announced: tuple[Tensor, Tensor | None] | None = None
         head.forward = self._forward  # type: ignore[method-assign]
         vars(head)[_HEAD] = self
@@ -275,9 +312,9 @@ class ChunkedHead:
         if labels.shape != x.shape[:-1]:
             raise ValueError(f"hidden states of shape {tuple(x.shape)} for labels {tuple(labels.shape)}")
         divided = self._peers is not None
-        targets = Targets.of(labels, weights, self._chunk, x.device, fixed=divided)
+        targets = Targets.of(labels, weights, self._chunks.tokens, x.device, fixed=divided)
         if self._peers is not None:
-            check_ids(targets.labels, self._vocabulary)
+            check_ids(targets.labels, self._chunks.vocabulary)
             x = copy_in(x, self._peers)
         weight, bias = local_part(self._head.weight), self._head.bias
         bias = None if bias is None else local_part(bias)
