@@ -40,7 +40,7 @@ from shardwright.train.update import Engine
 pytestmark = [pytest.mark.gloo, pytest.mark.slow]
 
 OWN = "tests.own_losses:"
-VOCABULARY = 4097
+VOCABULARY, T = 4097, 8
 LARGE = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "head_dim": 8, "vocab_size": VOCABULARY}
 
 
@@ -54,10 +54,10 @@ def at(kind: str = "ddp", model: str = LLAMA, **more: Any) -> tuple[str, dict[st
 TP = {"parallelism__tp_size": 2}
 PP = {"parallelism__pp_size": 2}
 CP = {"parallelism__cp_size": 2}
-GATHERED = {"parallelism__tp_plan": {
-    "model.layers.*.mlp.gate_proj": "colwise", "model.layers.*.mlp.up_proj": "colwise",
-    "model.layers.*.mlp.down_proj": "rowwise", "lm_head": "colwise_gather_output",
-}}  # fmt: skip
+PLAN = {"model.layers.*.mlp.gate_proj": "colwise", "model.layers.*.mlp.up_proj": "colwise",
+        "model.layers.*.mlp.down_proj": "rowwise", "lm_head": "colwise_gather_output"}  # fmt: skip
+GATHERED = {"parallelism__tp_plan": PLAN, "parallelism__sequence_parallel": False,
+            "model__config_overrides": {**LARGE, "vocab_size": 4096}}
 
 # name: (model, run file); those with `weighted` in their name have weights
 ON_TWO: dict[str, tuple[str, dict[str, Any]]] = {
@@ -119,7 +119,7 @@ def weight_of(update: int, row: int, length: int) -> Tensor:
 def weighted(batch: UpdateBatch) -> UpdateBatch:
     """`batch` with weights of its targets."""
     microbatches, total = [], 0.0
-    for row, text in enumerate(rows_of(batch.update)):
+    for row, text in enumerate(rows_of(batch.update, length=T)):
         total += weight_of(batch.update, row, len(text) - 1).sum().item()
     for m in batch.microbatches:
         weights = torch.zeros(m.labels.shape)
@@ -133,13 +133,13 @@ def weighted(batch: UpdateBatch) -> UpdateBatch:
 def one_microbatch_without_targets(batch: UpdateBatch) -> UpdateBatch:
     """`batch` where the first microbatch of the update has no target, on the data rank that holds it."""
     first = [replace(m, labels=torch.full_like(m.labels, -100)) if not m.index else m for m in batch.microbatches]
-    targets = sum(len(text) - 1 for text in rows_of(batch.update)[2:])
+    targets = sum(len(text) - 1 for text in rows_of(batch.update, length=T)[2:])
     return replace(batch, microbatches=tuple(first), target_tokens=targets)
 
 
 def batch_for(engine: Engine, update: int, name: str) -> UpdateBatch:
     place, ranks = engine.axes.data_rank(engine.rank), engine.axes.data_ranks
-    batch = batch_of(update, place, ranks, 2)
+    batch = batch_of(update, place, ranks, 2, length=T)
     if "weighted" in name:
         return weighted(batch)
     return one_microbatch_without_targets(batch) if update == 1 else batch
@@ -179,10 +179,10 @@ def plain(case: Any, start: dict[str, Tensor], name: str) -> Outcome:
     for update in range(1 if "after" in name else 2):
         total, divisor = torch.zeros(()).double(), 0.0
         model.zero_grad()
-        for row, text in enumerate(rows_of(update)):
+        for row, text in enumerate(rows_of(update, length=T)):
             if update == 1 and "weighted" not in name and row < 2:
                 continue
-            ids = torch.zeros(1, 10, dtype=torch.long)
+            ids = torch.zeros(1, T, dtype=torch.long)
             ids[0, : len(text) - 1] = text[:-1]
             logits = model(ids).logits[0, : len(text) - 1].double()
             weights = weight_of(update, row, len(text) - 1).double() if "weighted" in name else torch.ones(len(text) - 1).double()
