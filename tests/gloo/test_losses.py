@@ -155,7 +155,8 @@ def trained(cases: dict[str, Any]) -> dict[str, Outcome]:
         original = engine.loss_of
         engine.loss_of = lambda out, m: (seen.append(isinstance(logits_of(out), Deferred)), original(out, m))[1]  # type: ignore[method-assign]
         try:
-            outcome.moments["eval"] = {"loss": torch.tensor(engine.evaluate([batch_for(engine, 0, name)])[0])}
+            evaluated, _ = engine.evaluate([batch_for(engine, 0, name)])
+            outcome.moments["eval"] = {"loss": torch.tensor(evaluated, dtype=torch.float64)}
             for update in range(2):
                 engine.forward_backward(batch_for(engine, update, name))
                 outcome.gradients.append(whole_gradients(engine))
@@ -176,7 +177,7 @@ def plain(case: Any, start: dict[str, Tensor], name: str) -> Outcome:
         for key, p in named.items():
             p.copy_(start[key])
     outcome, smoothed = Outcome(), ":smoothed" in case.run.training.loss
-    for update in range(1 if "after" in name else 2):
+    for update in range(2):
         total, divisor = torch.zeros(()).double(), 0.0
         model.zero_grad()
         for row, text in enumerate(rows_of(update, length=T)):
@@ -216,14 +217,25 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("families")
 
 
+def on_ranks(size: int, cases: dict[str, tuple[str, dict[str, Any]]], directory: Path) -> dict[str, Outcome]:
+    """What rank 0 found; weights and gradients of all ranks, since pipeline stages hold their own."""
+    found, *others = run_ranks(trained, size, {n: loaded(c, directory) for n, c in cases.items()}, timeout=170.0)
+    for name in cases:
+        for other in others:
+            found[name].start |= other[name].start
+            for own, more in zip(found[name].gradients, other[name].gradients):
+                own |= more
+    return found
+
+
 @pytest.fixture(scope="module")
 def on_two(directory: Path) -> dict[str, Outcome]:
-    return run_ranks(trained, 2, {n: loaded(c, directory) for n, c in ON_TWO.items()}, timeout=170.0)[0]
+    return on_ranks(2, ON_TWO, directory)
 
 
 @pytest.fixture(scope="module")
 def on_four(directory: Path) -> dict[str, Outcome]:
-    return run_ranks(trained, 4, {n: loaded(c, directory) for n, c in ON_FOUR.items()}, timeout=170.0)[0]
+    return on_ranks(4, ON_FOUR, directory)
 
 
 _references: dict[str, Outcome] = {}
