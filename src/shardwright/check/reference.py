@@ -156,9 +156,7 @@ class Reference:
         """
         for microbatch in batch.microbatches:
             self.model.zero_grad()
-            loss, own_count = self._loss_sum(
-                batch.update, microbatch, microbatch.labels, microbatch.weights
-            )
+            loss, own_count = self._loss_sum(batch.update, microbatch, microbatch.labels, microbatch.weights)
             if loss.requires_grad:
                 (loss / count).backward()
             own = {name: p.grad for name, p in self.trained.items() if p.grad is not None}

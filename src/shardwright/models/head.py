@@ -165,7 +165,7 @@ def _run_on_meta(model: Any, base: nn.Module, head: nn.Linear) -> Any:
         return Deferred(x.new_zeros(()), None)
 
     base.forward = lambda *args, **kwargs: _Hidden(hidden)
-    head.forward = note  # type: ignore[method-assign]
+    head.forward = note  # type: ignore[method-assign, assignment]
     try:
         with torch.no_grad():
             logits = model(input_ids=ids, use_cache=False).logits

@@ -17,6 +17,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -76,7 +77,7 @@ class Targets:
             own.to(device, non_blocking=True),
             weights,
             None if every else places.to(device, non_blocking=True),
-            tuple(zip(cuts, cuts[1:])),
+            tuple(pairwise(cuts)),
             min(chunk, total),
         )
 
@@ -289,15 +290,13 @@ class ChunkedHead:
     peers: the ranks that divide the vocabulary; None: the head is whole.
     """
 
-    def __init__(
-        self, head: nn.Linear, chunks: LossChunks, peers: Peers | None, *, recompute: bool
-    ) -> None:
+    def __init__(self, head: nn.Linear, chunks: LossChunks, peers: Peers | None, *, recompute: bool) -> None:
         first = 0 if peers is None else vocabulary_range(chunks.vocabulary, peers.size, peers.rank)[0]
         self.how = How(chunks.steps, recompute, first, None if peers is None else peers.name)
         self._head: Any = head
         self._chunks, self._peers, self._logits = chunks, peers, head.forward
         self._announced: tuple[Tensor, Tensor | None] | None = None
-        head.forward = self._forward  # type: ignore[method-assign]
+        head.forward = self._forward  # type: ignore[method-assign, assignment]
         vars(head)[_HEAD] = self
 
     def announce(self, labels: Tensor | None, weights: Tensor | None) -> None:

@@ -16,13 +16,14 @@ from torch.distributed.tensor import DTensor
 
 from shardwright.errors import ConfigError, ShardwrightError, did_you_mean
 from shardwright.layout.loss import CROSS_ENTROPY
+from shardwright.models.head import Deferred
 from shardwright.parallel.vocabulary import vocabulary_cross_entropy_sum
 
 IGNORE = -100
 
 
-def logits_of(model_output: Any) -> Tensor:
-    """The logits [B, T, V] in what a model returned: a tensor, an object with `.logits`, or a mapping."""
+def logits_of(model_output: Any) -> Tensor | Deferred:
+    """The logits [B, T, V], or what stands for them, in what a model returned: a tensor, `.logits`, or a mapping."""
     if isinstance(model_output, Tensor):
         return model_output
     if isinstance(model_output, dict):
@@ -38,8 +39,8 @@ def forward_arguments(module: nn.Module) -> dict[str, Any]:
 def cross_entropy_sum(logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
     """Sum over targets of weight * -log softmax(logits)[label], in float32 at least; labels of -100 count nothing.
 
-    Shapes: logits [B, T, V], labels and weights [B, T]; returns a scalar. Without weights they are 1. bf16 logits are widened first: their cross entropy would
-    be quantised. Logits that are a DTensor are divided by vocabulary (tensor parallelism): the sum is equal on all ranks.
+    Shapes: logits [B, T, V], labels and weights [B, T]; returns a scalar. Without weights they are 1. bf16 logits are
+    widened first: their cross entropy would be quantised. Logits that are a DTensor are divided by vocabulary (tensor parallelism): the sum is equal on all ranks.
     """
     if isinstance(logits, DTensor):
         return vocabulary_cross_entropy_sum(logits, labels, IGNORE, weights)
@@ -81,7 +82,7 @@ def own_loss(path: str) -> OwnLoss | None:
         if wrong := _what_is_wrong(result, logits):
             raise ShardwrightError(
                 f"training.loss {path} returned {wrong}.",
-                "It is divided once, by the targets of the whole update: a mean over a microbatch would count short ones double.",
+                "It is divided once, by the targets of the whole update: a mean of each microbatch would be another objective.",
                 "Return (loss_sum, target_count): a scalar tensor made from the logits, and a number.",
             )
         return result

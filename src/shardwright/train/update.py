@@ -25,6 +25,7 @@ from shardwright.models.build import build_model
 from shardwright.models.head import Deferred
 from shardwright.parallel.apply import DTYPES, context_place, parallelize
 from shardwright.parallel.chunked_loss import chunked_head, find_loss_chunks
+from shardwright.parallel.data_parallel import Replicated, Sharded
 from shardwright.parallel.mesh import make_mesh
 from shardwright.parallel.pipeline import Pipelined
 from shardwright.train.objective import cross_entropy_sum, forward_arguments, logits_of, own_loss
@@ -160,7 +161,7 @@ class Engine:
         if isinstance(self.parallel, Pipelined):
             self._run_pipeline(self.parallel, batch)
         else:
-            self._run_microbatches(batch)
+            self._run_microbatches(self.parallel, batch)
         self.parallel.finish_gradients()
         self._divisor = batch.divisor
         if self._own_loss is not None:
@@ -181,10 +182,10 @@ class Engine:
             )
         return count.item()
 
-    def _run_microbatches(self, batch: UpdateBatch) -> None:
+    def _run_microbatches(self, parallel: Replicated | Sharded, batch: UpdateBatch) -> None:
         for microbatch in batch.microbatches:
             seed_microbatch(self.run.training.seed, batch.update, microbatch.index)
-            with self.parallel.microbatch(last=microbatch is batch.microbatches[-1]):
+            with parallel.microbatch(last=microbatch is batch.microbatches[-1]):
                 loss = self.loss_sum(microbatch)
                 self._loss += loss.detach()
                 (loss / batch.divisor).backward()
