@@ -215,12 +215,12 @@ def _run(model: Callable[[], nn.Module] | str, layout: str, options: Mapping[str
         values["model.init"] = "random"
     values |= {f"parallelism.{key}": value for key, value in parse_layout(layout).items()}
     for key in options:
-        if key.startswith("data.") or key in (
+        if key.startswith(("data.", "training.loss", "memory.loss")) or key in (
             "training.global_batch_size",
             "training.per_device_train_batch_size",
         ):
             raise ConfigError(
-                f"`{key}` has no effect here.", "The caller brings the microbatches.", "Leave it out."
+                f"`{key}` has no effect here.", "The caller brings microbatches and loss.", "Leave it out."
             )
     values.setdefault("training.max_steps", 1)
     loaded = load_run_file(None, {**values, **options})

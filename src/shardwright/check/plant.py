@@ -66,14 +66,14 @@ def _targets(*microbatches: Microbatch) -> int:
 
 
 def _shifted_again(engine: Engine) -> None:
-    original = engine.loss_of
+    original = engine.targets_of
 
-    def loss_of(output: Any, microbatch: Microbatch) -> Tensor:
+    def targets_of(microbatch: Microbatch) -> tuple[Tensor, Tensor | None]:
         labels = torch.full_like(microbatch.labels, -100)
         labels[:, :-1] = microbatch.labels[:, 1:]
-        return original(output, replace(microbatch, labels=labels))
+        return original(replace(microbatch, labels=labels))
 
-    engine.loss_of = loss_of  # type: ignore[method-assign]
+    engine.targets_of = targets_of  # type: ignore[method-assign]
 
 
 def _change_inputs(change: Callable[[Engine, Microbatch, dict[str, Any]], None]) -> Fault:

@@ -127,6 +127,10 @@ class Training(Section):
     per_device_eval_batch_size: Positive | None = Field(
         None, description="Default: per_device_train_batch_size"
     )
+    loss: str = Field(
+        "cross_entropy",
+        description="cross_entropy, or package.module:function(logits, labels, weights) -> (loss_sum, target_count)",
+    )
     learning_rate: PositiveFloat = 3e-4
     optimizer: str = Field("adamw", description="adamw, sgd, muon or package.module:Class")
     optimizer_kwargs: dict[str, Any] = {}
@@ -225,6 +229,10 @@ class Memory(Section):
         "none", description="Shards and optimizer on the host (zero* on a GPU only)"
     )
     compile: bool = Field(False, description="torch.compile each block")
+    loss_chunk_tokens: Literal["auto"] | NonNegative = Field(
+        "auto",
+        description="Make logits and their loss for so many targets at a time; 0: whole. auto: where they are large",
+    )
 
 
 class Checkpoint(Section):

@@ -30,7 +30,7 @@ from shardwright.models.adapters import Parts
 from shardwright.parallel import exchange
 from shardwright.parallel.exchange import Peers
 from shardwright.parallel.styles import Column, Done, Entry, Head, Row, Vocabulary, change_input
-from shardwright.parallel.tensor_plan import EMBEDDING, ROW, SUMMED, plan_tensor
+from shardwright.parallel.tensor_plan import COLUMN, EMBEDDING, ROW, SUMMED, plan_tensor
 
 GRADIENT_GAP = 0.02
 """Relative difference between the ranks' gradient norms of one whole parameter beyond which they were not the same work."""
@@ -72,6 +72,10 @@ class TensorParallel:
         self._verified = False
         # torch warns when it makes strided shards whole in two gathers; they carry no sums, so nothing can differ
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+
+    def divides(self, name: str) -> bool:
+        """Whether the output features of the module `name` are divided, so that each rank has some rows of its weight."""
+        return self._styles.get(name) in COLUMN
 
     def _in_block(self, name: str) -> bool:
         return any(name.startswith(f"{block}.") for block in self._blocks)

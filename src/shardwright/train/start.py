@@ -17,6 +17,7 @@ from shardwright.measure.record import check_sinks
 from shardwright.models.build import build_model
 from shardwright.parallel.apply import DTYPES, check_model
 from shardwright.parallel.process_group import device_kind
+from shardwright.train.objective import own_loss
 from shardwright.train.optimizer import check_optimizer, learning_rate_factor
 from shardwright.train.run_data import make_order
 from shardwright.train.worker import run_rank
@@ -87,6 +88,7 @@ def prepare_run(loaded: Loaded, console: Console) -> Prepared:
     model = build_model(run.model, DTYPES[run.precision.master_dtype])
     check_model(model, run)
     check_optimizer(run.training)
+    own_loss(run.training.loss)
     find(Path(run.checkpoint.output_dir), run.checkpoint.resume)
     check_sinks(run.logging.report_to)
     learning_rate_factor(run.training, run.training.max_steps or 1)
