@@ -1,6 +1,6 @@
 """Faults planted into the real engine on 2 ranks are found and named; the engine itself passes.
 
-Known faults: A01, A03, A07, A11, A13, A29, A34, A37, A38, A42, A47.
+Known faults: A01, A03, A07, A11, A13, A15, A17, A19, A20, A29, A34, A37, A38, A42, A47.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SECOND_UPDATE = ("", "gradients_not_zeroed", "schedule_step", "state_reset")
 """Faults that show in the second update; the others are run for one, which is faster."""
 SMALL = {"data.max_length": 48, "model.config_overrides": {"num_hidden_layers": 2}}
 
-# (example, layout, fault): each named as its diagnosis; no fault must pass
+# (example and batching, layout, fault): each named as its diagnosis; no fault must pass
 PLANTS = [
     *(("tiny", layout, "") for layout in ("ddp", "zero1", "zero2", "zero3", "hsdp2")),
     ("tiny", "ddp", "summed_twice"),
@@ -59,6 +59,13 @@ PLANTS = [
     ("tiny", "hsdp2", "diverged_replicas"),
     ("gpt2-tiny", "ddp", ""),
     ("gpt2-tiny", "zero3", "tying_lost"),
+    *(("tiny pack", layout, "") for layout in ("zero3+cp2", "ddp+cp2:ring", "zero2+tp2", "zero1+pp2")),
+    ("tiny bucket", "zero3", ""),
+    ("tiny bucket", "zero1+cp2", ""),
+    ("gpt2-tiny pack", "zero3", "documents_see_each_other"),
+    ("gpt2-tiny pack", "zero3+cp2", "documents_see_each_other"),
+    ("gpt2-tiny pack", "ddp", "positions_run_on"),
+    ("gpt2-tiny pack", "zero3", "target_across_boundary"),
 ]
 
 
@@ -82,7 +89,9 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[st
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(REPOSITORY)
         for example in sorted({example for example, _, _ in PLANTS}):
-            run = load_run_file(f"examples/{example}.yaml", {"data.cache_dir": str(directory), **SMALL}).run
+            name, _, batching = example.partition(" ")
+            options = {"data.cache_dir": str(directory), "data.batching": batching or "pad", **SMALL}
+            run = load_run_file(f"examples/{name}.yaml", options).run
             adjusted = adjust(run, dtype="fp64", data_ranks=2, device="cpu", updates=2)
             record, _, training = run_reference(adjusted.run, adjusted.changes, directory / example, 2)
             references[example] = record, adjusted, training
@@ -111,7 +120,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[st
 
 @pytest.mark.parametrize("plant", PLANTS, ids="-".join)
 def test_plant_is_named(plant: tuple[str, str, str], outcomes: dict[tuple[str, str, str], str]) -> None:
-    """A01 A03 A07 A11 A13 A29 A34 A37 A38 A42 A47: the real engine passes, and each fault in it gets its name."""
+    """A01 A03 A07 A11 A13 A15 A17 A19 A20 A29 A34 A37 A38 A42 A47: the engine passes, and each fault in it gets its name."""
     assert outcomes[plant] == plant[2]
 
 
