@@ -1,7 +1,7 @@
 """Packed rows against each document alone in one process, in float64, on every axis.
 
-Covers A15, A17, A19, A20, A21 and A118. G rows of an update of T tokens, B rows of a microbatch. The oracle takes from the engine
-only the first weights: it runs each document without padding through the model as its users build it.
+Covers A15, A17, A19, A20, A21 and A118. The oracle takes from the engine only the first weights: it runs each document without
+padding through the model as its users build it.
 """
 
 from __future__ import annotations
@@ -215,7 +215,9 @@ def _losses(loaded: Loaded, change: str) -> list[float]:
                 keep = (microbatch.documents == most) & (most > 0)
             labels = torch.where(keep, microbatch.labels, -100)
             labels[[other for other in range(len(labels)) if other != row]] = -100
-            own = Microbatch(microbatch.index, microbatch.input_ids, labels, microbatch.row_ids, microbatch.documents)
+            own = Microbatch(
+                microbatch.index, microbatch.input_ids, labels, microbatch.row_ids, microbatch.documents
+            )
             found.append(float(engine.loss_sum(own).detach()))
     engine.parallel.release()
     return found
@@ -272,9 +274,7 @@ def assert_alone(found: Outcome, right: Outcome) -> None:
 
 
 @pytest.mark.parametrize("name", [*ON_TWO, "window", "window cp"])
-def test_two_ranks(
-    name: str, on_two: list[dict[str, Any]], right: dict[str, Outcome], windowed: str
-) -> None:
+def test_two_ranks(name: str, on_two: list[dict[str, Any]], right: dict[str, Outcome], windowed: str) -> None:
     """A15 A17 A19 A20 A21: targets, loss, every gradient and the weights are those of each document alone."""
     model = windowed if name.startswith("window") else MODEL_OF.get(name.split()[0], LLAMA)
     assert_alone(on_two[0][name], right[model])
