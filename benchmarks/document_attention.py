@@ -3,7 +3,8 @@
 Forward and backward of the core attention alone on the CPU, in turns, for mixes of lengths at several widths of rows. `mask`:
 one call with a T x T mask, made once. `document`: a call for each document. `ours`: a call for each length that occurs
 (models/document_attention.py). `causal`: one call that lets documents see each other, as rows of one document cost.
-Ratios are seconds of `mask` or `document` over `ours`, median of the turns and their spread; above 1 ours is faster.
+Ratios are processor seconds of the others over those of `ours`, median of the turns and their spread: above 1 ours is
+faster. Processor time on one thread, so that what else the machine does counts little.
 """
 
 from __future__ import annotations
@@ -100,20 +101,19 @@ def measured(size: tuple[int, int, int, int, int], mix: str, turns: int) -> dict
     grad = torch.randn_like(outs["mask"])
     for turn in range(turns + 1):
         for name, function in functions.items():
-            begun = time.perf_counter()
+            begun = time.process_time()
             torch.autograd.grad(function(*inputs), inputs, grad)
             if turn:
-                seconds.setdefault(name, []).append(time.perf_counter() - begun)
+                seconds.setdefault(name, []).append(time.process_time() - begun)
     return {"documents": len(rows.spans), "calls": len(rows.groups), "seconds": seconds}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("-n", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--record", action="store_true")
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+    torch.set_num_threads(1)
     torch.manual_seed(0)
     print(
         "width  mix                       documents  calls  ours, ms  mask/ours          document/ours      causal/ours"

@@ -1,13 +1,12 @@
 """Faults planted into the real engine on 2 ranks are found and named; the engine itself passes.
 
-Known faults: A01, A03, A07, A11, A13, A15, A17, A19, A20, A29, A34, A37, A38, A42, A47.
+Known faults: A01, A03, A07, A11, A13, A29, A34, A37, A38, A42, A47.
 """
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -59,13 +58,6 @@ PLANTS = [
     ("tiny", "hsdp2", "diverged_replicas"),
     ("gpt2-tiny", "ddp", ""),
     ("gpt2-tiny", "zero3", "tying_lost"),
-    *(("tiny pack", layout, "") for layout in ("zero3+cp2", "ddp+cp2:ring", "zero2+tp2", "zero1+pp2")),
-    ("tiny bucket", "zero3", ""),
-    ("tiny bucket", "zero1+cp2", ""),
-    ("gpt2-tiny pack", "zero3", "documents_see_each_other"),
-    ("gpt2-tiny pack", "zero3+cp2", "documents_see_each_other"),
-    ("gpt2-tiny pack", "ddp", "positions_run_on"),
-    ("gpt2-tiny pack", "zero3", "target_across_boundary"),
 ]
 
 
@@ -79,23 +71,21 @@ def _record_all(specs: list[CandidateSpec]) -> None:
         dist.barrier()
 
 
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[str, str, str], str]]:
+def judged(plants: list[tuple[str, str, str]], directory: Path) -> dict[tuple[str, str, str], str]:
     """The diagnosis of every plant, "" for a pass: one reference per example, one start of ranks for all."""
-    directory = tmp_path_factory.mktemp("plants")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     references, specs, places = {}, [], {}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(REPOSITORY)
-        for example in sorted({example for example, _, _ in PLANTS}):
+        for example in sorted({example for example, _, _ in plants}):
             name, _, batching = example.partition(" ")
             options = {"data.cache_dir": str(directory), "data.batching": batching or "pad", **SMALL}
             run = load_run_file(f"examples/{name}.yaml", options).run
             adjusted = adjust(run, dtype="fp64", data_ranks=2, device="cpu", updates=2)
             record, _, training = run_reference(adjusted.run, adjusted.changes, directory / example, 2)
             references[example] = record, adjusted, training
-        for index, (example, layout, fault) in enumerate(PLANTS):
+        for index, (example, layout, fault) in enumerate(plants):
             _, adjusted, training = references[example]
             parallelism = apply_layout(layout, adjusted.run.parallelism)
             run = adjusted.run.model_copy(update={"parallelism": parallelism, "training": training})
@@ -115,12 +105,17 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[st
             finding = explain(reference, candidate, comparison, float64_tolerance(), axes, layout)
             found[example, layout, fault] = finding.diagnosis.name
     torch.set_num_threads(threads)
-    yield found
+    return found
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, str], str]:
+    return judged(PLANTS, tmp_path_factory.mktemp("plants"))
 
 
 @pytest.mark.parametrize("plant", PLANTS, ids="-".join)
 def test_plant_is_named(plant: tuple[str, str, str], outcomes: dict[tuple[str, str, str], str]) -> None:
-    """A01 A03 A07 A11 A13 A15 A17 A19 A20 A29 A34 A37 A38 A42 A47: the engine passes, and each fault in it gets its name."""
+    """A01 A03 A07 A11 A13 A29 A34 A37 A38 A42 A47: the real engine passes, and each fault in it gets its name."""
     assert outcomes[plant] == plant[2]
 
 
