@@ -1,7 +1,7 @@
 """Packed rows against each document alone in one process, in float64, on every axis.
 
-Covers A15, A17, A19, A20 and A21. G rows of an update of T tokens, B rows of a microbatch. The oracle takes from the engine
-only the first weights: it runs each document without padding through the model as its users build it.
+Covers A15, A17, A19, A20, A21 and A118. The oracle takes from the engine only the first weights: it runs each document without
+padding through the model as its users build it.
 """
 
 from __future__ import annotations
@@ -30,14 +30,17 @@ from tests.gloo.engine import (
 from tests.gloo.ranks import run_ranks
 from torch import Tensor, nn
 
+from shardwright.arch import Shape
 from shardwright.config.load import Loaded
 from shardwright.data.loader import Microbatch, UpdateBatch
 from shardwright.errors import ShardwrightError
 from shardwright.train.update import Engine
+from shardwright.train.utilisation import document_lengths, update_flops
 
 pytestmark = [pytest.mark.gloo, pytest.mark.slow]
 
 ROWS, VOCABULARY = 8, 31
+HAND = Shape("llama", layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=128, vocab=256)
 WIDTHS = (16, 24)
 """Tokens of a row in update 0 and 1: a packed run's rows may be wider in one update than in another."""
 
@@ -212,10 +215,19 @@ def _losses(loaded: Loaded, change: str) -> list[float]:
                 keep = (microbatch.documents == most) & (most > 0)
             labels = torch.where(keep, microbatch.labels, -100)
             labels[[other for other in range(len(labels)) if other != row]] = -100
-            own = Microbatch(microbatch.index, microbatch.input_ids, labels, microbatch.row_ids, microbatch.documents)
+            own = Microbatch(
+                microbatch.index, microbatch.input_ids, labels, microbatch.row_ids, microbatch.documents
+            )
             found.append(float(engine.loss_sum(own).detach()))
     engine.parallel.release()
     return found
+
+
+def _flops(loaded: Loaded) -> tuple[float, float]:
+    """FLOPs of update 0 of a shape for which they are known by hand."""
+    engine = make_engine(loaded)
+    batch = packed_batch(engine, 0)
+    return update_flops(HAND, loaded.run, engine.axes, batch, engine.device)
 
 
 def _on_rank(cases: dict[str, Loaded], perturbed: list[str]) -> dict[str, Any]:
@@ -230,6 +242,8 @@ def _on_rank(cases: dict[str, Loaded], perturbed: list[str]) -> dict[str, Any]:
     for name in perturbed:
         for change in ("of first", "last", "of last", "first"):
             found[f"{name}: {change}"] = _losses(cases[name], change)
+    if perturbed:
+        found["flops"] = {name: _flops(cases[name]) for name in ("zero3 full", "cp full")}
     return found
 
 
@@ -260,9 +274,7 @@ def assert_alone(found: Outcome, right: Outcome) -> None:
 
 
 @pytest.mark.parametrize("name", [*ON_TWO, "window", "window cp"])
-def test_two_ranks(
-    name: str, on_two: list[dict[str, Any]], right: dict[str, Outcome], windowed: str
-) -> None:
+def test_two_ranks(name: str, on_two: list[dict[str, Any]], right: dict[str, Outcome], windowed: str) -> None:
     """A15 A17 A19 A20 A21: targets, loss, every gradient and the weights are those of each document alone."""
     model = windowed if name.startswith("window") else MODEL_OF.get(name.split()[0], LLAMA)
     assert_alone(on_two[0][name], right[model])
@@ -288,6 +300,16 @@ def test_other_documents_leave_the_bits(name: str, on_two: list[dict[str, Any]])
         assert any(rank[f"{name}: of first"]) and any(rank[f"{name}: of last"])
 
 
+@pytest.mark.parametrize("name", ["zero3 full", "cp full"])
+def test_flops_follow_the_documents(name: str, on_two: list[dict[str, Any]]) -> None:
+    """A118: 540 672 FLOPs a token, 1 536 a token and key of its document, each once over data ranks and parts of rows."""
+    lengths = [n for row in mixes(0) for n in row]
+    keys = sum(n * n for n in lengths)
+    for rank in on_two:
+        assert rank["flops"][name][0] == sum(lengths) * 540_672 + 1_536 * keys
+        assert rank["flops"][name][1] == pytest.approx(sum(lengths) * 2 * 2 * 36_864 + 512 * keys, rel=1e-12)
+
+
 def _not_packed() -> str:
     engine = make_engine(run_file(LLAMA))
     try:
@@ -299,3 +321,9 @@ def _not_packed() -> str:
 
 def test_documents_in_a_run_that_does_not_pack_are_refused() -> None:
     assert "Microbatch 0 has documents, with data.batching pad." in run_ranks(_not_packed, 1)[0]
+
+
+def test_lengths_of_rows_without_numbers_follow_their_targets() -> None:
+    """Rows of 4 and 2 tokens, one whose last target is masked, and one without a target."""
+    labels = torch.tensor([[5, 6, 7, -100, -100], [5, -100, -100, -100, -100], [5, 6, 7, 8, 9], [-100] * 5])
+    assert document_lengths(Microbatch(0, labels, labels, (0, 1, 2, 3))) == {4: 1, 2: 1, 5: 1, 0: 1}

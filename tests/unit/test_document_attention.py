@@ -6,6 +6,7 @@ T x T mask, and Transformers' own models run on each document alone.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ def packed(rows: list[list[int]], width: int = WIDTH) -> PackedRows:
     numbers = torch.full((len(rows), width), -1, dtype=torch.int32)
     for row, lengths in enumerate(rows):
         ends = torch.tensor([0, *lengths]).cumsum(0).tolist()
-        for number, (start, end) in enumerate(zip(ends, ends[1:])):
+        for number, (start, end) in enumerate(itertools.pairwise(ends)):
             numbers[row, start:end] = number
     return PackedRows(numbers, CPU)
 
@@ -187,7 +188,9 @@ def test_flash_is_told_lengths_ends_and_window(window: int | None, monkeypatch: 
     """The GPU's call, its kernel replaced by the masked softmax on documents one behind another. The kernel: tests/cuda."""
     torch.manual_seed(0)
 
-    def flash(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, ends_k: Tensor, longest: int, *rest: Any, **named: Any) -> tuple[Tensor]:  # fmt: skip
+    def flash(
+        q: Tensor, k: Tensor, v: Tensor, ends: Tensor, ends_k: Tensor, longest: int, *rest: Any, **named: Any
+    ) -> tuple[Tensor]:
         lengths = torch.diff(ends).tolist()
         assert ends.dtype == torch.int32 and ends is ends_k and longest == rest[0] == max(lengths)
         assert rest[1:] == (0.25, True, False) and named["window_size_right"] == 0
@@ -217,14 +220,17 @@ def test_blocks_of_ranks_are_the_pairs_of_documents(cp: int, balanced: bool) -> 
         tokens = width // cp
         for rank, own in enumerate(owners):
             places, queries = chunks(width, cp, rank, balanced), [(b, t) for b in range(3) for t in own]
-            row = pairs(document_blocks(spans, places, [range(width)]), queries, [(b, t) for b in range(3) for t in range(width)])  # fmt: skip
+            every = [(b, t) for b in range(3) for t in range(width)]
+            row = pairs(document_blocks(spans, places, [range(width)]), queries, every)
             ring: list[Any] = []
             for source, others in enumerate(owners):
                 held = chunks(width, cp, source, balanced)
                 found = document_blocks(spans, places, held)
                 assert (source == rank) == any(causal for _, _, causal in found) or not found
                 ring += pairs(found, queries, [(b, t) for b in range(3) for t in others])
-            wanted = sorted(((r, q), (r, k)) for r, s, e in spans for q in own if s <= q < e for k in range(s, q + 1))
+            wanted = sorted(
+                ((r, q), (r, k)) for r, s, e in spans for q in own if s <= q < e for k in range(s, q + 1)
+            )
             assert sorted(row) == wanted and sorted(ring) == wanted
         x = torch.randn(3, 2, tokens, 4)
         assert torch.equal(as_rows(as_one_row(x), 3), x)
@@ -244,7 +250,14 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2, "pad_token_id": 0, "max_position_embeddings": 64, "eos_token_id": 1, "bos_token_id": 1,
 }  # fmt: skip
 NO_GROUPS = {k: v for k, v in SIZES.items() if k != "num_key_value_heads"}
-GPTJ: dict[str, Any] = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 8, "n_positions": 64}
+GPTJ: dict[str, Any] = {
+    "vocab_size": 64,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "rotary_dim": 8,
+    "n_positions": 64,
+}
 MODELS: dict[str, Callable[[], Any]] = {
     **FAMILIES,
     "mistral": lambda: transformers.MistralConfig(**SIZES, sliding_window=3),
@@ -278,7 +291,9 @@ def test_documents_reach_attention_in_these_families(family: str, tmp_path: Path
     config = MODELS[family]()
     check_packed_model(built(config, tmp_path))
     eager = "eager" if family == "gemma2" else "sdpa"
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation=eager)
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, dtype=torch.float64, attn_implementation=eager
+    )
     rows = packed(ROWS)
     ids = torch.randint(2, 60, rows.documents.shape)
     with torch.no_grad():
@@ -295,7 +310,9 @@ def test_documents_reach_attention_in_these_families(family: str, tmp_path: Path
         assert torch.allclose(found[r, s : s + len(right)], right, rtol=0, atol=2e-14)
     assert found.isfinite().all()
     kept = (other == ids).all(-1, keepdim=True) | (rows.documents > 0) & (torch.arange(12) < 6)
-    assert torch.equal(found[1], changed[1]) and torch.equal(found[kept.squeeze(-1)], changed[kept.squeeze(-1)])
+    assert torch.equal(found[1], changed[1]) and torch.equal(
+        found[kept.squeeze(-1)], changed[kept.squeeze(-1)]
+    )
 
 
 @pytest.mark.parametrize(

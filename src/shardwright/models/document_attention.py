@@ -60,12 +60,12 @@ def document_attention(
     rows = [t.transpose(1, 2).flatten(0, 1) for t in (query, key, value)]
     if softcap is None and fits_flash(query, value):
         order = documents.dense
-        taken = [order.take(t) for t in rows]
-        out = flash_by_lengths(*taken, documents, scale, dropout, sliding_window)
+        q, k, v = (order.take(t) for t in rows)
+        out = flash_by_lengths(q, k, v, documents, scale, dropout, sliding_window)
     else:
         order = documents.grouped
-        taken = [order.take(t) for t in rows]
-        out = _by_length(*taken, documents.groups, window=sliding_window, **options)
+        q, k, v = (order.take(t) for t in rows)
+        out = _by_length(q, k, v, documents.groups, window=sliding_window, **options)
     return order.put(out).unflatten(0, shape), None
 
 
