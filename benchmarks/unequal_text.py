@@ -244,10 +244,15 @@ def measure(name: str, updates: int, record: bool) -> None:
             if other != kind
             for ratios in [[a / b for a, b in zip(found, rates[other])]]
         )
-        print(f"  {kind:<24}{median(found):>8,.0f}  {targets[kind] // updates:>7,} targets an update{against}")
+        print(
+            f"  {kind:<24}{median(found):>8,.0f}  {targets[kind] // updates:>7,} targets an update{against}"
+        )
         if record:
             line = {"benchmark": "unequal_text", "data": name, "kind": kind.split(",")[0], "n": updates}
-            line |= {"targets_per_s": median(found), "ratio": median(a / b for a, b in zip(found, rates[first]))}
+            line |= {
+                "targets_per_s": median(found),
+                "ratio": median(a / b for a, b in zip(found, rates[first])),
+            }
             with open(HERE / "results.jsonl", "a", encoding="utf-8") as out:
                 out.write(json.dumps(line) + "\n")
 
