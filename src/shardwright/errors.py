@@ -63,6 +63,14 @@ class CheckpointError(ShardwrightError):
     """A checkpoint that cannot be written, or that must not be used."""
 
 
+class SaveError(CheckpointError):
+    """A checkpoint that could not be written, to a full disk for example. Older ones are untouched."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint whose files are not what was written."""
+
+
 class NonFiniteError(ShardwrightError):
     """A loss or gradient that is not finite, with the update and the rank where it arose."""
 

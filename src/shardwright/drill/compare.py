@@ -8,19 +8,17 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict_loader import load as load_state
 
 from shardwright.checkpoint import store
+from shardwright.checkpoint.directory import read_index
+from shardwright.checkpoint.reader import read_into
 from shardwright.measure.record import METRICS
 
 
 def stored_state(path: Path) -> dict[str, Tensor]:
     """Every tensor of a checkpoint, whole; needs no ranks."""
-    state = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in store.stored_keys(path).items()
-    }
-    load_state(state, checkpoint_id=path / store.TENSORS, no_dist=True)
+    state = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in store.stored_keys(path).items()}
+    read_into(read_index(path), state)
     return state
 
 
