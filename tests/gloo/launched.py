@@ -155,6 +155,19 @@ def read_rows() -> None:
     time.sleep(600)
 
 
+def stuck_in_save() -> int:
+    """Rank 1 does not come back from a save, which may be long; a collective of rank 0 times out."""
+    listen_for_dumps()
+    pulse = Pulse.of_this_rank()
+    pulse.begin(3)
+    pulse.update = 4
+    pulse.enter("save")
+    if RANK == 1:
+        read_rows()
+    time.sleep(1)
+    raise RuntimeError("Application timeout caused pair closure")
+
+
 def slow_but_alive() -> int:
     """An evaluation of many batches and a long save, each over the limit of one second."""
     pulse = Pulse.of_this_rank()
@@ -219,6 +232,7 @@ MODES = {
         record,
         train,
         stuck,
+        stuck_in_save,
         slow_but_alive,
         needs_two,
         crash_after_updates,

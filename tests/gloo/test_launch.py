@@ -172,6 +172,13 @@ def test_a_rank_that_hangs_is_named(launchers: Launchers, tmp_path: Path, how: s
     assert "in stuck" in (tmp_path / "logs/0/rank_0/stacks.txt").read_text()
 
 
+def test_a_rank_for_which_a_collective_has_waited_too_long_is_named(launchers: Launchers) -> None:
+    code, errors = launchers.run("stuck_in_save", hang_seconds=60)
+    lines = errors.splitlines()
+    assert code == 1 and lines[0].startswith("shardwright: rank 1 of 2 is stuck in save of update 4 (")
+    assert "waiting for others in a collective, for too long" in lines[1] and "read_rows" in lines[2]
+
+
 def test_what_goes_forward_is_no_hang(launchers: Launchers) -> None:
     assert launchers.run("slow_but_alive", hang_seconds=1) == (0, "")
 

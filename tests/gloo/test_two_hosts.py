@@ -188,7 +188,6 @@ def test_a_cut_link_and_a_dead_host(hosts: Hosts, tmp_path: Path) -> None:
     said = ended(both, seconds=TIMEOUT_SECONDS + 60)
     assert all(process.returncode for process in both)
     for rank, text in enumerate(said):
-        assert f"shardwright: rank {rank} has made no progress in" in text, text
         assert f"shardwright: rank {rank} has lost the other ranks" in text, text
     hosts.mend()
     cut_at = len(losses(output))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from shardwright.checkpoint import store
 from shardwright.drill.compare import compare_checkpoints, compare_metrics
-from shardwright.drill.damage import KINDS, damage
+from shardwright.drill.damage import EXECUTED, KINDS, POISON, damage
 from shardwright.drill.faults import Fault
 from shardwright.drill.session import Session
 from shardwright.errors import CheckFailed, ExitCode
@@ -122,7 +122,8 @@ def run_damaged(session: Session, reference: Session, chance: random.Random) -> 
     for path in there:
         shutil.copytree(path, session.output_dir / path.name)
     shutil.copy(reference.output_dir / "metrics.jsonl", session.output_dir / "metrics.jsonl")
-    kinds, files = chance.sample(list(KINDS), 3), chance.randrange(3)
+    others = [kind for kind in KINDS if kind != POISON]
+    kinds, files = [POISON, *chance.sample(others, 2)], chance.randrange(3)
     done = [
         damage(session.output_dir / path.name, kind, files + number)
         for number, (path, kind) in enumerate(zip(there[-3:], kinds))
@@ -138,6 +139,8 @@ def run_damaged(session: Session, reference: Session, chance: random.Random) -> 
         row.problem = f"it went on from update {row.resumed_from}, the newest good one is {right}"
     if _end(session) != ExitCode.DONE:
         row.problem = row.problem or f"it did not end well: {session.tail(3)}"
+    if (session.output_dir / EXECUTED).exists():
+        row.problem = "a command that was pickled into a checkpoint was executed"
     named = [path.name for path in there[-3:] if path.name not in session.output.read_text(encoding="utf-8")]
     if named:
         row.problem = row.problem or f"it did not name {', '.join(named)}"

@@ -16,10 +16,13 @@ from shardwright.measure.record import METRICS
 
 
 def stored_state(path: Path) -> dict[str, Tensor]:
-    """Every tensor of a checkpoint, whole; needs no ranks."""
-    state = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in store.stored_keys(path).items()}
-    read_into(read_index(path), state)
-    return state
+    """Every tensor of a checkpoint, whole, and every number; needs no ranks."""
+    state = {
+        name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in store.stored_keys(path).items()
+    }
+    index = read_index(path)
+    read_into(index, state)
+    return state | {name: torch.tensor(value) for name, value in index.numbers.items()}
 
 
 def first_difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,15 +17,33 @@ def _flip(path: Path) -> None:
     path.write_bytes(data)
 
 
+class _Command:
+    """What makes a file when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self._marker = marker
+
+    def __reduce__(self) -> tuple[Callable[..., None], tuple[Path]]:
+        return Path.touch, (self._marker,)
+
+
+def _poison(path: Path) -> None:
+    """Puts a pickle in place of the file that touches `executed` beside the checkpoint when it is loaded."""
+    checkpoint = next(parent for parent in path.parents if parent.name.startswith("checkpoint-"))
+    path.write_bytes(pickle.dumps(_Command(checkpoint.parent / EXECUTED)))
+
+
 def _truncate(path: Path) -> None:
     data = path.read_bytes()
     path.write_bytes(data[: len(data) // 2])
 
 
+EXECUTED, POISON = "executed", "replaced by a pickled command"
 KINDS: dict[str, Callable[[Path], None]] = {
     "a flipped bit": _flip,
     "cut in half": _truncate,
     "gone": lambda path: path.unlink(),
+    POISON: _poison,
 }
 
 

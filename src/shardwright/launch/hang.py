@@ -36,6 +36,7 @@ class Watched(Protocol):
     number: int
     world_size: int
     directory: Path
+    code: int | None
 
     def send(self, number: int) -> None: ...
 
@@ -66,31 +67,35 @@ class HangWatch:
     def __init__(self, ranks: Sequence[Watched], seconds: float) -> None:
         self._ranks, self._seconds, self._next = ranks, seconds, 0.0
 
-    def report(self) -> list[str]:
+    def report(self, timed_out: bool = False) -> list[str]:
         """Lines that name the rank that is stuck, once a phase has lasted too long; empty until then.
 
+        timed_out: a collective of another rank has already waited too long for it.
         Every rank's stacks are then in its directory. Takes up to two seconds in that case.
         """
-        if clock.now() < self._next:
+        if clock.now() < self._next and not timed_out:
             return []
         now = clock.now()
         self._next = now + _LOOK_SECONDS
         beats = {rank.number: beat for rank in self._ranks if (beat := read_pulse(rank.directory))}
         late = [b for b in beats.values() if now - b.at > b.allowed_seconds(self._seconds)]
-        if not late:
+        if not late and not timed_out:
             return []
-        for rank in self._ranks:
+        for rank in self._running():
             (rank.directory / STACKS).write_bytes(b"")
             rank.send(DUMP_SIGNAL)
         self._wait_for_stacks()
         sights = [_see(rank, beats[rank.number], now) for rank in self._ranks if rank.number in beats]
         return _describe(sorted(sights, key=lambda sight: (sight.waiting, sight.beat.position)))
 
+    def _running(self) -> list[Watched]:
+        return [rank for rank in self._ranks if rank.code is None]
+
     def _wait_for_stacks(self) -> None:
         """Until every rank has written and the files no longer grow, or two seconds."""
         end, before = clock.now() + _DUMP_SECONDS, [-1]
         while clock.now() < end:
-            sizes = [(rank.directory / STACKS).stat().st_size for rank in self._ranks]
+            sizes = [(rank.directory / STACKS).stat().st_size for rank in self._running()]
             if all(sizes) and sizes == before:
                 return
             before = sizes
@@ -98,6 +103,8 @@ class HangWatch:
 
 
 def _see(rank: Watched, beat: Beat, now: float) -> _Sight:
+    if rank.code is not None:
+        return _Sight(rank, beat, now - beat.at, ("a collective, for too long",), 3)
     stack = main_stack((rank.directory / STACKS).read_text(encoding="utf-8", errors="replace"))
     return _Sight(rank, beat, now - beat.at, stack, _waiting(stack))
 

@@ -17,7 +17,14 @@ from shardwright.measure import clock
 
 OUTCOME = "outcome.json"
 
-_LOST_PEER = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
+_TIMED_OUT = ("Timed out waiting", "Application timeout caused pair closure")
+_LOST_PEER = (
+    "gloo/transport",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    *_TIMED_OUT,
+)
 
 
 def inside_a_launcher() -> bool:
@@ -30,7 +37,7 @@ def worker_main(function: Callable[[], int]) -> int:
 
     A `ShardwrightError` is one message and its own code; anything else is a traceback and 1.
     """
-    message, trace, lost_peer = "", "", False
+    message, trace, lost_peer, timed_out = "", "", False, False
     try:
         return int(function())
     except ShardwrightError as error:
@@ -43,7 +50,16 @@ def worker_main(function: Callable[[], int]) -> int:
     except BaseException as error:  # torch's CheckpointException is no Exception
         code, message, trace = int(ExitCode.CRASH), f"{type(error).__name__}: {error}", traceback.format_exc()
         lost_peer = _is_lost_peer(error)
-    _report_outcome({"code": code, "message": message, "traceback": trace, "lost_peer": lost_peer})
+        timed_out = lost_peer and any(mark in message for mark in _TIMED_OUT)
+    _report_outcome(
+        {
+            "code": code,
+            "message": message,
+            "traceback": trace,
+            "lost_peer": lost_peer,
+            "timed_out": timed_out,
+        }
+    )
     return code
 
 

@@ -101,13 +101,22 @@ class Watch:
             if not running:
                 return self._verdict()
             self._forward(running)
-            if self._hang and not self._hung and len(running) == len(self.ranks):
-                self._hung = self._hang.report()
+            if self._hang and not self._hung and running:
+                self._hung = self._hang_report()
             if self._hung or clock.now() >= self._deadline():
                 for rank in running:
                     rank.killed = True
                     rank.kill_group()
             clock.sleep(TICK_SECONDS)
+
+    def _hang_report(self) -> list[str]:
+        """Looks for a rank that hangs: while all run, or when others have waited too long for it in a collective."""
+        assert self._hang is not None
+        failed = [rank for rank in self.ranks if rank.code is not None]
+        if not failed:
+            return self._hang.report()
+        timed_out = all(rank.outcome.get("timed_out") for rank in failed)
+        return self._hang.report(timed_out=True) if timed_out else []
 
     @property
     def worth_a_restart(self) -> bool:

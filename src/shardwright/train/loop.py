@@ -20,7 +20,14 @@ from shardwright.checkpoint.settings import changes, refuse_unaccepted
 from shardwright.checkpoint.state import buffer_keys, check_buffers
 from shardwright.config.load import Loaded
 from shardwright.data.loader import UpdateBatch
-from shardwright.errors import CheckpointError, DamagedCheckpointError, ExitCode, NonFiniteError, SaveError
+from shardwright.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    ExitCode,
+    NonFiniteError,
+    SaveError,
+    SpikeError,
+)
 from shardwright.launch import Pulse
 from shardwright.measure import clock
 from shardwright.measure.memory import peak_device_bytes, peak_host_bytes
@@ -241,7 +248,7 @@ class Trainer:
             if total == 0 and not resumed:
                 self._saving(due=True, last=True)
             pulse.enter("end")
-        except NonFiniteError:  # raised by all ranks alike, after the same update
+        except (NonFiniteError, SpikeError):  # raised by all ranks alike, after the same update
             self.saver.finish()
             raise
         finally:
