@@ -45,7 +45,7 @@ def parallelize(
     parts = stage_parts(whole, cut, [stage.index for stage in stages]) if cut else whole
     tensor = None
     if p.tp_size > 1:
-        tensor = TensorParallel(model, parts, mesh["tp"], run, [chunk.blocks for chunk in in_row])
+        tensor = TensorParallel(model, parts, mesh["tp"], run, stages)
     if (place := context_place(run, mesh)) is not None:
         split_attention(model, [model.get_submodule(name) for name in parts.blocks], place)
     for name in parts.blocks:
