@@ -212,8 +212,9 @@ def test_these_families_are_accepted(family: str, tmp_path: Path) -> None:
     ("config", "overrides", "message"),
     [
         (FAMILIES["gemma2"], {}, "`model.layers.0.self_attn` asks for softcap."),
-        (FAMILIES["gpt2"], {}, "GPT2LMHeadModel has dropout with p = 0.1."),
-        (lambda: transformers.OPTConfig(**SIZES, ffn_dim=48, word_embed_proj_dim=32), {}, "OPTForCausalLM has dropout"),
+        (FAMILIES["gpt2"], {}, "GPT2LMHeadModel has dropout with p = 0.1 inside attention. "),
+        (lambda: transformers.OPTConfig(**SIZES, ffn_dim=48, word_embed_proj_dim=32, attention_dropout=0.1), {},
+         "OPTForCausalLM has dropout"),
         (lambda: transformers.LlamaConfig(**SIZES, attention_dropout=0.2), {}, "has dropout with p = 0.2"),
         (
             lambda: transformers.MistralConfig(**SIZES, sliding_window=8),

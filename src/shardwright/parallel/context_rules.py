@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -40,7 +40,7 @@ def check_context_model(model: nn.Module, run: RunFile) -> None:
     values: dict[str, Any] = config.to_dict()
     _check_config(name, values)
     seen = look_into(model)
-    _check_dropout(name, values, seen)
+    _check_dropout(name, values, seen.calls)
     _check_mixing(model, seen)
     for call in seen.calls:
         _check_call(call, run)
@@ -74,15 +74,15 @@ def _check_config(name: str, values: dict[str, Any]) -> None:
                 )
 
 
-def _check_dropout(name: str, values: dict[str, Any], seen: Seen) -> None:
-    drawn = sorted({*seen.dropout, *(call.dropout for call in seen.calls)} - {0.0})
+def _check_dropout(name: str, values: dict[str, Any], calls: Iterable[AttentionCall]) -> None:
+    """Refuses dropout inside attention; elsewhere each rank draws masks for its own tokens."""
+    drawn = sorted({call.dropout for call in calls} - {0.0})
     if drawn:
-        keys = [key for key, p in values.items() if "drop" in key and p in drawn]
+        keys = [key for key, p in values.items() if "drop" in key and "att" in key and p in drawn]
         zeros = ", ".join(f"{key}: 0.0" for key in keys)
         raise ModelError(
-            f"{name} has dropout with p = {', '.join(f'{p:g}' for p in drawn)}.",
-            "Random numbers are drawn per microbatch, the same on each rank, but ranks hold different tokens of a row: "
-            "dropout would repeat, and differ from the run on one rank.",
+            f"{name} has dropout with p = {', '.join(f'{p:g}' for p in drawn)} inside attention.",
+            "Attention over pieces of a row is merged from blocks of scores, without masks between them.",
             f"Set model.config_overrides to {{{zeros}}}." if keys else "Set it to 0.",
         )
 

@@ -31,6 +31,7 @@ from shardwright.models.adapters import Parts
 from shardwright.parallel import exchange
 from shardwright.parallel.exchange import Peers
 from shardwright.parallel.stages import Stage
+from shardwright.parallel.streams import Streams, drops
 from shardwright.parallel.styles import Column, Done, Entry, Head, Row, Vocabulary, change_input
 from shardwright.parallel.tensor_plan import EMBEDDING, ROW, SUMMED, plan_tensor
 
@@ -55,6 +56,7 @@ class TensorParallel:
         self.peers = Peers(mesh.size(), mesh.get_local_rank(), mesh.get_group())
         self._styles, self._blocks = plan.styles, parts.blocks
         self.partial = self._partial_names(plan.regions)
+        self._streams = Streams(mesh.get_local_rank(), mesh.device_type) if drops(model) else None
         done: Done = {}
         styles: dict[str, ParallelStyle] = {
             name: self._style(name, style, plan.regions, done)
@@ -64,6 +66,9 @@ class TensorParallel:
         parallelize_module(model, mesh, styles)
         for name in sorted(plan.regions):
             self._on_input(name, self._enter)
+        for name in parts.blocks if self._streams is not None else ():
+            block = model.get_submodule(name)
+            block.forward = partial(self._run_block, block.forward)
         if self.sequence and not stages:
             self._cut_around(parts.blocks, first=True, last=True)
         for stage in stages if self.sequence else ():
@@ -106,19 +111,39 @@ class TensorParallel:
             entry = None
         if style == "vocabulary":
             return Head(self.peers, done, entry)
-        return Column(self.peers, done, entry, gathers=style == "colwise_gather_output")
+        return Column(self.peers, done, entry, self._whole if style == "colwise_gather_output" else None)
 
     def _on_input(self, name: str, change: Entry) -> None:
         self.model.get_submodule(name).register_forward_pre_hook(
             partial(change_input, change), with_kwargs=True
         )
 
+    def _run_block(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A block that drops: its residual stream is divided by positions or whole, and so are its masks."""
+        assert self._streams is not None
+        self._draw(divided=self.sequence)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self._streams.common()
+
+    def _draw(self, divided: bool) -> None:
+        if self._streams is not None:
+            self._streams.divided() if divided else self._streams.common()
+
     def _enter(self, x: Tensor) -> Tensor:
         """[B, T or T / tp, D] into divided work: [B, T, D]."""
+        self._draw(divided=True)
         return exchange.gather_in(x, 1, self.peers) if self.sequence else exchange.copy_in(x, self.peers)
+
+    def _whole(self, x: Tensor) -> Tensor:
+        """A divided output made whole, for work that every rank does alike."""
+        self._draw(divided=False)
+        return exchange.gather_same(x, -1, self.peers)
 
     def _leave(self, x: Tensor) -> Tensor:
         """Partial [B, T, D] out of divided work: [B, T or T / tp, D]."""
+        self._draw(divided=self.sequence)
         return (
             exchange.sum_and_cut_out(x, 1, self.peers) if self.sequence else exchange.sum_out(x, self.peers)
         )

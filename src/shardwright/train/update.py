@@ -66,6 +66,7 @@ class Engine:
         t = run.training
         plain = t.optimizer in LOCAL
         place = axes.coordinates(self.rank)
+        self._part = place["cp"]
         self._counts_loss = place["tp"] == 0  # tensor-parallel peers hold the same loss
         self.locals: list[Local] = local_parameters(self.module, plain, place)
         if isinstance(self.parallel, Pipelined):
@@ -126,7 +127,7 @@ class Engine:
             self._run_pipeline(self.parallel, batch)
             return
         for microbatch in batch.microbatches:
-            seed_microbatch(self.run.training.seed, batch.update, microbatch.index)
+            seed_microbatch(self.run.training.seed, batch.update, microbatch.index, part=self._part)
             with self.parallel.microbatch(last=microbatch is batch.microbatches[-1]):
                 loss = self.loss_sum(microbatch)
                 self._loss += loss.detach()
@@ -144,7 +145,9 @@ class Engine:
         inputs = [self._inputs(microbatch) for microbatch in microbatches]
         pipeline.forward_backward(
             [ids for ids, _ in inputs],
-            seed=lambda k, stage: seed_microbatch(seed, batch.update, microbatches[k].index, stage),
+            seed=lambda k, stage: seed_microbatch(
+                seed, batch.update, microbatches[k].index, stage, self._part
+            ),
             loss=loss,
             arguments=inputs[0][1],  # positions are the same in every microbatch
         )
