@@ -142,24 +142,30 @@ def ours(engine: Any, vocabulary: int) -> Update:
     return update
 
 
-def take_turns(
-    updates: Mapping[str, Update], n: int, warmup: int
-) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """(seconds of each update, loss of the first one) of every loop; loops take turns, so that load meets all alike."""
+def take_turns(updates: Mapping[str, Update], n: int, warmup: int) -> dict[str, dict[str, Any]]:
+    """Of every loop: `seconds` of each update, `cpu` seconds of all ranks in it, and the `loss` of the first one.
+
+    Loops take turns, so that load on the machine meets all alike; CPU seconds are what is left to compare under heavy load.
+    """
+    import torch
     import torch.distributed as dist
 
-    seconds: dict[str, list[float]] = {name: [] for name in updates}
-    losses: dict[str, float] = {}
+    found: dict[str, dict[str, Any]] = {name: {"seconds": [], "cpu": []} for name in updates}
     for number in range(warmup + n):
         for name in list(updates)[:: 1 if number % 2 else -1]:
             dist.barrier()
-            begun = time.perf_counter()
+            begun, used = time.perf_counter(), time.process_time()
             loss = updates[name](number)
+            used = time.process_time() - used
             dist.barrier()
-            losses.setdefault(name, loss)
+            wall = time.perf_counter() - begun
+            cpu = torch.tensor([used])
+            dist.all_reduce(cpu)
+            found[name].setdefault("loss", loss)
             if number >= warmup:
-                seconds[name].append(time.perf_counter() - begun)
-    return seconds, losses
+                found[name]["seconds"].append(wall)
+                found[name]["cpu"].append(cpu.item())
+    return found
 
 
 def ratio(mine: list[float], theirs: list[float]) -> float:
