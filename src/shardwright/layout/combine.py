@@ -41,9 +41,10 @@ EXCLUSIONS = (
     ),
     Exclusion(
         SPLIT_BACKWARD,
-        ("selective",),
-        "Backward runs in two parts, and what selective recomputation keeps can be read once.",
-        "Set memory.activation_checkpointing to full (recomputed in both parts) or none, or pp_schedule to 1f1b.",
+        ("selective", "full"),
+        "torch asks for the gradients of weights group by group, and each time the block's forward would run again (10 times "
+        "for one block of a Llama); what selective recomputation keeps can be read once only.",
+        "Set memory.activation_checkpointing to none, or pp_schedule to 1f1b.",
     ),
     Exclusion(
         SPLIT_BACKWARD,

@@ -56,7 +56,7 @@ def parallelize(
     parts = stage_parts(whole, cut, [stage.index for stage in stages]) if cut else whole
     tensor = None
     if p.tp_size > 1:
-        tensor = TensorParallel(model, parts, mesh["tp"], run, [chunk.blocks for chunk in in_row])
+        tensor = TensorParallel(model, parts, mesh["tp"], run, stages)
     if chunks is not None and chunks.tokens and parts.head is not None:
         head: Any = model.get_submodule(parts.head)
         divided = tensor.peers if tensor is not None and tensor.divides(parts.head) else None

@@ -72,6 +72,7 @@ class Engine:
         t = run.training
         plain = t.optimizer in LOCAL
         place = axes.coordinates(self.rank)
+        self._part = place["cp"]
         self._counts_loss = place["tp"] == 0  # tensor-parallel peers hold the same loss
         self.locals: list[Local] = local_parameters(self.module, plain, place)
         if isinstance(self.parallel, Pipelined):
@@ -206,7 +207,7 @@ class Engine:
 
     def _run_microbatches(self, parallel: Replicated | Sharded, batch: UpdateBatch) -> None:
         for microbatch in batch.microbatches:
-            seed_microbatch(self.run.training.seed, batch.update, microbatch.index)
+            seed_microbatch(self.run.training.seed, batch.update, microbatch.index, part=self._part)
             with parallel.microbatch(last=microbatch is batch.microbatches[-1]):
                 loss = self.loss_sum(microbatch)
                 self._loss += loss.detach()
@@ -221,7 +222,7 @@ class Engine:
             return value / batch.divisor
 
         def start(k: int, stage: int) -> None:
-            seed_microbatch(seed, batch.update, microbatches[k].index, stage)
+            seed_microbatch(seed, batch.update, microbatches[k].index, stage, self._part)
             self._announce(microbatches[k])
 
         inputs = [self._inputs(microbatch) for microbatch in microbatches]
