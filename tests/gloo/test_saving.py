@@ -103,7 +103,13 @@ def _overwritten(directory: Path) -> dict[str, Any]:
         held.wait()
         return write(*arguments)
 
-    saver.write_parts = late
+    copy = saver._copy
+
+    def slowly(copies: Any) -> None:
+        threading.Event().wait(0.3)
+        copy(copies)
+
+    saver.write_parts, saver._copy = late, slowly
     trainer.at.update = 2
     trainer._start_save()
     trainer.saver.before_step()
@@ -117,7 +123,7 @@ def _overwritten(directory: Path) -> dict[str, Any]:
     other.resume()
     while_writing = other.at.update
     held.set()
-    saver.write_parts = write
+    saver.write_parts, saver._copy = write, copy
     done = trainer.saver.finish()
     other.resume()
     return {
