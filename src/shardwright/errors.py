@@ -75,6 +75,10 @@ class NonFiniteError(ShardwrightError):
     """A loss or gradient that is not finite, with the update and the rank where it arose."""
 
 
+class SpikeError(ShardwrightError):
+    """A loss or gradient norm far above those before it, where training.on_spike is stop."""
+
+
 def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
     """The names of `known` that are closest to `name`, best first; empty when none is close."""
     return difflib.get_close_matches(name, list(known), n=count, cutoff=0.6)

@@ -23,7 +23,10 @@ _DTYPE_ORDER = {"bf16": 0, "fp32": 1, "fp64": 2}
 def _idle_options(loaded: Loaded) -> Iterator[tuple[str, str]]:
     """(key, reason) of every option that was set and has no effect in this run."""
     run, p, t = loaded.run, loaded.run.parallelism, loaded.run.training
-    given = {key for key, origin in loaded.origin.items() if origin != "default"}
+    settings = loaded.settings()
+    given = {
+        key for key, origin in loaded.origin.items() if origin != "default" and settings[key] is not None
+    }
     sharded, module = p.data_parallel != "ddp", ":" in run.model.model_name_or_path
     idle: dict[str, str] = {}
 
@@ -77,7 +80,16 @@ def _idle_options(loaded: Loaded) -> Iterator[tuple[str, str]]:
     when(
         module, "the model is a function of a package", "model.config_overrides", "model.attn_implementation"
     )
+    batching = run.data.batching
+    when(batching != "pack", f"data.batching is {batching}", "data.packing_strategy")
+    when(batching != "bucket", f"data.batching is {batching}", "data.bucket_updates")
+    when(t.max_steps is not None, "every update of a run of max_steps is full", "data.drop_last")
     when(not module, "the model is a Hugging Face directory", "model.kwargs")
+    when(
+        run.data.batching == "pack" and run.model.attn_implementation == "eager",
+        "packed rows have a core attention that keeps documents apart",
+        "model.attn_implementation",
+    )
     return ((key, reason) for key, reason in idle.items() if key in given)
 
 
