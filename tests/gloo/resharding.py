@@ -142,9 +142,9 @@ def matrix(
     names = dict.fromkeys(source for source, _ in pairs)
     for ranks in (1, 2, 3, 4):
         if layouts := [name for name in names if LAYOUTS[name] == ranks]:
-            sources |= run_ranks(_saved, ranks, directory, layouts, timeout=300.0)[0]
+            sources |= run_ranks(_saved, ranks, directory, layouts, timeout=60.0 + 20 * len(layouts))[0]
     found: dict[tuple[str, str], str] = {}
     for ranks in (1, 2, 3, 4):
         if chosen := [pair for pair in pairs if LAYOUTS[pair[1]] == ranks]:
-            found |= run_ranks(_read, ranks, sources, chosen, continued, timeout=300.0)[0]
+            found |= run_ranks(_read, ranks, sources, chosen, continued, timeout=60.0 + 15 * len(chosen))[0]
     return found

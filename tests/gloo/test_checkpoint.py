@@ -56,7 +56,7 @@ class Data:
     def validation(self) -> list[Any]:
         return [batches_for(self.engine, 90)]
 
-    def updates_from(self, first: int) -> Any:
+    def updates_from(self, first: int, device: torch.device | None = None) -> Any:
         return (batches_for(self.engine, update) for update in range(first, STEPS))
 
 
@@ -262,7 +262,7 @@ def _message_of(action: Any) -> str:
 def _names(directory: Path) -> list[set[str]]:
     """Keys of the state with every way of wrapping blocks."""
     return [
-        set(_trainer(directory, LLAMA, **options)._state())
+        set(_trainer(directory, LLAMA, **options).checkpoints.state())
         for options in (
             {"parallelism__data_parallel": "ddp"},
             {},
@@ -333,7 +333,7 @@ def _numbers(directory: Path) -> dict[str, Any]:
     return {
         "counts": counts,
         "weights": _differences(whole_weights(second.engine), whole_weights(first.engine)),
-        "refused": _message_of(first._state),
+        "refused": _message_of(first.checkpoints.state),
     }
 
 

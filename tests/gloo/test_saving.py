@@ -82,7 +82,7 @@ def _beside(directory: Path) -> dict[str, Any]:
     share = (index.directory / own).stat().st_size - index.headers[own][0]
     return {
         "files": (_files(directory / "at once"), _files(directory / "beside")),
-        "staging": (beside.saver.staging_bytes, share),
+        "staging": (beside.checkpoints.saver.staging_bytes, share),
         "screen": screen.getvalue(),
         "names": _names(directory / "beside"),
     }
@@ -103,22 +103,28 @@ def _overwritten(directory: Path) -> dict[str, Any]:
         held.wait()
         return write(*arguments)
 
-    saver.write_parts = late
+    copy = saver._copy
+
+    def slowly(copies: Any) -> None:
+        threading.Event().wait(0.3)
+        copy(copies)
+
+    saver.write_parts, saver._copy = late, slowly
     trainer.at.update = 2
-    trainer._start_save()
-    trainer.saver.before_step()
+    trainer.checkpoints.start()
+    trainer.checkpoints.saver.before_step()
     with torch.no_grad():
-        for tensor in trainer._state().values():
+        for tensor in trainer.checkpoints.state().values():
             if isinstance(tensor, Tensor):
                 tensor.fill_(0)
-    polled = trainer.saver.poll()
+    polled = trainer.checkpoints.saver.poll()
     before = store.find(directory / "overwritten", "auto")
     other, _ = _trainer(directory / "overwritten", checkpoint__async_save=True)
     other.resume()
     while_writing = other.at.update
     held.set()
-    saver.write_parts = write
-    done = trainer.saver.finish()
+    saver.write_parts, saver._copy = write, copy
+    done = trainer.checkpoints.saver.finish()
     other.resume()
     return {
         "polled": polled,
@@ -151,9 +157,9 @@ def _busy(directory: Path, busy: str) -> dict[str, Any]:
         if update == 3 or (update == 2 and busy == "wait"):
             held.set()
         if update == 3:
-            trainer.saver.finish()
-        trainer._saving(due=True, last=False)
-    trainer.saver.finish()
+            trainer.checkpoints.saver.finish()
+        trainer.checkpoints.between_updates(due=True, last=False)
+    trainer.checkpoints.saver.finish()
     saver.write_parts = write
     return {"names": _names(directory / busy), "screen": screen.getvalue()}
 
@@ -164,7 +170,7 @@ def _busy(directory: Path, busy: str) -> dict[str, Any]:
 def _full(directory: Path, **options: Any) -> dict[str, Any]:
     """Rank 1 may write no more than 1000 bytes a file during the save after update 4."""
     trainer, screen = _trainer(directory, **options)
-    start, limits = trainer._start_save, resource.getrlimit(resource.RLIMIT_FSIZE)
+    start, limits = trainer.checkpoints.start, resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def limited() -> None:
         if dist.get_rank() == 1 and trainer.at.update == 4:
@@ -172,9 +178,9 @@ def _full(directory: Path, **options: Any) -> dict[str, Any]:
         elif trainer.at.update != 5:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         start()
-        trainer.saver.before_step()
+        trainer.checkpoints.saver.before_step()
 
-    trainer._start_save = limited  # type: ignore[method-assign]
+    trainer.checkpoints.start = limited  # type: ignore[method-assign]
     error = _raised(lambda: _train(trainer))
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     dist.barrier()

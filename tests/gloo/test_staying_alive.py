@@ -70,11 +70,10 @@ def _asked_before(directory: Path) -> list[Any]:
 
 def _for_others(directory: Path) -> list[Any]:
     """A start after a failure goes on from the newest checkpoint, whatever the run file said of the first start."""
-    made, _ = trainer(directory / "others", 2, checkpoint__resume="never")
+    constant = {"training__lr_scheduler_type": "constant"}
+    made, _ = trainer(directory / "others", 2, checkpoint__resume="never", **constant)
     made.train(Flag())  # type: ignore[arg-type]
-    again, _ = trainer(
-        directory / "others", 4, checkpoint__resume="never", training__lr_scheduler_type="constant"
-    )
+    again, _ = trainer(directory / "others", 4, checkpoint__resume="never", **constant)
     path = again.resume(restarted=True)
     fresh, _ = trainer(directory / "fresh", 2, checkpoint__resume="never")
     return [path and path.name, again.at.update, fresh.resume(restarted=True)]

@@ -156,6 +156,14 @@ def read_into(index: Index, tensors: Mapping[str, Tensor], partial: Sequence[str
                 scratch = _read(descriptor, where, want, scratch)
 
 
+def read_whole(path: Path) -> tuple[dict[str, Tensor], dict[str, int | float]]:
+    """Every tensor of a checkpoint, unsplit, and its numbers; needs no ranks."""
+    index = read_index(path)
+    tensors = {key: torch.empty(shape, dtype=dtype) for key, (dtype, shape) in index.shapes.items()}
+    read_into(index, tensors)
+    return tensors, index.numbers
+
+
 def _read(descriptor: int, path: Path, want: Wanted, scratch: Tensor) -> Tensor:
     """Reads one piece and puts it where it belongs; returns the scratch buffer, which may have grown."""
     met = want.own.meet(want.box)

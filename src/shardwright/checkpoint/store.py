@@ -24,15 +24,16 @@ from shardwright.checkpoint.directory import (
     torch_version,
     verify,
 )
-from shardwright.checkpoint.files import CONFIG, MANIFEST, TENSORS
+from shardwright.checkpoint.files import CONFIG, INDEX, MANIFEST, TENSORS
 from shardwright.checkpoint.keep import Retention
 from shardwright.checkpoint.parts import Value
-from shardwright.checkpoint.reader import load
+from shardwright.checkpoint.reader import load, read_whole
 from shardwright.checkpoint.saver import Saver
 
 __all__ = [
     "BEST",
     "CONFIG",
+    "INDEX",
     "LATEST",
     "MANIFEST",
     "TENSORS",
@@ -47,6 +48,7 @@ __all__ = [
     "read_config",
     "read_index",
     "read_manifest",
+    "read_whole",
     "save",
     "skipped",
     "stored_keys",

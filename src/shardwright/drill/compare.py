@@ -10,19 +10,13 @@ import torch
 from torch import Tensor
 
 from shardwright.checkpoint import store
-from shardwright.checkpoint.directory import read_index
-from shardwright.checkpoint.reader import read_into
 from shardwright.measure.record import METRICS
 
 
 def stored_state(path: Path) -> dict[str, Tensor]:
-    """Every tensor of a checkpoint, whole, and every number; needs no ranks."""
-    state = {
-        name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in store.stored_keys(path).items()
-    }
-    index = read_index(path)
-    read_into(index, state)
-    return state | {name: torch.tensor(value) for name, value in index.numbers.items()}
+    """Every tensor of a checkpoint, whole, and every number as one; needs no ranks."""
+    tensors, numbers = store.read_whole(path)
+    return tensors | {key: torch.tensor(value, dtype=torch.float64) for key, value in numbers.items()}
 
 
 def first_difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> str:

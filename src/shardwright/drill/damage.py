@@ -49,8 +49,8 @@ KINDS: dict[str, Callable[[Path], None]] = {
 
 def files_of(checkpoint: Path) -> Iterator[Path]:
     """One file of each kind: manifest, index, a tensor file."""
-    tensors = sorted((checkpoint / store.TENSORS).iterdir(), key=lambda path: path.stat().st_size)
-    yield from (checkpoint / store.MANIFEST, tensors[0], tensors[-1])
+    tensors = checkpoint / store.TENSORS
+    yield from (checkpoint / store.MANIFEST, tensors / store.INDEX, max(tensors.glob("*.safetensors")))
 
 
 def damage(checkpoint: Path, kind: str, number: int) -> str:

@@ -103,6 +103,8 @@ def _adjusted(loaded: Loaded, plan: Plan, device: str) -> tuple[Loaded, str]:
     silent: dict[str, Any] = {
         "training.num_train_epochs": None,
         "checkpoint.resume": "auto",
+        "checkpoint.keep_every": None,
+        "checkpoint.keep_best": False,
         "checkpoint.export_hf": "none",
         "hardware.device": device,
         "logging.log_steps": 1,

@@ -23,7 +23,10 @@ _DTYPE_ORDER = {"bf16": 0, "fp32": 1, "fp64": 2}
 def _idle_options(loaded: Loaded) -> Iterator[tuple[str, str]]:
     """(key, reason) of every option that was set and has no effect in this run."""
     run, p, t = loaded.run, loaded.run.parallelism, loaded.run.training
-    given = {key for key, origin in loaded.origin.items() if origin != "default"}
+    settings = loaded.settings()
+    given = {
+        key for key, origin in loaded.origin.items() if origin != "default" and settings[key] is not None
+    }
     sharded, module = p.data_parallel != "ddp", ":" in run.model.model_name_or_path
     idle: dict[str, str] = {}
 

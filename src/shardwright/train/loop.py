@@ -3,36 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from shardwright.checkpoint import store
-from shardwright.checkpoint.parts import Value
-from shardwright.checkpoint.restore import current_state, restore
-from shardwright.checkpoint.settings import changes, refuse_unaccepted
-from shardwright.checkpoint.state import buffer_keys, check_buffers
 from shardwright.config.load import Loaded
 from shardwright.data.loader import UpdateBatch
-from shardwright.errors import (
-    CheckpointError,
-    DamagedCheckpointError,
-    ExitCode,
-    NonFiniteError,
-    SaveError,
-    SpikeError,
-)
+from shardwright.errors import ExitCode, NonFiniteError, SpikeError
 from shardwright.launch import Pulse
 from shardwright.measure import clock
 from shardwright.measure.memory import peak_device_bytes, peak_host_bytes
 from shardwright.measure.record import Progress, Record
 from shardwright.train.anomaly import SlowRanks, Spikes, slow_rank
+from shardwright.train.checkpoints import Checkpoints, Progression
 from shardwright.train.run_data import RunData
 from shardwright.train.signals import StopFlag
 from shardwright.train.update import Engine, UpdateResult
@@ -40,19 +27,6 @@ from shardwright.train.utilisation import make_utilisation
 
 WARMUP_UPDATES = 2
 """Updates after a start that no speed is taken from: allocators, caches and compilation settle."""
-
-
-@dataclass
-class Progression:
-    """How far the run is: what a checkpoint restores beside tensors.
-
-    eval_loss: of the weights as they are, None where they were not evaluated. best: (update, lowest of them so far).
-    """
-
-    update: int = 0
-    target_tokens: int = 0
-    eval_loss: float | None = None
-    best: tuple[int, float] | None = None
 
 
 class Trainer:
@@ -68,151 +42,23 @@ class Trainer:
         self.first = dist.get_rank() == 0
         self.at = Progression()
         self._console = console
-        self._utilisation = make_utilisation(self.run, engine.axes, engine.device)
+        self._utilisation = make_utilisation(self.run, engine.device, dist.get_world_size())
         self._seconds: list[float] = []
         self._waited = 0.0
         self._busy_since, self._waited_since, self._logged_at = math.nan, 0.0, 0
         self._stages = [engine.axes.coordinates(rank)["pp"] for rank in range(dist.get_world_size())]
+        self._progress: Progress | None = None
+        self.checkpoints = Checkpoints(loaded, engine, data.fingerprint, self.at, self._say)
         self._spikes = Spikes(self.run.training.on_spike)
         self._slow = SlowRanks()
-        self._progress: Progress | None = None
-        c = self.run.checkpoint
-        self.saver = store.Saver(
-            self.output_dir,
-            store.Retention(c.save_total_limit, c.keep_every, c.keep_best),
-            background=c.async_save,
-            busy=c.async_when_busy,
-            on_complete=lambda path: self._say(f"Saved {path}."),
-        )
-
-    # Checkpoints
-
-    def _state(self) -> dict[str, Value]:
-        return current_state(self.engine.module, self.engine.optimizer, self.engine.locals)
-
-    def _row_order(self) -> str:
-        t, data = self.run.training, self.run.data
-        order = f"global_batch_size {t.global_batch_size}, seed {t.seed}, shuffle {str(data.shuffle).lower()}"
-        return order if data.bucket_updates == 1 else f"{order}, bucket_updates {data.bucket_updates}"
 
     def save(self) -> Path:
         """Writes a checkpoint of the state between updates and waits for it; returns its directory."""
-        self.saver.finish()
-        self._start_save()
-        path = self.saver.finish()
-        assert path is not None
-        return path
-
-    def _start_save(self) -> None:
-        check_buffers(self.engine.module)
-        manifest = store.Manifest(
-            update=self.at.update,
-            target_tokens=self.at.target_tokens,
-            data_fingerprint=self.data.fingerprint,
-            row_order=self._row_order(),
-            world_size=dist.get_world_size(),
-            layout=f"{self.run.parallelism.data_parallel} {self.engine.axes}",
-            torch_version=store.torch_version(),
-            eval_loss=self.at.eval_loss,
-            best=self.at.best,
-        )
-        volatile = buffer_keys(self.engine.module)
-        if not self.saver.save(self._state(), manifest, self.loaded.to_yaml(), volatile):
-            self._say(
-                f"Not saved after update {self.at.update}: the checkpoint before is still being written."
-            )
-
-    def _saving(self, *, due: bool, last: bool) -> None:
-        """What there is to do for checkpoints between two updates; does what on_save_error says where it cannot be done.
-
-        last: the run ends here, so a checkpoint is written whatever is under way, and waited for.
-        """
-        self.pulse.enter("save")
-        self._attempt(self.saver.finish if last else self.saver.poll)
-        if due or last:
-            self._attempt(self._start_save)
-        if last or not self.run.checkpoint.async_save:
-            self._attempt(self.saver.finish)
-
-    def _attempt(self, action: Callable[[], object]) -> None:
-        try:
-            action()
-        except SaveError as error:
-            if self.run.checkpoint.on_save_error == "stop":
-                raise
-            self._say(f"{error.what} {error.why} The run goes on (checkpoint.on_save_error is warn).")
+        return self.checkpoints.save()
 
     def resume(self, restarted: bool = False) -> Path | None:
-        """Restores the checkpoint that `checkpoint.resume` names, if there is one; returns its directory.
-
-        With `auto`, one whose content turns out to be damaged is named and passed over for the next older one.
-        restarted: these ranks go on for others that failed, so from the newest checkpoint, if they had written one.
-        """
-        if self.first:
-            store.bring_back(self.output_dir)
-            for skipped, reason in store.skipped(self.output_dir):
-                self._say(f"{skipped} is not used: {reason}.")
-        wanted = self.run.checkpoint.resume
-        if restarted and (wanted == "never" or store.complete_checkpoints(self.output_dir)):
-            wanted = "auto"
-        bad: set[Path] = set()
-        while (path := self._chosen(wanted, bad)) is not None:
-            try:
-                self._restore(path)
-            except DamagedCheckpointError as error:
-                if wanted != "auto":
-                    raise
-                self._say(f"{path} is not used. {error.what}")
-                bad.add(path)
-            else:
-                return path
-        return None
-
-    def _chosen(self, wanted: str, bad: set[Path]) -> Path | None:
-        """What rank 0 finds: ranks may see a shared directory at different moments."""
-        found: list[Any] = [None]
-        if self.first:
-            try:
-                found = [store.find(self.output_dir, wanted, bad)]
-            except CheckpointError as error:
-                found = [error]
-        dist.broadcast_object_list(found)
-        if isinstance(found[0], CheckpointError):
-            raise found[0]
-        return found[0]
-
-    def _restore(self, path: Path) -> None:
-        manifest, accepted = store.read_manifest(path), self.run.checkpoint.accept_changes
-        if manifest.data_fingerprint != self.data.fingerprint and not any(
-            key.startswith("data.") or "tokenizer" in key for key in accepted
-        ):
-            raise CheckpointError(
-                f"{path} was trained on other data, tokenizer or data settings than this run file names.",
-                "Its position in the data would mean other rows.",
-                "Restore the data, start anew with another output_dir, or confirm with checkpoint.accept_changes.",
-            )
-        order = {"training.global_batch_size", "training.seed", "data.shuffle"}
-        if manifest.row_order != self._row_order() and not order & set(accepted):
-            raise CheckpointError(
-                f"{path} was trained with {manifest.row_order}; this run has {self._row_order()}.",
-                f"Update {manifest.update} would hold other rows than it would have held.",
-                "Restore these values, or confirm with checkpoint.accept_changes.",
-            )
-        changed = changes(store.read_config(path), self.loaded)
-        refuse_unaccepted(str(path), changed, accepted)
-        left = restore(
-            path,
-            self.engine.module,
-            self.engine.optimizer,
-            self.engine.locals,
-            self.run.checkpoint.partial,
-        )
-        self.at = Progression(manifest.update, manifest.target_tokens, manifest.eval_loss, manifest.best)
-        if changed:
-            self._say(f"Changed since {path.name}: {'; '.join(map(str, changed))}.")
-        if left:
-            more = " ..." if len(left) > 5 else ""
-            self._say(f"Not from {path.name} (checkpoint.partial): {', '.join(left[:5])}{more}.")
+        """Restores the checkpoint that `checkpoint.resume` names; see `Checkpoints.resume`."""
+        return self.checkpoints.resume(restarted)
 
     # The loop
 
@@ -241,15 +87,16 @@ class Trainer:
                 if done == total or (run.training.eval_steps and done % run.training.eval_steps == 0):
                     self._evaluate(record, progress)
                 due = bool(run.checkpoint.save_steps) and done % (run.checkpoint.save_steps or 1) == 0
-                self._saving(due=due, last=bool(result.stop) or done == total)
+                pulse.enter("save")
+                self.checkpoints.between_updates(due=due, last=bool(result.stop) or done == total)
                 if result.stop:
                     code = ExitCode.STOPPED_AND_SAVED if done < total else ExitCode.DONE
                     break
             if total == 0 and not resumed:
-                self._saving(due=True, last=True)
+                self.checkpoints.between_updates(due=True, last=True)
             pulse.enter("end")
         except (NonFiniteError, SpikeError):  # raised by all ranks alike, after the same update
-            self.saver.finish()
+            self.checkpoints.saver.finish()
             raise
         finally:
             self._progress = None
@@ -272,13 +119,13 @@ class Trainer:
         self._waited_since += self._waited
         self.pulse.enter("forward_backward")
         self.engine.forward_backward(batch)
-        self.saver.before_step()
+        self.checkpoints.saver.before_step()
         result = self.engine.step(stop=stop.requested)
         self._seconds.append(clock.now() - start)
         self._batch = batch
         self.at.update += 1
-        self.pulse.update = self.at.update
         self.at.eval_loss = None
+        self.pulse.update = self.at.update
         self.at.target_tokens += batch.target_tokens
         return result
 
@@ -311,7 +158,7 @@ class Trainer:
         steady = self._seconds[WARMUP_UPDATES:][-1000:]
         cuts = quantiles(steady, n=20) if len(steady) > 1 else []
         rate = batch.target_tokens / seconds
-        mfu, hfu = self._utilisation(batch, seconds) if self._utilisation else (None, None)
+        mfu, hfu = self._utilisation(batch.real_tokens / seconds) if self._utilisation else (None, None)
         return {
             "train/loss": result.loss,
             "train/grad_norm": result.grad_norm,
@@ -355,9 +202,8 @@ class Trainer:
             return
         self.pulse.enter("evaluate")
         loss, targets = self.engine.evaluate(self._beating(self.data.validation))
-        self.at.eval_loss = loss if math.isfinite(loss) else None
-        if self.at.eval_loss is not None and (self.at.best is None or loss < self.at.best[1]):
-            self.at.best = (self.at.update, loss)
+        if math.isfinite(loss):
+            self.at.evaluated(loss)
         if record is not None and progress is not None:
             record.log(
                 self.at.update - 1,
