@@ -16,6 +16,7 @@ Directories are written under a temporary name and renamed, so one that exists i
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import shutil
 import tempfile
@@ -23,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +32,8 @@ import numpy.typing as npt
 from shardwright.data.order import FILLER, Int64
 from shardwright.data.rows import Cut, CutRows, Float64, cut_rows
 from shardwright.errors import DataError
+
+_T = TypeVar("_T", bound=np.generic)
 
 FORMAT = 2
 IGNORE = -100
@@ -118,8 +121,9 @@ class Table:
     def __init__(self, documents: Documents, cut: Cut, found: CutRows, fingerprint: str) -> None:
         self.documents, self.counts, self.fingerprint = documents, found.counts, fingerprint
         self.max_length, self.packed, self.bounds = cut.max_length, cut.packing is not None, found.bounds
-        self._pieces, self._rows, self._row_weights = found.pieces, found.rows, found.weights
         # plain views: a slice of a memmap costs several times as much
+        self._pieces, self._rows = np.asarray(found.pieces), np.asarray(found.rows)
+        self._row_weights = None if found.weights is None else np.asarray(found.weights)
         self._tokens = np.asarray(documents.tokens)
         self._weights = None if documents.weights is None else np.asarray(documents.weights)
 
@@ -159,10 +163,11 @@ class Table:
         """Whether some target has a weight other than 1."""
         return self._row_weights is not None
 
-    def pieces(self, row: int) -> list[tuple[int, int]]:
-        """(start in tokens.bin, length) of each piece of a row, in order."""
-        first = self._rows[row - 1, 0] if row else 0
-        return [(start, length) for start, length in self._pieces[first : self._rows[row, 0]].tolist()]
+    def pieces(self, row: int) -> Int64:
+        """[n, 2], start in tokens.bin and length of each piece of a row, in order; none of a `FILLER` row."""
+        if row == FILLER:
+            return self._pieces[:0]
+        return self._pieces[self._rows[row - 1, 0] if row else 0 : self._rows[row, 0]]
 
     def row(self, row: int) -> tuple[Int64, Int64]:
         """(input ids, labels) of a row; labels[t] is input_ids[t + 1], and -100 where that is no target."""
@@ -171,29 +176,27 @@ class Table:
 
     def block(self, rows: Sequence[int], width: int, pad_id: int) -> Block:
         """The contents of `rows` in `width` positions each; a `FILLER` row is padding throughout."""
-        shape = (len(rows), width)
-        ids, labels = np.empty(shape, np.int64), np.empty(shape, np.int64)
-        documents = np.empty(shape, np.int32) if self.packed else None
-        source = self._weights
-        weights = None if source is None else np.zeros(shape, np.float32)
-        for b, row in enumerate(rows):
-            at = 0
-            for number, (start, length) in enumerate(self.pieces(row) if row != FILLER else ()):
-                end = at + length
-                ids[b, at:end] = self._tokens[start : start + length]
-                labels[b, at : end - 1] = ids[b, at + 1 : end]
-                labels[b, end - 1] = IGNORE
-                if documents is not None:
-                    documents[b, at:end] = number
-                if weights is not None and source is not None:
-                    weights[b, at : end - 1] = source[start + 1 : start + length]
-                at = end
-            ids[b, at:], labels[b, at:] = pad_id, IGNORE
-            if documents is not None:
-                documents[b, at:] = -1
-        if weights is not None:
-            labels[weights == 0] = IGNORE
-        return Block(ids, labels, documents, weights if self.weighted else None)
+        found = [self.pieces(row) for row in rows]
+        pieces = np.concatenate(found)
+        inside = pieces.tolist()
+        ends = np.cumsum(pieces[:, 1])  # of each piece, among the tokens of all rows
+        bounds = np.concatenate([[0], ends])[np.cumsum([0, *map(len, found)])].tolist()
+        tokens = _joined(self._tokens, inside)
+        ids = _spread(tokens.astype(np.int64), bounds, width, pad_id)
+        labels = np.empty(len(tokens), np.int64)
+        labels[:-1] = tokens[1:]
+        labels[ends - 1] = IGNORE
+        documents = weights = None
+        if self._weights is not None:
+            weight = np.zeros(len(tokens), np.float32)
+            weight[:-1] = _joined(self._weights, inside)[1:]
+            weight[ends - 1] = 0
+            labels[weight == 0] = IGNORE
+            weights = _spread(weight, bounds, width, 0) if self.weighted else None
+        if self.packed:
+            numbers = np.concatenate([np.arange(len(own), dtype=np.int32) for own in found])
+            documents = _spread(np.repeat(numbers, pieces[:, 1]), bounds, width, -1)
+        return Block(ids, _spread(labels, bounds, width, IGNORE), documents, weights)
 
     def real_tokens(self, rows: Int64) -> Int64:
         """Tokens of each of `rows`."""
@@ -208,6 +211,20 @@ class Table:
         if self._row_weights is None:
             return self.target_tokens(rows).astype(np.float64)
         return np.asarray(self._row_weights[rows])
+
+
+def _joined(source: npt.NDArray[_T], pieces: list[list[int]]) -> npt.NDArray[_T]:
+    """The values of `source` in `pieces`, one after the other."""
+    return np.concatenate([source[:0], *(source[start : start + length] for start, length in pieces)])
+
+
+def _spread(values: npt.NDArray[_T], bounds: list[int], width: int, rest: int) -> npt.NDArray[_T]:
+    """`values` in rows [n, width]: row b holds those from bounds[b] to bounds[b + 1], then `rest`."""
+    result = np.empty((len(bounds) - 1, width), values.dtype)
+    for b, (first, last) in enumerate(itertools.pairwise(bounds)):
+        result[b, : last - first] = values[first:last]
+        result[b, last - first :] = rest
+    return result
 
 
 def _write_rows(path: Path, documents: Documents, cut: Cut) -> None:
