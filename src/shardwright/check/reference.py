@@ -19,11 +19,13 @@ from transformers import get_scheduler
 
 from shardwright.check.changes import IGNORE, Changes, silence_dropout
 from shardwright.check.record import MicrobatchNote, Notes, Record, Scalars
+from shardwright.check.reference_documents import alone, mistaken_losses, targets_inside
 from shardwright.check.reference_muon import ReferenceMuon
 from shardwright.check.rows import CheckedRows
 from shardwright.config.schema import RunFile, Training
 from shardwright.data.loader import Microbatch, UpdateBatch
 from shardwright.models import build_model, find_parts, materialise
+from shardwright.models.adapters import is_transformers
 from shardwright.models.build import quiet_transformers
 from shardwright.train.rng import seed_microbatch
 
@@ -117,18 +119,26 @@ class Reference:
             schedule.step()
         return tuple(rates)
 
-    def _logits(self, ids: Tensor) -> Tensor:
+    def _logits(self, ids: Tensor, **arguments: Tensor) -> Tensor:
         """[B, T, V] for input ids [B, T]."""
-        is_transformers = hasattr(self.model, "config") and hasattr(self.model, "generate")
-        output = self.model(input_ids=ids, use_cache=False) if is_transformers else self.model(ids)
+        if is_transformers(self.model):
+            output = self.model(input_ids=ids, use_cache=False, **arguments)
+        else:
+            output = self.model(ids, **arguments)
         if isinstance(output, Tensor):
             return output
         return output["logits"] if isinstance(output, dict) else output.logits
 
+    def _microbatch_logits(self, microbatch: Microbatch) -> Tensor:
+        """[B, T, V]: with `pad` of the rows as they are, else of each document run alone, without padding."""
+        if self.run.data.batching == "pad":
+            return self._logits(microbatch.input_ids)
+        return alone(microbatch, self._logits)
+
     def _loss_sum(self, update: int, microbatch: Microbatch, labels: Tensor) -> Tensor:
         """Sum of the cross entropy over the targets in `labels` [B, T], row by row."""
         seed_microbatch(self.training.seed, update, microbatch.index)
-        logits = self._logits(microbatch.input_ids)
+        logits = self._microbatch_logits(microbatch)
         rows = (
             nn.functional.cross_entropy(own, targets, ignore_index=IGNORE, reduction="sum")
             for own, targets in zip(logits.double(), labels)
@@ -173,7 +183,7 @@ class Reference:
         return self.limit
 
     def _update(self, record: Record, number: int) -> None:
-        batch = self.rows.update(number)
+        batch = targets_inside(self.rows.update(number))
         targets = tuple(int((m.labels != IGNORE).sum()) for m in batch.microbatches)
         total: dict[str, Tensor] = {name: torch.zeros_like(p) for name, p in self.trained.items()}
         probe: dict[int, dict[str, Tensor]] = {}
@@ -244,6 +254,9 @@ class Reference:
                 own += int((labels != IGNORE).sum())
             losses[words] = total / count
             losses[f"{words}, divided by their own {own}"] = total / max(own, 1)
+        if is_transformers(self.model):
+            positions = getattr(self.model.config, "max_position_embeddings", None)
+            losses |= dict(mistaken_losses(batch, self._logits, positions, count))
         counts = {
             "tokens that are not padding (labels before the shift)": batch.real_tokens,
             "positions (rows x max_length)": batch.slots,

@@ -58,6 +58,12 @@ EXCLUSIONS = (
         "Set memory.compile to false or cp_size to 1.",
     ),
     Exclusion(
+        ("compile",),
+        ("pack",),
+        "The documents of a row are other ones in each microbatch, and torch.compile would compile for each anew.",
+        "Set memory.compile to false, or data.batching to bucket or pad.",
+    ),
+    Exclusion(
         ("pp",),
         ("module",),
         "Stages are cut from Transformers models, whose parts are known by convention.",
@@ -89,6 +95,8 @@ def features(run: RunFile, axes: Axes) -> dict[str, str]:
         found["compile"] = "memory.compile"
     if memory.cpu_offload != "none":
         found["offload"] = f"memory.cpu_offload {memory.cpu_offload}"
+    if run.data.batching == "pack":
+        found["pack"] = "data.batching pack"
     if ":" in run.model.model_name_or_path:
         found["module"] = f"the model function {run.model.model_name_or_path}"
     return found

@@ -73,6 +73,11 @@ def _idle_options(loaded: Loaded) -> Iterator[tuple[str, str]]:
     when(batching != "bucket", f"data.batching is {batching}", "data.bucket_updates")
     when(t.max_steps is not None, "every update of a run of max_steps is full", "data.drop_last")
     when(not module, "the model is a Hugging Face directory", "model.kwargs")
+    when(
+        run.data.batching == "pack" and run.model.attn_implementation == "eager",
+        "packed rows have a core attention that keeps documents apart",
+        "model.attn_implementation",
+    )
     return ((key, reason) for key, reason in idle.items() if key in given)
 
 

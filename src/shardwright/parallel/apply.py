@@ -13,12 +13,14 @@ from shardwright.layout.rules_context import is_balanced
 from shardwright.layout.rules_pipeline import own_stages, schedule_of, stages_of
 from shardwright.layout.schedule import stage_rank
 from shardwright.layout.zero import STAGES
-from shardwright.models.adapters import Parts, find_parts
+from shardwright.models.adapters import Parts, find_parts, is_transformers
+from shardwright.models.document_attention import isolate_documents
 from shardwright.models.materialise import materialise
 from shardwright.parallel.casting import compute_in
 from shardwright.parallel.context import ContextPlace, split_attention
 from shardwright.parallel.context_rules import check_context_model
 from shardwright.parallel.data_parallel import BUCKET_BYTES, Replicated, Sharded, ShardOptions, Summed
+from shardwright.parallel.document_rules import check_packed_model
 from shardwright.parallel.mesh import replica_group, shard_mesh
 from shardwright.parallel.pipeline import Pipelined, Ties
 from shardwright.parallel.recompute import compile_block, recompute_block
@@ -34,9 +36,9 @@ def parallelize(
 ) -> Replicated | Sharded | Pipelined:
     """`model` (built on meta) split as `run` says, every parameter filled on `device`.
 
-    Order: cut into stages; layers divided over tensor-parallel ranks; attention over context-parallel ranks; recompute
-    inside, compile around it, sharding around both; then weights, so that a rank only ever fills its part. `ddp` needs
-    filled parameters before it can wrap them.
+    Order: cut into stages; layers divided over tensor-parallel ranks; attention over context-parallel ranks, or over
+    documents; recompute inside, compile around it, sharding around both; then weights, so that a rank only ever fills
+    its part. `ddp` needs filled parameters before it can wrap them.
     """
     whole, p = find_parts(model), run.parallelism
     cut = plan_cut(model, run.model, stages_of(p)) if p.pp_size > 1 else None
@@ -48,6 +50,8 @@ def parallelize(
         tensor = TensorParallel(model, parts, mesh["tp"], run, [chunk.blocks for chunk in in_row])
     if (place := context_place(run, mesh)) is not None:
         split_attention(model, [model.get_submodule(name) for name in parts.blocks], place)
+    elif run.data.batching == "pack" and is_transformers(model):
+        isolate_documents(model)
     for name in parts.blocks:
         if run.memory.activation_checkpointing != "none":
             recompute_block(model.get_submodule(name), run.memory.activation_checkpointing)
@@ -109,6 +113,8 @@ def check_model(model: nn.Module, run: RunFile) -> None:
         plan_tensor(model, find_parts(model), run)
     if p.cp_size > 1:
         check_context_model(model, run)
+    if run.data.batching == "pack":
+        check_packed_model(model, p.cp_size)
 
 
 def context_place(run: RunFile, mesh: DeviceMesh) -> ContextPlace | None:

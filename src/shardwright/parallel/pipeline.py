@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -50,13 +50,13 @@ class _Work:
     """The update that the schedule is running: ids of each microbatch, how to seed, and the loss of the last stage.
 
     seed: called with (microbatch, stage) before each forward. loss: from (what the model returned, microbatch) to the
-    scalar that is differentiated.
+    scalar that is differentiated. arguments: of each microbatch, what the model is given beside ids or hidden states.
     """
 
     ids: Sequence[Tensor] = ()
     seed: Callable[[int, int], None] = lambda k, stage: None
     loss: Callable[[Any, int], Tensor] = lambda output, k: output
-    arguments: dict[str, Any] = field(default_factory=dict)
+    arguments: Sequence[dict[str, Any]] = ()
 
 
 class _Runner(nn.Module):
@@ -69,7 +69,7 @@ class _Runner(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         k, stage, work = self.microbatch, self.stage, self.work
         work.seed(k, stage.index)
-        output = stage(work.ids[k] if stage.is_first else x, **work.arguments)
+        output = stage(work.ids[k] if stage.is_first else x, **work.arguments[k])
         return work.loss(output, k) if stage.is_last else output
 
 
@@ -152,7 +152,7 @@ class Pipelined:
         *,
         seed: Callable[[int, int], None],
         loss: Callable[[Any, int], Tensor],
-        arguments: dict[str, Any],
+        arguments: Sequence[dict[str, Any]],
     ) -> None:
         """Forward and backward of every microbatch `ids` [B, T] of this data rank, in the order of the schedule.
 

@@ -20,8 +20,9 @@ from shardwright.config.schema import RunFile
 from shardwright.data.loader import Microbatch, UpdateBatch
 from shardwright.errors import NonFiniteError, ShardwrightError
 from shardwright.layout.axes import Axes
-from shardwright.models.adapters import find_parts
+from shardwright.models.adapters import find_parts, is_transformers
 from shardwright.models.build import build_model
+from shardwright.models.packed_rows import PackedRows
 from shardwright.parallel.apply import DTYPES, context_place, parallelize
 from shardwright.parallel.mesh import make_mesh
 from shardwright.parallel.pipeline import Pipelined
@@ -95,12 +96,31 @@ class Engine:
         return {local.name: local for local in self.locals}
 
     def _inputs(self, microbatch: Microbatch) -> tuple[Tensor, dict[str, Any]]:
-        """This rank's token ids [B, T / cp] of a microbatch, and what else the model is given."""
-        ids, arguments = microbatch.input_ids, self._arguments
-        if self._place is not None:
-            arguments = {**arguments, "position_ids": self._place.position_ids(ids.shape[1], self.device)}
-            ids = self._place.part(ids)
+        """This rank's token ids [B, T / cp] of a microbatch, and what else the model is given.
+
+        Packed rows: positions [B, T / cp] within documents, and the documents of whole rows, on every stage and rank.
+        """
+        ids, arguments = microbatch.input_ids, dict(self._arguments)
+        place, documents = self._place, self._documents(microbatch)
+        if documents is not None:
+            positions = documents.position_ids
+            arguments["position_ids"] = positions if place is None else place.part(positions)
+            arguments["documents"] = documents if is_transformers(self.module) else documents.on_device
+        elif place is not None:
+            arguments["position_ids"] = place.position_ids(ids.shape[1], self.device)
+        ids = ids if place is None else place.part(ids)
         return ids.to(self.device, non_blocking=True), arguments
+
+    def _documents(self, microbatch: Microbatch) -> PackedRows | None:
+        if microbatch.documents is None:
+            return None
+        if self.run.data.batching != "pack":
+            raise ShardwrightError(
+                f"Microbatch {microbatch.index} has documents, with data.batching {self.run.data.batching}.",
+                "The model's attention was left as it is: documents of one row would see each other.",
+                "Set data.batching to pack.",
+            )
+        return PackedRows(microbatch.documents, self.device)
 
     def loss_of(self, output: Any, microbatch: Microbatch) -> Tensor:
         """Sum of the loss over this rank's targets of a microbatch (a scalar, with its graph), from the model's output."""
@@ -146,7 +166,7 @@ class Engine:
             [ids for ids, _ in inputs],
             seed=lambda k, stage: seed_microbatch(seed, batch.update, microbatches[k].index, stage),
             loss=loss,
-            arguments=inputs[0][1],  # positions are the same in every microbatch
+            arguments=[arguments for _, arguments in inputs],
         )
         pipeline.finish_gradients()
 
