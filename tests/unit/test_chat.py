@@ -323,7 +323,9 @@ def test_marks_agree_with_the_tokenizers_own_mask(tmp_path: Path) -> None:
         [user("é" * n), assistant("ß€😀"[: n % 4] + "x" * n + "😀"), user("?"), assistant("€")]
         for n in range(12)
     ]
-    found = ready(tmp_path, [{"messages": talk} for talk in talks], MARKED)
+    without_end = MARKED.replace("</>{% endgeneration %}", "{% endgeneration %}</>")
+    assert without_end != MARKED, "spans must end in a character of several tokens"
+    found = ready(tmp_path, [{"messages": talk} for talk in talks], without_end)
     tokenizer = load_tokenizer(tmp_path / "tokenizer")
     stored, start = found.table.documents, 0
     assert stored.weights is not None
