@@ -179,6 +179,24 @@ def drill(
     raise typer.Exit(run_drill(loaded, plan))
 
 
+@app.command(context_settings=_OVERRIDES, epilog=_EPILOG)
+def inspect(
+    context: typer.Context,
+    run_file: RunFilePath,
+    samples: Annotated[int, typer.Option(help="Rows to show, in the order of training", min=0)] = 3,
+    row: Annotated[int | None, typer.Option(help="Show this row only")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The report as JSON")] = False,
+) -> None:
+    """Inspect: what the model sees (trained, given, padding), lengths, and what each way of batching costs."""
+    from rich.console import Console
+
+    from shardwright.config import load_run_file, parse_overrides
+    from shardwright.inspect.verb import run_inspect
+
+    loaded = load_run_file(run_file, parse_overrides(context.args))
+    raise typer.Exit(run_inspect(loaded, Console(), samples=samples, row=row, as_json=as_json))
+
+
 @app.command()
 def schema() -> None:
     """Print the JSON schema of the run file."""

@@ -5,8 +5,10 @@ Tokens are bytes, so that a span of characters can be written down as the bytes 
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from shardwright.config import RunFile
+from shardwright.config import RunFile, load_run_file
 from shardwright.data.masks import token_weights, with_whole_offsets
 from shardwright.data.prepare import Prepared, prepare
 from shardwright.data.tokenise import load_tokenizer
@@ -323,7 +325,9 @@ def test_marks_agree_with_the_tokenizers_own_mask(tmp_path: Path) -> None:
         [user("é" * n), assistant("ß€😀"[: n % 4] + "x" * n + "😀"), user("?"), assistant("€")]
         for n in range(12)
     ]
-    found = ready(tmp_path, [{"messages": talk} for talk in talks], MARKED)
+    without_end = MARKED.replace("</>{% endgeneration %}", "{% endgeneration %}</>")
+    assert without_end != MARKED, "spans must end in a character of several tokens"
+    found = ready(tmp_path, [{"messages": talk} for talk in talks], without_end)
     tokenizer = load_tokenizer(tmp_path / "tokenizer")
     stored, start = found.table.documents, 0
     assert stored.weights is not None
@@ -350,3 +354,34 @@ def test_spaces_keep_their_characters_where_the_tokenizer_trims_offsets() -> Non
     weights, crossed = token_weights(encoding, [(0, 7, 1.0), (2, 4, 0.0)])
     assert weights.tolist() == [1, 0, 0, 1] and crossed == [2]
     assert np.count_nonzero(token_weights(encoding, [])[0]) == 0
+
+
+def test_the_chat_demo_is_made_from_either_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package of the corpus' form, never imported, and pydoc's topics without it; the template marks every answer."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    spec = importlib.util.spec_from_file_location("prepare_chat", EXAMPLES / "prepare_chat.py")
+    assert spec is not None and spec.loader is not None
+    demo = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(demo)
+    english = tmp_path / "chatterbot_corpus" / "data" / "english"
+    english.mkdir(parents=True)
+    (english.parents[1] / "__init__.py").write_text("raise ImportError('must not be imported')")
+    (english / "a.yml").write_text(
+        "categories: [a]\nconversations:\n- - Hi \n  - 3\n- - One\n  - Two\n  - Three\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert demo.corpus() == [["Hi", "3"], ["One", "Two", "Three"]]
+    monkeypatch.setattr(demo, "corpus", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["prepare_chat.py", str(tmp_path / "demo" / "chat")])
+    demo.main()
+    monkeypatch.chdir(tmp_path)
+    run = load_run_file(EXAMPLES / "chat.yaml").run
+    found = prepare(run)
+    assert found is not None and found.table.packed and found.notices[0].startswith("train: ")
+    talk = json.loads(Path("demo/chat/text/train.jsonl").read_text().splitlines()[0])["messages"]
+    tokenizer = load_tokenizer(Path("demo/chat/model"))
+    end, weights = int(found.table.documents.ends[0, 0]), found.table.documents.weights
+    assert weights is not None
+    trained = [token for token, weight in zip(found.table.documents.tokens[:end], weights[:end]) if weight]
+    answers = "".join(message["content"] + "<|end|>" for message in talk if message["role"] == "assistant")
+    assert tokenizer.decode(trained) == answers

@@ -14,8 +14,8 @@ import pytest
 from shardwright.config import RunFile
 from shardwright.data.mixture import Mixture
 from shardwright.data.prepare import Prepared, prepare
+from shardwright.data.updates import make_order
 from shardwright.errors import ConfigError
-from shardwright.train.run_data import make_order
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -102,7 +102,9 @@ def _one_document(engine: Engine, microbatch: Microbatch, arguments: dict[str, A
 
 
 def _positions_of_rows(engine: Engine, microbatch: Microbatch, arguments: dict[str, Any]) -> None:
-    places = torch.arange(microbatch.input_ids.shape[1], device=engine.device).expand(microbatch.input_ids.shape)
+    places = torch.arange(microbatch.input_ids.shape[1], device=engine.device).expand(
+        microbatch.input_ids.shape
+    )
     arguments["position_ids"] = places if engine._place is None else engine._place.part(places)
 
 

@@ -78,7 +78,7 @@ class Encoder:
             found.counts[name] += 1
             found.first.setdefault(name, line)
 
-        for line, record in records(part, self.data.text_column, self.keep):
+        for line, record in records(part, self.data.text_column):
             where = f"{part.path}:{line}"
             ids, weights, crossing = self.sample(sample_of(record, form, self.data, where), where)
             count("read", line)

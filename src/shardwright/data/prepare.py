@@ -12,7 +12,7 @@ import numpy as np
 from shardwright.config.schema import Data, RunFile
 from shardwright.data.mixture import Mixture
 from shardwright.data.read import Read, Split, read_documents
-from shardwright.data.rows import Cut, Overlong
+from shardwright.data.rows import Cut, Overlong, PackingStrategy
 from shardwright.data.sources import sources_of
 from shardwright.data.table import Table
 from shardwright.errors import ConfigError
@@ -24,9 +24,10 @@ class Prepared:
 
     path: the documents' directory. fingerprint: of the rows' tokens, the same wherever training is the same.
     pad_id: fills up rows; no position after it is a target. largest_token_id: below the model's vocabulary.
-    counts: documents_read, empty_documents, masked_documents, crossing_tokens, documents, tokens, and those of
-    `rows.cut_rows`. formats: of its files. mixture: the rows of an epoch where sources have weights. cached: nothing had
-    to be tokenised. notices: what a person should know, one line each.
+    tokenizer_path: its directory; None: the data was tokenised already. counts: documents_read, empty_documents,
+    masked_documents, crossing_tokens, documents, tokens, and those of `rows.cut_rows`. formats: of its files. mixture: the
+    rows of an epoch where sources have weights. cached: nothing had to be tokenised. notices: what a person should know,
+    one line each.
     """
 
     split: Split
@@ -35,6 +36,7 @@ class Prepared:
     fingerprint: str
     pad_id: int
     largest_token_id: int
+    tokenizer_path: Path | None
     counts: dict[str, int]
     formats: tuple[str, ...]
     mixture: Mixture | None
@@ -90,6 +92,7 @@ def prepare(run: RunFile, split: Split = "train") -> Prepared | None:
         fingerprint=table.fingerprint if mixture is None else mixture.fingerprint(table.fingerprint),
         pad_id=pad_id if pad_id < _vocabulary(run, pad_id + 1) else 0,
         largest_token_id=meta["largest_token_id"],
+        tokenizer_path=read.tokenizer_path,
         counts=counts,
         formats=read.formats,
         mixture=mixture,
@@ -128,15 +131,19 @@ def _mixture_notice(run: RunFile, mixture: Mixture) -> list[str]:
     return [f"train: the weights of the sources make epochs of {len(mixture):,} rows: {parts}"]
 
 
+def packing_of(run: RunFile, split: Split) -> tuple[PackingStrategy | None, int | None]:
+    """(which documents share a row, the seed that shuffles them first); rows of the validation split need no seed."""
+    packing = run.data.packing_strategy if run.data.batching == "pack" else None
+    return packing, run.training.seed if packing and run.data.shuffle and split == "train" else None
+
+
 def _cut(run: RunFile, split: Split, read: Read) -> Cut:
-    """How `run` makes rows; the rows of the validation split do not depend on the seed."""
-    data, packing = run.data, run.data.packing_strategy if run.data.batching == "pack" else None
-    seed = run.training.seed if packing and data.shuffle and split == "train" else None
+    """How `run` makes rows."""
     bounds = None
     if _weights(run, split) is not None:  # rows of one source each, so that a source can be passed more often
         files = np.asarray(read.sources)[np.asarray(read.documents.ends[:, 1])]
         bounds = tuple(np.searchsorted(files, np.arange(max(read.sources) + 2)).tolist())
-    return Cut(data.max_length, _overlong(data, read), packing, seed, bounds)
+    return Cut(run.data.max_length, _overlong(run.data, read), *packing_of(run, split), bounds)
 
 
 def _overlong(data: Data, read: Read) -> Overlong:

@@ -79,7 +79,8 @@ def cut_rows(ends: Int64, cut: Cut, weights: Weights | None = None) -> CutRows:
     parts = []
     for first, last in pairwise(bounds):
         pieces, row_ends, counts = _arranged(documents[first:last], cut, weights)
-        counts["split_documents"] = _split(pieces, ends)
+        if cut.packing == "wrapped":
+            counts["split_documents"] = _split(pieces, ends)
         parts.append(_counted(pieces, row_ends, weights, weighted, counts))
     if len(parts) == 1:
         return parts[0]
@@ -89,12 +90,14 @@ def cut_rows(ends: Int64, cut: Cut, weights: Weights | None = None) -> CutRows:
 def _arranged(documents: Int64, cut: Cut, weights: Weights | None) -> tuple[Int64, Int64, dict[str, int]]:
     """(pieces row by row, end of each row among them, counts) of the documents of one source."""
     long = documents[:, 1] > cut.max_length
-    counts = dict.fromkeys(("truncated_documents", "truncated_tokens", "targetless_rows"), 0)
+    names = ("split_documents", "truncated_documents", "truncated_tokens", "targetless_rows")
+    counts = dict.fromkeys(names, 0)
     if cut.overlong == "truncate":
         counts["truncated_documents"] = int(long.sum())
         counts["truncated_tokens"] = int((documents[long, 1] - cut.max_length).sum())
         documents[long, 1] = cut.max_length
     elif cut.packing != "wrapped":
+        counts["split_documents"] = int(long.sum())
         documents = _split_long(documents, cut.max_length)
     kept = documents[_targets(documents, weights)[0] > 0]
     counts["targetless_rows"] = len(documents) - len(kept)

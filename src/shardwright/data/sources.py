@@ -26,6 +26,7 @@ KINDS = (".jsonl", ".json", ".txt", ".parquet", ".arrow")
 TABLES = (".parquet", ".arrow")
 Record = dict[str, Any]
 _SLICE_BYTES = 1 << 18
+_SLICE_ROWS = 1000
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -39,16 +40,17 @@ class DataFile:
 
 @dataclass(frozen=True)
 class Slice:
-    """Records of one file: `start` and `length` in bytes for lines, in row groups or batches for tables.
+    """Records of one file: `length` bytes of lines from `start` on, or the rows in `table`, an arrow stream.
 
     file: its number. first_line: line (or row) of the first record, from 1.
     """
 
     file: int
     path: str
-    start: int
-    length: int
     first_line: int
+    start: int = 0
+    length: int = 0
+    table: bytes | None = None
 
 
 def sources_of(entries: Sequence[str | Source]) -> list[Source]:
@@ -126,22 +128,37 @@ def columns(path: str) -> list[str] | None:
     return [] if first is None else list(first)
 
 
-def slices(file: int, path: str) -> Iterator[Slice]:
-    """The slices of a file in order."""
-    suffix = Path(path).suffix
-    if suffix == ".parquet":
-        row = 1
-        meta = _parquet(path).metadata
-        for group in range(meta.num_row_groups):
-            yield Slice(file, path, group, 1, row)
-            row += meta.row_group(group).num_rows
-    elif suffix == ".arrow":
-        row = 1
-        for number, batch in enumerate(_arrow(path)):
-            yield Slice(file, path, number, 1, row)
-            row += batch.num_rows
-    else:
+def slices(file: int, path: str, keep: frozenset[str] | None = None) -> Iterator[Slice]:
+    """The slices of a file in order. keep: the only columns that are wanted of a table."""
+    if Path(path).suffix not in TABLES:
         yield from _line_slices(file, path)
+        return
+    row = 1
+    for batch in _batches(path, keep):
+        yield Slice(file, path, row, table=_to_stream(batch))
+        row += batch.num_rows
+
+
+def _batches(path: str, keep: frozenset[str] | None) -> Iterator[Any]:
+    """The rows of a table, `_SLICE_ROWS` at a time."""
+    if Path(path).suffix == ".parquet":
+        source = _parquet(path)
+        wanted = [name for name in source.schema_arrow.names if keep is None or name in keep]
+        yield from source.iter_batches(batch_size=_SLICE_ROWS, columns=wanted)
+        return
+    for batch in _arrow(path):
+        wanted = [name for name in batch.schema.names if keep is None or name in keep]
+        chosen = batch.select(wanted)
+        yield from (chosen.slice(first, _SLICE_ROWS) for first in range(0, chosen.num_rows, _SLICE_ROWS))
+
+
+def _to_stream(batch: Any) -> bytes:
+    import pyarrow as pa
+
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    return bytes(sink.getvalue())
 
 
 def _line_slices(file: int, path: str) -> Iterator[Slice]:
@@ -149,33 +166,24 @@ def _line_slices(file: int, path: str) -> Iterator[Slice]:
     with open(path, "rb") as source:
         while block := source.read(_SLICE_BYTES):
             block += source.readline()
-            yield Slice(file, path, start, len(block), line)
+            yield Slice(file, path, line, start, len(block))
             start, line = start + len(block), line + block.count(b"\n")
 
 
-def records(
-    part: Slice, text_column: str = "text", keep: frozenset[str] | None = None
-) -> Iterator[tuple[int, Record]]:
+def records(part: Slice, text_column: str = "text") -> Iterator[tuple[int, Record]]:
     """(line, record) of each record of a slice; a line of a .txt file is {text_column: line}.
 
-    keep: the only columns that are wanted of a table. Raises `DataError` with file and line for what is no record.
+    Raises `DataError` with file and line for what is no record.
     """
-    suffix = Path(part.path).suffix
-    if suffix == ".parquet":
-        file = _parquet(part.path)
-        wanted = [name for name in file.schema_arrow.names if keep is None or name in keep]
-        table = file.read_row_group(part.start, columns=wanted)
-        yield from enumerate(map(_without_nulls, table.to_pylist()), part.first_line)
-    elif suffix == ".arrow":
-        for number, batch in enumerate(_arrow(part.path)):
-            if number == part.start:
-                wanted = [name for name in batch.schema.names if keep is None or name in keep]
-                yield from enumerate(map(_without_nulls, batch.select(wanted).to_pylist()), part.first_line)
-                return
+    if part.table is not None:
+        import pyarrow as pa
+
+        rows = pa.ipc.open_stream(part.table).read_all().to_pylist()
+        yield from enumerate(map(_without_nulls, rows), part.first_line)
     else:
         for line, raw in _lines(part):
             where = f"{part.path}:{line}"
-            if suffix == ".txt":
+            if part.path.endswith(".txt"):
                 yield line, {text_column: _decode(raw, where).rstrip("\r\n")}
             elif raw.strip():
                 yield line, _json(_decode(raw, where).strip(), where)

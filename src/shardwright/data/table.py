@@ -119,7 +119,7 @@ class Table:
     """
 
     def __init__(self, documents: Documents, cut: Cut, found: CutRows, fingerprint: str) -> None:
-        self.documents, self.counts, self.fingerprint = documents, found.counts, fingerprint
+        self.documents, self.cut, self.counts, self.fingerprint = documents, cut, found.counts, fingerprint
         self.max_length, self.packed, self.bounds = cut.max_length, cut.packing is not None, found.bounds
         # plain views: a slice of a memmap costs several times as much
         self._pieces, self._rows = np.asarray(found.pieces), np.asarray(found.rows)

@@ -110,7 +110,7 @@ def write_documents(
         (part, form)
         for number, (file, form) in enumerate(zip(files, formats))
         if form is not None
-        for part in slices(number, file.path)
+        for part in slices(number, file.path, encoder.keep)
     )
     known = None if tokenizer is None or "tokens" in kinds else len(tokenizer)
     with new_directory(path) as directory:

@@ -10,6 +10,7 @@ from rich.console import Console
 from shardwright.checkpoint.store import find
 from shardwright.config.load import Loaded
 from shardwright.data.prepare import Prepared, prepare
+from shardwright.data.updates import make_order
 from shardwright.errors import ConfigError
 from shardwright.launch import finish, inside_a_launcher, run_workers, worker_main
 from shardwright.layout.legality import check_device, check_run, notices
@@ -19,7 +20,6 @@ from shardwright.parallel.apply import DTYPES, check_model
 from shardwright.parallel.process_group import device_kind
 from shardwright.train.objective import own_loss
 from shardwright.train.optimizer import check_optimizer, learning_rate_factor
-from shardwright.train.run_data import make_order
 from shardwright.train.worker import run_rank
 
 RUN_FILE = "config.yaml"
