@@ -5,21 +5,31 @@ once.
 from __future__ import annotations
 
 from math import inf
-from typing import TYPE_CHECKING
+from operator import itemgetter
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardwright.arch.inventory import counts
-from shardwright.plan.block_bytes import block_bytes
+from shardwright.layout.axes import Axes
+from shardwright.plan.block_bytes import ActivationKey, block_bytes
 from shardwright.plan.job import DTYPE_BYTES, Job, Layout, Recompute
 from shardwright.plan.peak import PeakModel
 from shardwright.plan.program import SHARDWRIGHT, Program
 from shardwright.plan.rank_bytes import planned_stages
-from shardwright.plan.space import Cell, Shell, kinds_of, variants
+from shardwright.plan.space import CHUNKS, RECOMPUTE, Cell, Shell, divisors, kinds_of, schedules, variants
 from shardwright.plan.step_time import Clock, idle_rounds
 
 if TYPE_CHECKING:
     from shardwright.plan.device import Device
     from shardwright.plan.kernels import Software
     from shardwright.plan.rank_time import BlockSeconds
+
+
+class Bounded(NamedTuple):
+    """A cell with the seconds and the bytes of activations that it needs at least."""
+
+    seconds: float
+    kept: float
+    cell: Cell
 
 
 class Bounds:
@@ -39,11 +49,13 @@ class Bounds:
         self._total = counts(job.shape).total
         self._blocks: dict[tuple[object, ...], int] = {}
         self._stages: dict[int, tuple[int, ...]] = {}
-        self._saved: dict[tuple[object, ...], float] = {}
+        self._saved: dict[ActivationKey, float] = {}
 
     def stage_blocks(self, cell: Cell) -> tuple[int, ...]:
         """Blocks of each pipeline stage of the cell."""
-        stages = cell.shell.pp * cell.chunks
+        return self._stage_blocks(cell.shell.pp * cell.chunks)
+
+    def _stage_blocks(self, stages: int) -> tuple[int, ...]:
         found = self._stages.get(stages)
         if found is None:
             found = self._stages[stages] = planned_stages(self.job.shape, stages)
@@ -75,28 +87,57 @@ class Bounds:
         gathered = c * (1 + self.program.fragmentation) if kind in ("zero1", "zero2") else 0.0
         return (4 * m / (shell.data * shell.cp) + gathered) * part
 
-    def kept(self, cell: Cell) -> float:
-        """Bytes of activations that pipeline rank 0 keeps, a lower bound: microbatches in flight at most."""
-        s = cell.shell
-        key = (s.tp, s.cp, cell.microbatch_rows, s.tp > 1, cell.recompute, s.pp > 1)
-        saved = self._saved.get(key)
-        if saved is None:
-            saved = self._saved[key] = block_bytes(self.job, self.program, key).saved
-        flight: float = min(s.pp, cell.microbatches)
-        if cell.schedule == "gpipe":
-            flight = cell.microbatches
-        elif cell.schedule == "interleaved_1f1b":
-            flight = min(flight * (cell.chunks + 1) / cell.chunks - 1, cell.microbatches)
-        blocks = self._first_blocks(cell)
-        return saved * blocks * flight * (1 + self.program.fragmentation)
+    def bounded(self, shell: Shell, most: float) -> list[Bounded]:
+        """Every cell of the shell whose activations may fit into `most` bytes, the quickest bound first.
 
-    def _first_blocks(self, cell: Cell) -> int:
+        Left out is GPipe where 1F1B runs too: it idles as long and keeps more.
+        """
+        found: list[Bounded] = []
+        rows = self.job.global_batch_size // shell.data
+        for microbatch in divisors(rows):
+            count = rows // microbatch
+            modes = [
+                (recompute, self._saved_bytes(shell, microbatch, recompute), self._block(shell, microbatch, recompute))
+                for recompute in RECOMPUTE
+            ]
+            ends, send = self._edges(shell, microbatch)
+            for schedule, chunks in schedules(shell.pp, self.job.shape.layers, count):
+                if schedule == "gpipe" and count >= shell.pp:
+                    continue
+                held = self._held(shell.pp, schedule, chunks, count)
+                for recompute, saved, block in modes:
+                    if saved * held <= most:
+                        seconds = self._least_seconds(shell.pp, schedule, chunks, count, block, ends, send)
+                        cell = Cell(shell, schedule, chunks, microbatch, count, recompute)
+                        found.append(Bounded(seconds, saved * held, cell))
+        found.sort(key=itemgetter(0))
+        return found
+
+    def _saved_bytes(self, shell: Shell, rows: int, recompute: Recompute) -> float:
+        """What a block keeps of one microbatch, with fragmentation."""
+        key = (shell.tp, shell.cp, rows, shell.tp > 1, recompute, shell.pp > 1)
+        found = self._saved.get(key)
+        if found is None:
+            saved = block_bytes(self.job, self.program, key).saved
+            found = self._saved[key] = saved * (1 + self.program.fragmentation)
+        return found
+
+    def _held(self, pp: int, schedule: str | None, chunks: int, microbatches: int) -> float:
+        """Blocks times microbatches that pipeline rank 0 keeps when it keeps most, a lower bound."""
+        flight: float = min(pp, microbatches)
+        if schedule == "gpipe":
+            flight = microbatches
+        elif schedule == "interleaved_1f1b":
+            flight = min(flight * (chunks + 1) / chunks - 1, microbatches)
+        return self._first_blocks(pp, schedule, chunks) * flight
+
+    def _first_blocks(self, pp: int, schedule: str | None, chunks: int) -> int:
         """Blocks of pipeline rank 0."""
-        key = (cell.shell.pp, cell.schedule, cell.chunks)
+        key = (pp, schedule, chunks)
         found = self._blocks.get(key)
         if found is None:
-            stages, pp = self.stage_blocks(cell), cell.shell.pp
-            found = stages[0] + stages[-1] if cell.schedule == "zbv" else sum(stages[::pp])
+            stages = self._stage_blocks(pp * chunks)
+            found = stages[0] + stages[-1] if schedule == "zbv" else sum(stages[::pp])
             self._blocks[key] = found
         return found
 
@@ -126,33 +167,65 @@ class Bounds:
 
     def cell_bound(self, cell: Cell) -> float:
         """Seconds that no layout of the cell goes below: kernels and pipeline, no data-parallel cost."""
-        shell, layers = cell.shell, self.job.shape.layers
-        b = self._block(shell, cell.microbatch_rows, cell.recompute)
-        one = (b.forward + b.backward) * layers / shell.pp
-        idle = 0.0
-        if shell.pp > 1:
-            if cell.schedule == "zbv":
-                idle = (b.backward - b.weights) * layers / shell.pp * (shell.pp - 1) / 2
-            elif cell.schedule == "zero_bubble":
-                idle = (one - 2 * b.weights * layers / shell.pp) * (shell.pp - 1)
-            else:
-                idle = one * (
-                    (shell.pp - 1) / cell.chunks + idle_rounds(shell.pp, cell.chunks, cell.microbatches)
-                )
-        return cell.microbatches * one + max(idle, 0.0) * (1 - shell.pp / layers)
+        shell = cell.shell
+        block = self._block(shell, cell.microbatch_rows, cell.recompute)
+        ends, send = self._edges(shell, cell.microbatch_rows)
+        return self._least_seconds(
+            shell.pp, cell.schedule, cell.chunks, cell.microbatches, block, ends, send
+        ) * (1 - 1e-9)
+
+    def _least_seconds(
+        self,
+        pp: int,
+        schedule: str | None,
+        chunks: int,
+        microbatches: int,
+        block: BlockSeconds,
+        ends: float,
+        send: float,
+    ) -> float:
+        """The time of an update if all pipeline ranks worked equally long: a rank that works longer makes it no shorter.
+
+        ends: seconds of embedding and head. send: of one send between stages.
+        """
+        layers = self.job.shape.layers
+        one = ((block.forward + block.backward) * layers + ends) / pp
+        if pp == 1:
+            return microbatches * one
+        if schedule == "zbv":
+            idle = ((block.backward - block.weights) * layers - one) / 2
+        elif schedule == "zero_bubble":
+            idle = (pp - 1) * one - 2 * block.weights * layers
+        else:
+            idle = one * ((pp - 1) / chunks + idle_rounds(pp, chunks, microbatches))
+        sends = self.clock.sends(pp, chunks, microbatches) * send
+        return microbatches * one + max(idle, 0.0) + sends
 
     def shell_bound(self, shell: Shell) -> float:
-        """The smallest bound of its cells: nothing recomputed, no idle time, the best microbatch."""
-        rows = self.job.global_batch_size // shell.data
-        layers = self.job.shape.layers
-        best = float("inf")
+        """The smallest bound of its cells: nothing recomputed, the schedule that idles least, the best microbatch."""
+        rows, layers, pp = self.job.global_batch_size // shell.data, self.job.shape.layers, shell.pp
+        best = inf
         microbatch = 1
         while microbatch <= rows:
             if rows % microbatch == 0:
                 b = self._block(shell, microbatch, "none")
-                best = min(best, (b.forward + b.backward) * layers / shell.pp * (rows // microbatch))
+                one = (b.forward + b.backward) * layers / pp
+                idle = 0.0
+                if pp > 1:
+                    idle = min(
+                        one * (pp - 1) / max(CHUNKS),
+                        ((b.backward - b.weights) * layers - one) / 2,
+                        (pp - 1) * one - 2 * b.weights * layers,
+                    )
+                best = min(best, one * (rows // microbatch) + max(idle, 0.0))
             microbatch *= 2
         return best * 0.97  # microbatches that are no powers of two may be a little better
 
     def _block(self, shell: Shell, rows: int, recompute: Recompute) -> BlockSeconds:
         return self.clock.block_at(shell.tp, shell.cp, shell.pp, self.devices, rows, recompute)
+
+    def _edges(self, shell: Shell, rows: int) -> tuple[float, float]:
+        """Seconds of embedding and head, and of one send between stages, for one microbatch."""
+        axes = Axes(shell.pp, 1, shell.data, shell.cp, shell.tp)
+        layout = Layout(axes, "ddp", rows, sequence_parallel=shell.tp > 1)
+        return sum(self.clock.edge(layout)), self.clock.send(layout)

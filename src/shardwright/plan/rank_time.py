@@ -164,7 +164,7 @@ class RankClock:
             cp_f + cp_b,
         )
 
-    def _edge(self, layout: Layout) -> tuple[float, float, float, float]:
+    def edge(self, layout: Layout) -> tuple[float, float, float, float]:
         """Forward and backward seconds of the head (with the loss), then of the embedding, collectives
         included.
         """
@@ -188,7 +188,7 @@ class RankClock:
         """One microbatch on a pipeline rank of this kind, without the data-parallel axes."""
         n, first, last = kind
         b = self.block(layout)
-        head_f, head_b, embedding_f, embedding_b = self._edge(layout)
+        head_f, head_b, embedding_f, embedding_b = self.edge(layout)
         forward, backward, edge = n * b.forward, n * b.backward, 0.0
         if first:
             forward, backward, edge = forward + embedding_f, backward + embedding_b, self._embedding

@@ -190,43 +190,38 @@ class Search(Bounds):
         return least is not None and least[1] <= self.capacity
 
     def _shell(self, shell: Shell, kinds: list[str]) -> None:
-        # GPipe idles as long as 1F1B and keeps more: where both run, it cannot be the better of the two.
         left = self.capacity - self.program.context_bytes
         room = {kind: left - self.states(shell, kind) for kind in kinds}
-        most = max(room.values())
-        bounded = []
-        for cell in cells(self.job, shell):
-            kept = self.kept(cell)
-            if kept <= most and not (cell.schedule == "gpipe" and cell.microbatches >= shell.pp):
-                bounded.append((self.cell_bound(cell), kept, cell))
-        bounded.sort(key=lambda entry: entry[0])
+        bounded = self.bounded(shell, max(room.values()))
         too_many: dict[tuple[object, ...], int] = {}
         for bound, kept, cell in bounded:
             open_kinds = [kind for kind in kinds if bound < self._limit(shell, kind)]
             if not open_kinds:
                 break
             open_kinds = [kind for kind in open_kinds if kept <= room[kind] and kind in kinds_of(cell)]
-            alone = self._alone(cell) if open_kinds else None
+            if not open_kinds:
+                continue
+            base, alone = self._alone(cell)
             for kind in open_kinds:
                 # What does not fit with fewer rows, or with more recomputed, does not fit with more; as long
                 # as there are more microbatches than ranks, so that the pipeline is full.
                 key = (kind, cell.schedule, cell.chunks, cell.recompute)
                 hopeless = cell.microbatches > shell.pp and cell.microbatch_rows >= too_many.get(key, 1 << 60)
-                if hopeless or alone is None or self._cell(cell, kind, alone):
+                if hopeless or self._cell(cell, kind, base, alone):
                     continue
                 if cell.microbatches > shell.pp:
                     for recompute in RECOMPUTE[: RECOMPUTE.index(cell.recompute) + 1]:
                         key = (kind, cell.schedule, cell.chunks, recompute)
                         too_many[key] = min(too_many.get(key, 1 << 60), cell.microbatch_rows)
 
-    def _alone(self, cell: Cell) -> Alone:
-        """What an update of the cell takes at least, whatever the data-parallel kind.
+    def _alone(self, cell: Cell) -> tuple[Layout, Alone]:
+        """What an update of the cell takes at least, whatever the data-parallel kind, and the layout that says so.
 
         That of zero3, whose gradients no separate pass adds up; on one rank that of ddp.
         """
         layout = self._lean_of(cell, "zero3") or self._lean_of(cell, "ddp")
         assert layout is not None, "ddp is always legal"
-        return self.clock.alone(layout, self.stage_blocks(cell))
+        return layout, self.clock.alone(layout, self.stage_blocks(cell))
 
     def only(
         self, tp: int, cp: int, pp: int, kind: str, replicate: int | None = None, schedule: str | None = None
@@ -272,7 +267,7 @@ class Search(Bounds):
             known = self._lean[key] = layout is not None and self.fits(layout)
         return known
 
-    def _least_added(self, cell: Cell, kind: str, lean: Layout, alone: Alone) -> float:
+    def _least_added(self, cell: Cell, kind: str, base: Layout, alone: Alone) -> float:
         """Seconds that any layout of the cell takes besides `alone`, at least: the quickest collectives of all splits."""
         if kind not in SHARDED:
             return 0.0
@@ -284,25 +279,26 @@ class Search(Bounds):
             if found is None:
                 ones = [self.clock.unit_reduction(layout) for layout in variants(cell, kind)]
                 found = self._transfers[key] = (min(ones), 0.0)
-            return self.clock.least_once(lean, alone.worst, found[0])
+            return self.clock.least_once(base, alone.worst, found[0], kind == "zero2")
         if found is None:
             every = [self.clock.unit_transfers(layout) for layout in variants(cell, kind)]
-            found = self._transfers[key] = min(one[0] for one in every), min(one[1] for one in every)
-        return cell.microbatches * alone.worst.blocks * self.clock.exposed(lean, *found)
+            found = min((one[0] for one in every), default=inf), min((one[1] for one in every), default=inf)
+            self._transfers[key] = found
+        return cell.microbatches * alone.worst.blocks * self.clock.exposed(base, *found)
 
-    def _cell(self, cell: Cell, kind: str, alone: Alone) -> bool:
-        """Times the layouts of a cell that may be of interest; False when its leanest one does not fit."""
-        best, base = self._limit(cell.shell, kind), alone.least
-        if base >= best:
-            return True
-        lean = self._lean_of(cell, kind)
-        if lean is None or base + self._least_added(cell, kind, lean, alone) >= best:
+    def _cell(self, cell: Cell, kind: str, base: Layout, alone: Alone) -> bool:
+        """Times the layouts of a cell that may be of interest; False when its leanest one does not fit.
+
+        base: a layout of the cell, of any kind.
+        """
+        best = self._limit(cell.shell, kind)
+        if alone.least >= best or alone.least + self._least_added(cell, kind, base, alone) >= best:
             return True
         waits, blocks = kind in ("zero3", "hsdp"), cell.microbatches * alone.worst.blocks
         family, stage_blocks = self._family(cell.shell, kind), self.stage_blocks(cell)
         timed: list[tuple[Layout, StepTime]] = []
         for layout in variants(cell, kind):
-            if not (waits and base + blocks * self.clock.unit_wait(layout) >= best):
+            if not (waits and alone.least + blocks * self.clock.unit_wait(layout) >= best):
                 time = self.clock.step(layout, stage_blocks)
                 if time.total < best:
                     timed.append((layout, time))

@@ -236,12 +236,15 @@ class Clock(RankClock):
         """Seconds of reducing one unit of zero1 or zero2."""
         return self._one_reduction(layout, self._piece(layout, 0.0))
 
-    def least_once(self, layout: Layout, rank: RankSeconds, one: float) -> float:
-        """Seconds that zero1 or zero2 add to an update on `rank` (of `alone`), at least, where a unit takes `one`."""
+    def least_once(self, layout: Layout, rank: RankSeconds, one: float, each: bool) -> float:
+        """Seconds that zero1 or zero2 add to an update on `rank` (of `alone`), at least, where a unit takes `one`.
+
+        each: it is reduced at every microbatch.
+        """
         accumulate = rank.parameters * self.software.accumulate_bytes / self._speed
         pieces = rank.parameters * self._reduce_size / self._piece(layout, 0.0)
         count = layout.microbatches(self.job)
-        exposed = self._after(pieces, one, rank.backward + accumulate) * (count if layout.data_parallel == "zero2" else 1)
+        exposed = self._after(pieces, one, rank.backward + accumulate) * (count if each else 1)
         return (exposed + count * accumulate) * (1 - 1e-9)
 
     def alone(self, layout: Layout, stage_blocks: tuple[int, ...]) -> Alone:
@@ -304,7 +307,8 @@ class Clock(RankClock):
             optimizer=self._optimizer(layout, max(rank.parameters for rank in ranks) / shard),
         )
 
-    def _send(self, layout: Layout) -> float:
+    def send(self, layout: Layout) -> float:
+        """Seconds of one send between stages."""
         a = layout.axes
         tokens = layout.microbatch_rows * self.job.max_length / a.cp
         payload = tokens * self.job.shape.hidden * self._size / (a.tp if layout.sequence_parallel else 1)
@@ -348,10 +352,12 @@ class Clock(RankClock):
             others = sum(r.number * (r.forward + r.backward) for r in ranks) - worst.forward - worst.backward
             idle = (others + (pp - 1) * gathers) / chunks + idle_rounds(pp, chunks, microbatches) * whole
         idle += microbatches * self._turns(layout, stage_blocks, worst)
+        return max(idle, 0.0), self.sends(pp, chunks, microbatches) * self.send(layout)
+
+    def sends(self, pp: int, chunks: int, microbatches: int) -> int:
+        """Sends of one update that are waited for."""
         steps = 2 * (pp - 1)
-        if not self.software.overlap_pipeline:
-            steps += 2 * (microbatches - 1) * chunks
-        return max(idle, 0.0), steps * self._send(layout)
+        return steps if self.software.overlap_pipeline else steps + 2 * (microbatches - 1) * chunks
 
     def _turns(self, layout: Layout, stage_blocks: tuple[int, ...], worst: RankSeconds) -> float:
         """Seconds per microbatch that rank `worst` waits for heavier stages of other ranks.
