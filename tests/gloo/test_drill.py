@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from shardwright.drill.moments import Break, at_stage
 from shardwright.drill.session import Session
 from shardwright.train.start import prepare_run
 
-pytestmark = [pytest.mark.gloo, pytest.mark.slow]
+pytestmark = [pytest.mark.gloo, pytest.mark.slow, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[2]
 UPDATES = 10
 
@@ -50,7 +51,6 @@ def test_a_kill_between_rename_and_link_loses_nothing(
     sessions: tuple[Session, Session], tmp_path: Path
 ) -> None:
     """Then a flaw in the one run is planted, which the comparison must find and blame on the fault before it."""
-    import random
 
     reference, broken = sessions
     run_reference(reference)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from shardwright.checkpoint import store
 from shardwright.drill.moments import STAGES, Break, at_phase, at_stage
 from shardwright.drill.session import Session
-from shardwright.errors import CheckFailed, ExitCode
+from shardwright.errors import ExitCode
 
 KILL = Break(signal.SIGKILL)
 
@@ -105,9 +105,11 @@ def _kill_launcher(session: Session, update: int) -> str | None:
 
 def _full_disk(session: Session, rank: int, update: int) -> str | None:
     """Limits the size of the files that a rank may write to half of what its part of a checkpoint has."""
-    newest = store.find(session.output_dir, "auto")
+    for _ in session.polls("a first checkpoint"):
+        if (newest := store.find(session.output_dir, "auto")) is not None or not session.running:
+            break
     if newest is None:
-        raise CheckFailed("No checkpoint was there to take the size of a rank's file from.")
+        return None
     size = min(
         path.stat().st_size for path in (newest / store.TENSORS).iterdir() if path.stat().st_size > 4096
     )
