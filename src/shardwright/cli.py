@@ -155,6 +155,32 @@ def _inventory(name: str, overrides: dict[str, Any]) -> dict[str, Any]:
 
 
 @app.command(context_settings=_OVERRIDES, epilog=_EPILOG)
+def bench(
+    context: typer.Context,
+    run_file: RunFilePath,
+    layouts: Annotated[str, typer.Option(help="Names joined by commas, as for check; or all")] = (
+        "ddp,zero1,zero2,zero3"
+    ),
+    nproc_per_node: Processes = 2,
+    vs: Annotated[str, typer.Option(help="peers: other programs for the same rows, where installed")] = "",
+    updates: Annotated[int, typer.Option(help="Updates to time", min=2)] = 12,
+    warmup: Annotated[int, typer.Option(help="Updates before that are told apart", min=1)] = 3,
+    device: Annotated[
+        str | None, typer.Option(help="Predicts step times: the hardware file of doctor, or a known device")
+    ] = None,
+    trace: Annotated[Path | None, typer.Option(help="Keep the trace of each layout and rank here")] = None,
+) -> None:
+    """Bench: speed, memory and communication of layouts side by side, beside what was planned; exit 3 as check."""
+    from shardwright.config import load_run_file, parse_overrides
+
+    loaded = load_run_file(run_file, parse_overrides(context.args))
+    from shardwright.bench.verb import Request, run_bench
+
+    request = Request(nproc_per_node, layouts, vs, updates, warmup, device, trace)
+    raise typer.Exit(run_bench(loaded, request))
+
+
+@app.command(context_settings=_OVERRIDES, epilog=_EPILOG)
 def drill(
     context: typer.Context,
     run_file: RunFilePath,

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,6 +71,21 @@ class Window:
     exposed_seconds: float
     idle_seconds: float
     by_axis: tuple[Communicated, ...] = field(default=())
+
+    def per(self, updates: int) -> Window:
+        """The same, of one of `updates` updates."""
+        parts = (
+            replace(one, seconds=one.seconds / updates, exposed_seconds=one.exposed_seconds / updates)
+            for one in self.by_axis
+        )
+        return Window(
+            self.seconds / updates,
+            self.compute_seconds / updates,
+            self.products_seconds / updates,
+            self.exposed_seconds / updates,
+            self.idle_seconds / updates,
+            tuple(parts),
+        )
 
     def exposed_of(self) -> dict[str, float]:
         """Exposed seconds by axis."""
