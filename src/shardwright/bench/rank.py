@@ -58,7 +58,7 @@ def bench(spec: Spec, connection: Connection) -> dict[str, Any]:
                 memory.get(name, {}),
                 traffic.get(name, []),
                 turns[name],
-                {**asdict(windows[name]), "exposed_by_axis": windows[name].exposed_of()}
+                asdict(windows[name])
                 if name in windows
                 else {},
             )

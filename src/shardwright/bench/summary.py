@@ -79,7 +79,7 @@ def _rank(rank: Mapping[str, Any]) -> Json:
 def _layout_part(loop: Mapping[str, Any], made: Mapping[str, Any]) -> Json:
     ranks, planned = loop["ranks"], loop["planned"]
     fullest = max((rank["memory"] for rank in ranks), key=lambda memory: memory["bytes"])
-    communication = _communication(ranks)
+    communication = _communication(ranks, made["step_seconds_p50"])
     predicted = None
     if planned is not None:
         predicted = {
@@ -119,17 +119,25 @@ def _traffic(ranks: Sequence[Sequence[Mapping[str, Any]]]) -> Json:
 _SENT = ("predicted_calls", "recorded_calls", "predicted_bytes", "recorded_bytes")
 
 
-def _communication(ranks: Sequence[Mapping[str, Any]]) -> Json:
-    """{axis: seconds and exposed seconds of an update by collective, the mean over ranks}, and of all axes together."""
+def _communication(ranks: Sequence[Mapping[str, Any]], step_seconds: float) -> Json:
+    """{axis: seconds and exposed seconds of an update by collective}, and of all axes together; the mean over ranks.
+
+    A profiler slows what it looks at, so the seconds of its window are scaled to the update as timed without it.
+    """
     found: dict[str, dict[str, Any]] = {}
+    window = _mean(ranks, "seconds")
+    scale = step_seconds / window
     for rank in ranks:
         for one in rank["window"]["by_axis"]:
-            entry = found.setdefault(one["axis"], {}).setdefault(
-                one["collective"], {"seconds": 0.0, "exposed_seconds": 0.0}
-            )
-            entry["seconds"] += one["seconds"] / len(ranks)
-            entry["exposed_seconds"] += one["exposed_seconds"] / len(ranks)
-    return {"by_axis": found, "exposed_seconds": _mean(ranks, "exposed_seconds")}
+            sums = found.setdefault(one["axis"], {}).setdefault(one["collective"], dict.fromkeys(_TIMES, 0.0))
+            for key in _TIMES:
+                sums[key] += one[key] * scale / len(ranks)
+    of_run = {key: _mean(ranks, key) * scale for key in _PARTS}
+    return {"by_axis": found, "window_seconds": window, **of_run}
+
+
+_TIMES = ("seconds", "exposed_seconds")
+_PARTS = ("exposed_seconds", "compute_seconds", "products_seconds", "idle_seconds")
 
 
 def _mean(ranks: Sequence[Mapping[str, Any]], key: str) -> float:
@@ -137,24 +145,21 @@ def _mean(ranks: Sequence[Mapping[str, Any]], key: str) -> float:
 
 
 def _figures(made: Mapping[str, Any], part: Mapping[str, Any], loop: Mapping[str, Any]) -> Figures:
-    """Seconds of the trace, which slows a rank, as shares of the timed update."""
-    ranks, axes = loop["ranks"], Axes(**loop["axes"])
-    scale = made["step_seconds_p50"] / _mean(ranks, "seconds")
+    axes, communication, predicted = Axes(**loop["axes"]), part["communication"], part["predicted"]
     stages = [axes.coordinates(rank)["pp"] for rank in range(axes.world_size)]
     slowest, factor = slow_rank([rank["own_seconds"] for rank in made["ranks"]], stages)
-    exposed: dict[str, float] = {}
-    for rank in ranks:
-        for axis, seconds in rank["window"]["exposed_by_axis"].items():
-            exposed[axis] = exposed.get(axis, 0.0) + seconds * scale / len(ranks)
-    predicted = part["predicted"]
+    exposed = {
+        axis: sum(one["exposed_seconds"] for one in kinds.values())
+        for axis, kinds in communication["by_axis"].items()
+    }
     return Figures(
         made["step_seconds_p50"],
         made["wait_seconds"],
         made["padding_fraction"],
         exposed,
-        _mean(ranks, "idle_seconds") * scale,
-        _mean(ranks, "compute_seconds") * scale,
-        _mean(ranks, "products_seconds") * scale,
+        communication["idle_seconds"],
+        communication["compute_seconds"],
+        communication["products_seconds"],
         slowest if factor > 1 else None,
         factor,
         predicted["pipeline_idle"] if predicted and axes.pp > 1 else None,

@@ -114,14 +114,17 @@ class LiveMemory(TorchDispatchMode):
         if change <= 0:
             return
         phase = self._now()
-        if self.live > self.timeline.by_phase.get(phase, 0):
-            self.timeline.by_phase[phase] = self.live
-            self.timeline.samples.append((self._number, phase, self.live))
+        self._note(phase)
         if self.live > self._most:
             self._most = self.live
             alive = {id(b): b.size for b in self._blocks.values()}
             self._ever.update((id(b), b) for b in self._blocks.values())  # kept, so that an id stays its own
             self._at = (block.operator, phase, torch._C._current_graph_task_id(), alive)
+
+    def _note(self, phase: str) -> None:
+        if self.live > self.timeline.by_phase.get(phase, 0):
+            self.timeline.by_phase[phase] = self.live
+            self.timeline.samples.append((self._number, phase, self.live))
 
     def _now(self) -> str:
         if self.phase == "forward" and torch._C._current_graph_task_id() != -1:
@@ -148,6 +151,7 @@ class LiveMemory(TorchDispatchMode):
     def enter(self, phase: str) -> None:
         """From now on it is `phase`; the backward passes within `forward` are told apart by themselves."""
         self.phase = phase
+        self._note(phase)
 
     def label(self, category: str, tensors: Iterable[Tensor]) -> None:
         """Says what the storages of `tensors` are for; the first word on a storage stays."""

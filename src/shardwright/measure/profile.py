@@ -9,7 +9,8 @@ Read from the trace that torch's profiler writes (Chrome's format), for NCCL and
   except those on gloo's own threads, which sum and copy inside of a `gloo:*` span.
 
 A trace does not say which group a gloo call belongs to. `CommunicationRecorder(annotate=True)` writes a mark of the axis around
-each call; a `gloo:*` span belongs to the earliest call of its kind that has none yet.
+each call, which lies within the call's operator or around it; a `gloo:*` span belongs to the earliest call of its kind that
+has none yet.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ MATRIX_PRODUCTS = ("mm", "bmm", "matmul", "linear", "attention", "gemm", "conv",
 """What the names of operators and kernels hold that are bound by arithmetic, when large."""
 
 _CALLS = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+_DONE_AS = {"all-reduce": ("all-reduce", "reduce-scatter")}
+"""What gloo says it does -> the calls that it does so: its reduce-scatter is an all-reduce."""
 _NO_COMPUTE = (*_CALLS, "autograd", "profiler")
 
 
@@ -177,8 +180,10 @@ def _kind_of(text: str) -> str:
 
 
 def _host_calls(events: Iterable[Event]) -> Iterator[tuple[str, str, Span]]:
-    """Each collective call with the span in which it ran, by its mark where there is one."""
-    marks, gloo, calls = [], [], []
+    """Each collective call, and each span in which gloo worked on one, with the axis and kind of its mark."""
+    marks: list[tuple[str, str, Event]] = []
+    gloo: list[Event] = []
+    calls: dict[Any, list[Event]] = defaultdict(list)
     for event in sorted(events, key=lambda event: event.start):
         if event.name.startswith(MARK):
             axis, _, kind = event.name.removeprefix(MARK).partition("/")
@@ -186,20 +191,27 @@ def _host_calls(events: Iterable[Event]) -> Iterator[tuple[str, str, Span]]:
         elif event.name.startswith("gloo:"):
             gloo.append(event)
         elif event.category == "cpu_op" and event.name.partition("::")[0] in _CALLS:
-            calls.append(event)
+            calls[event.thread].append(event)
+    for thread, own in calls.items():
+        for event in _outermost(own):
+            mark = next((m for m in marks if m[2].thread == thread and _overlap(m[2], event)), None)
+            if mark is not None:
+                yield mark[0], mark[1], event.span
+            elif "wait" not in event.name:
+                yield "unknown", _kind_of(event.name), event.span
     waiting = list(marks)
     for event in gloo:
-        kind = _kind_of(event.name)
-        found = next((m for m in waiting if m[1] == kind and m[2].start <= event.start), None)
-        if found is not None:
-            waiting.remove(found)
-        yield (found[0] if found else "unknown"), kind, event.span
-    for event in calls:
-        inside = next((m for m in marks if m[2].start <= event.start and event.end <= m[2].end), None)
-        if inside is not None:
-            yield inside[0], inside[1], event.span
-        elif "wait" not in event.name:
-            yield "unknown", _kind_of(event.name), event.span
+        kinds = _DONE_AS.get(_kind_of(event.name), (_kind_of(event.name),))
+        mark = next((m for m in waiting if m[1] in kinds and m[2].start <= event.start), None)
+        if mark is not None:
+            waiting.remove(mark)
+            yield mark[0], mark[1], event.span
+        else:
+            yield "unknown", kinds[0], event.span
+
+
+def _overlap(a: Event, b: Event) -> bool:
+    return a.start < b.end and b.start < a.end
 
 
 def _host_compute(events: list[Event], communication: list[Span]) -> list[tuple[str, Span]]:

@@ -88,10 +88,10 @@ def _candidates(f: Figures) -> Iterator[Verdict]:
         "faster storage, cores left for the loader, longer rows",
         "another layout: every one of them waits for the same rows",
     )
-    busy = step - f.wait_seconds
+    computing = step - f.wait_seconds if f.compute_seconds is None else f.compute_seconds
     yield Verdict(
         "padding",
-        f.padding_fraction * busy / step,
+        f.padding_fraction * computing / step,
         f"{f.padding_fraction:.0%} of all positions are computed for nothing",
         "data.batching: pack, or bucket",
         "another layout, which pads as much",
