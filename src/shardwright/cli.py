@@ -224,6 +224,18 @@ def inspect(
 
 
 @app.command()
+def doctor(
+    nproc_per_node: Processes = 2,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+    output: Annotated[Path, typer.Option(help="The hardware file that is written")] = Path("hardware.yaml"),
+) -> None:
+    """Doctor: is this machine sane, and what does it reach? Writes a hardware file for plan and bench; exit 1 on a failure."""
+    from shardwright.doctor.verb import run_doctor
+
+    raise typer.Exit(run_doctor(nproc_per_node, device, output))
+
+
+@app.command()
 def schema() -> None:
     """Print the JSON schema of the run file."""
     from shardwright.config.schema import RunFile

@@ -1,1 +1,1 @@
-"""`shardwright bench`: layouts, and other people's programs, timed in turn in the same ranks, after the objective is checked."""
+"""`shardwright bench`: layouts, and other people's programs, timed in turn in the same ranks once the objective is proven."""

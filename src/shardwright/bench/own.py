@@ -1,4 +1,4 @@
-"""One of our layouts as `bench` drives it: memory and traffic in its first updates, then updates that are timed, then a trace."""
+"""One of our layouts as `bench` drives it: first updates for memory and traffic, then those that are timed, then a trace."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwright.bench.planned import Planned, plan_of, shape_of, traffic_of
 from shardwright.config.load import Loaded
 from shardwright.data.loader import UpdateBatch
 from shardwright.layout.legality import check_run
@@ -21,8 +22,6 @@ from shardwright.measure.profile import Window, read_trace
 from shardwright.parallel.mesh import axis_of_groups
 from shardwright.train.run_data import open_data
 from shardwright.train.update import Engine, UpdateResult
-
-from shardwright.bench.planned import Planned, plan_of, shape_of, traffic_of
 
 MEMORY_UPDATES = 2
 """Optimizer states appear in the first update, so the second one is measured."""

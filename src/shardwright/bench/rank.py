@@ -45,10 +45,11 @@ def bench(spec: Spec, connection: Connection) -> dict[str, Any]:
     loops: dict[str, Callable[[], float]] = {name: own.update for name, own in owns.items()}
     loops |= {name: peer.turn for name, peer in peers.items()}
     warm = take_turns(loops, spec.warmup, device)
-    for counted in (loop.counted for loop in (*owns.values(), *peers.values())):
-        counted.clear()
+    every: dict[str, Own | Peer] = {**owns, **peers}
+    for loop in every.values():
+        loop.counted.clear()
     turns = take_turns(loops, spec.updates, device)
-    counts = {name: asdict(loop.counted) for name, loop in {**owns, **peers}.items()}
+    counts = {name: asdict(loop.counted) for name, loop in every.items()}
     overhead = measuring_seconds(next(iter(owns.values()))) if owns else None
     directory = Path(spec.trace) if spec.trace else None
     windows = {name: own.measure_communication(directory) for name, own in owns.items()}
@@ -58,9 +59,7 @@ def bench(spec: Spec, connection: Connection) -> dict[str, Any]:
                 memory.get(name, {}),
                 traffic.get(name, []),
                 turns[name],
-                asdict(windows[name])
-                if name in windows
-                else {},
+                asdict(windows[name]) if name in windows else {},
             )
         )
         for name in loops
@@ -74,7 +73,7 @@ def bench(spec: Spec, connection: Connection) -> dict[str, Any]:
                 "kind": "layout" if name in owns else "peer",
                 "counted": counts[name],
                 "first_seconds": [turn.seconds for turn in warm[name]],
-                "loss": _loss(owns.get(name) or peers[name]),
+                "loss": _loss(every[name]),
                 "ranks": [rank["loops"][name] for rank in ranks],
                 **_about(owns.get(name)),
             }

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 from rich.console import Console
 
-from shardwright.bench.planned import plan_of, shape_of
 from shardwright.bench.peers import possible_peers
+from shardwright.bench.planned import plan_of, shape_of
 from shardwright.bench.spec import UPDATES, WARMUP, Spec
 from shardwright.bench.summary import entry, schedule_of
 from shardwright.bench.table import lines_below, show
@@ -129,7 +129,10 @@ def _measured(
     about: dict[str, Any] = {}
     groups = list(_groups(runs, peers, request.ranks, device))
     if len(groups) > 1:
-        _say(console, f"Memory does not hold all at once: {len(groups)} starts of ranks, each with the first layout.")
+        _say(
+            console,
+            f"Memory does not hold all at once: {len(groups)} starts of ranks, each with the first layout.",
+        )
     if request.trace is not None:
         request.trace.mkdir(parents=True, exist_ok=True)
     for names, others in groups:
@@ -222,7 +225,10 @@ def _finished(
     for one in entries:
         if one["kind"] == "layout":
             _say(console, f"{one['name']}: {Verdict(**one['verdict'])}")
-    _say(console, f"Host memory of a rank: {format_bytes(max(about['host_bytes']))} at most, all loops together.")
+    _say(
+        console,
+        f"Host memory of a rank: {format_bytes(max(about['host_bytes']))} at most, all loops together.",
+    )
     environment = {"date": clock.date(), **about["environment"]}
     refused = [name for name, code in codes.items() if code]
     whole = {
@@ -235,7 +241,9 @@ def _finished(
     (output / RESULT).write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
     with (output / HISTORY).open("a", encoding="utf-8") as history:
         for one in entries:
-            kept = {key: value for key, value in one.items() if isinstance(value, (str, int, float, type(None)))}
+            kept = {
+                key: value for key, value in one.items() if isinstance(value, (str, int, float, type(None)))
+            }
             history.write(json.dumps({"date": environment["date"], **kept}) + "\n")
     _say(console, f"Wrote {output / RESULT}; added {len(entries)} lines to {output / HISTORY}.")
     return ExitCode.CHECK_FAILED if refused else ExitCode.DONE

@@ -70,9 +70,7 @@ def run_check(
             "Call it once, without torchrun or srun.",
         )
     fault = known_fault(plant) if plant else ""
-    codes = check_layouts(
-        loaded, layouts, nproc_per_node, console, dtype=dtype, updates=updates, fault=fault
-    )
+    codes = check_layouts(loaded, layouts, nproc_per_node, console, dtype=dtype, updates=updates, fault=fault)
     if ExitCode.CHECK_FAILED in codes.values():
         return ExitCode.CHECK_FAILED
     return next((code for code in codes.values() if code), ExitCode.DONE)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -90,14 +91,12 @@ class LiveMemory(TorchDispatchMode):
         if key in self._refs and self._refs[key]() is not None:
             return
         width = tensor.shape[-1] if tensor.dim() else 0
-        block = _Block(
-            storage.nbytes(), str(func), self._now(), width, torch._C._current_graph_task_id()
-        )
-        self._refs[key] = ref(storage, lambda _, key=key, block=block: self._freed(key, block))
+        block = _Block(storage.nbytes(), str(func), self._now(), width, torch._C._current_graph_task_id())
+        self._refs[key] = ref(storage, partial(self._freed, key, block))
         self._blocks[key] = block
         self._changed(block.size, block)
 
-    def _freed(self, key: int, block: _Block) -> None:
+    def _freed(self, key: int, block: _Block, _: object) -> None:
         if self._blocks.get(key) is block:
             del self._blocks[key], self._refs[key]
             self.live -= block.size
@@ -195,7 +194,7 @@ def _watched(changed: Callable[[Any], None]) -> Iterator[None]:
         changed(storage)
         return result
 
-    torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+    torch.UntypedStorage.resize_ = resize  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:

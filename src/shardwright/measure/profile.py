@@ -154,9 +154,7 @@ def _is_product(name: str) -> bool:
 # Kernels of a device
 
 
-def _kernel_calls(
-    kernels: Iterable[Event], axes: Mapping[str, str]
-) -> Iterator[tuple[str, str, Span]]:
+def _kernel_calls(kernels: Iterable[Event], axes: Mapping[str, str]) -> Iterator[tuple[str, str, Span]]:
     for kernel in kernels:
         if "nccl" in kernel.name.lower():
             group = str(kernel.arguments.get("Process Group Name", ""))
@@ -169,7 +167,7 @@ def _device_compute(kernels: Iterable[Event]) -> list[tuple[str, Span]]:
 
 
 def _kind_of(text: str) -> str:
-    """The collective in a name as different places spell it: `_allgather_base`, `gloo:all_gather`, `ncclDevKernel_AllGather`."""
+    """The collective in a name as different places spell it: `_allgather_base`, `ncclDevKernel_AllGather`."""
     if "recv" in text:
         return "receive"
     plain = text.replace("_", "")

@@ -127,7 +127,9 @@ class Trainer:
         record.log(result.update, values)
         if slow := self._slow.look(values["perf/slowest_rank"], values["perf/slowest_rank_factor"]):
             progress.say(slow)
-        progress.show(result.update, values, median(self._metrics.steady) * (self.engine.updates - self.at.update))
+        progress.show(
+            result.update, values, median(self._metrics.steady) * (self.engine.updates - self.at.update)
+        )
         if result.skipped:
             progress.say(f"Update {result.update} skipped on all ranks: its loss or gradient is not finite.")
 

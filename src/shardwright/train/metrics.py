@@ -1,4 +1,4 @@
-"""The metrics of a run, update by update: made on every rank, agreed on in one reduction, named as `metrics.jsonl` holds them."""
+"""The metrics of a run, update by update: agreed on by all ranks in one reduction, named as `metrics.jsonl` holds them."""
 
 from __future__ import annotations
 
