@@ -37,6 +37,9 @@ def train(
         int,
         typer.Option(help="How often ranks that failed start again from the newest good checkpoint", min=0),
     ] = 0,
+    until_eval_loss: Annotated[
+        float | None, typer.Option(help="Stop at this evaluation loss and say how long it took")
+    ] = None,
     print_config: Annotated[
         bool, typer.Option(help="Print the resolved run file with the origin of every value, and stop")
     ] = False,
@@ -45,7 +48,8 @@ def train(
     from shardwright.config import load_run_file, parse_overrides
 
     least, most = _ranks(nproc_per_node)
-    loaded = load_run_file(run_file, parse_overrides(context.args))
+    reach = [] if until_eval_loss is None else [f"--training.until_eval_loss={until_eval_loss}"]
+    loaded = load_run_file(run_file, parse_overrides([*context.args, *reach]))
     if print_config:
         typer.echo(loaded.to_yaml(origins=True), nl=False)
         return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,16 +17,14 @@ from shardwright.layout.legality import check_run
 from shardwright.measure import clock
 from shardwright.measure.communication import CommunicationRecorder, compare
 from shardwright.measure.live_memory import LiveMemory
-from shardwright.measure.profile import Window, read_trace
-from shardwright.parallel.mesh import axis_of_groups
+from shardwright.measure.profile import Window, profiled
+from shardwright.parallel.mesh import all_groups, axis_of_groups
 from shardwright.train.run_data import open_data
 from shardwright.train.update import Engine, UpdateResult
 
 MEMORY_UPDATES = 2
 """Optimizer states appear in the first update, so the second one is measured."""
 PROFILED_UPDATES = 2
-ALL_RANKS = "all ranks"
-"""The group of every rank, in a trace, where no axis has it."""
 
 
 @dataclass
@@ -65,13 +62,16 @@ class Own:
         self._batches = data.updates_from(0, device)
         self.result: UpdateResult | None = None
         self.batch: UpdateBatch | None = None
-        axes = axis_of_groups(self.engine.mesh)
-        assert dist.group.WORLD is not None
-        self._groups = {dist.group.WORLD.group_name: ALL_RANKS} | axes
+        self._groups = all_groups(self.engine.mesh)
         self.planned: Planned | None = None
         if self.shape is not None:
             chunked = bool(self.engine.loss_chunks.tokens)
             self.planned = plan_of(self.run, self.axes, self.shape, chunked, hardware)
+
+    @property
+    def loss(self) -> float | None:
+        """Of the last update."""
+        return None if self.result is None else self.result.loss
 
     def update(self) -> float:
         """One update; the seconds that it waited for data."""
@@ -127,18 +127,11 @@ class Own:
 
     def measure_communication(self, directory: Path | None) -> Window:
         """Runs some updates under torch's profiler; per update, what this rank did. directory: where the trace stays."""
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if self.device.type == "cuda":
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        path = None
+        if directory is not None:
+            path = directory / f"{self.name.replace(':', '-')}-rank{dist.get_rank()}.json"
         dist.barrier()
-        with torch.profiler.profile(activities=activities) as profiler:
-            with CommunicationRecorder(self._groups, annotate=True):
-                for _ in range(PROFILED_UPDATES):
-                    self.update()
-            if self.device.type != "cpu":
-                torch.accelerator.synchronize(self.device)
-        with tempfile.TemporaryDirectory() as scratch:
-            name = f"{self.name.replace(':', '-')}-rank{dist.get_rank()}.json"
-            path = (directory or Path(scratch)) / name
-            profiler.export_chrome_trace(str(path))
-            return read_trace(path, self._groups).per(PROFILED_UPDATES)
+        with profiled(self.device, self._groups, path) as found:
+            for _ in range(PROFILED_UPDATES):
+                self.update()
+        return found[0].per(PROFILED_UPDATES)

@@ -50,6 +50,7 @@ def bench(spec: Spec, connection: Connection) -> dict[str, Any]:
         loop.counted.clear()
     turns = take_turns(loops, spec.updates, device)
     counts = {name: asdict(loop.counted) for name, loop in every.items()}
+    losses = {name: loop.loss for name, loop in every.items()}
     overhead = measuring_seconds(next(iter(owns.values()))) if owns else None
     directory = Path(spec.trace) if spec.trace else None
     windows = {name: own.measure_communication(directory) for name, own in owns.items()}
@@ -73,7 +74,7 @@ def bench(spec: Spec, connection: Connection) -> dict[str, Any]:
                 "kind": "layout" if name in owns else "peer",
                 "counted": counts[name],
                 "first_seconds": [turn.seconds for turn in warm[name]],
-                "loss": _loss(every[name]),
+                "loss": losses[name],
                 "ranks": [rank["loops"][name] for rank in ranks],
                 **_about(owns.get(name)),
             }
@@ -84,11 +85,6 @@ def bench(spec: Spec, connection: Connection) -> dict[str, Any]:
         "measuring_seconds": overhead,
         "environment": {**versions(), **connection.configuration()},
     }
-
-
-def _loss(loop: Own | Peer) -> float | None:
-    """The loss of the last update so far."""
-    return (loop.result.loss if loop.result else None) if isinstance(loop, Own) else loop.loss
 
 
 def _about(own: Own | None) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """From what ranks measured to the entries of `bench.json`: one for each layout and peer. Plain data, no torch.
 
-An entry: name, kind (layout or peer), proven (None for a peer), step_seconds and targets_per_s of each timed update, the
-figures made of them, peak_bytes and memory of the fullest rank, predicted, traffic by axis, communication, ranks, verdict.
+An entry: name, kind (layout or peer), proven (None for a peer), step_seconds and targets_per_s of each timed update and the
+figures made of them, loss_off (of the last timed update, relative to the first loop's), peak_bytes and memory of the fullest
+rank, predicted, traffic by axis, communication, ranks, schedule of a pipeline, verdict.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ def entry(name: str, loop: Mapping[str, Any], proven: bool | None, first: Mappin
         "first_seconds": loop["first_seconds"],
         "speed": ratio(seconds, _seconds(first)),
         "loss": loop["loss"],
-        "ranks": [_rank(rank) for rank in ranks],
+        "loss_off": abs(loop["loss"] / first["loss"] - 1),
+        "ranks": [_rank(rank, spread.p50) for rank in ranks],
     }
     if loop["kind"] == "layout":
         made |= _layout_part(loop, made)
@@ -64,14 +66,15 @@ def _each(rank: Mapping[str, Any], key: str) -> list[float]:
     return [float(turn[key]) for turn in rank["turns"]]
 
 
-def _rank(rank: Mapping[str, Any]) -> Json:
-    """The straggler view: what a rank did itself, and what it waited for."""
+def _rank(rank: Mapping[str, Any], step_seconds: float) -> Json:
+    """The straggler view: what a rank did itself, and what it waited for, scaled as in `_communication`."""
     window = rank["window"]
+    scale = step_seconds / window["seconds"] if window else 0.0
     return {
         "step_seconds": median(_each(rank, "seconds")),
         "own_seconds": median(_each(rank, "busy")),
-        "compute_seconds": window.get("compute_seconds"),
-        "exposed_seconds": window.get("exposed_seconds"),
+        "compute_seconds": window["compute_seconds"] * scale if window else None,
+        "exposed_seconds": window["exposed_seconds"] * scale if window else None,
         "peak_bytes": rank["memory"].get("bytes"),
     }
 

@@ -24,6 +24,7 @@ COLUMNS = (
     "sent",
     "as planned",
     "exposed",
+    "loss off",
 )
 NOT_AVAILABLE = "n/a"
 
@@ -61,6 +62,7 @@ def _cells(entry: dict[str, Any]) -> tuple[str, ...]:
         _beside(predicted.get("peak_bytes"), entry.get("peak_bytes"), format_bytes),
         *_sent(entry.get("traffic")),
         _or_not(entry.get("communication", {}).get("exposed_seconds"), format_seconds),
+        f"{entry['loss_off']:.0e}",
     )
 
 
@@ -93,8 +95,7 @@ def lines_below(entries: Sequence[dict[str, Any]], overhead: float | None) -> li
         lines.append(
             f"{entry['name']}: real tokens/s {entry['real_tokens_per_s']:,.0f}, slots/s {entry['slots_per_s']:,.0f}, padding "
             f"{entry['padding_fraction']:.0%}, data wait {format_seconds(entry['wait_seconds'])}, garbage collection "
-            f"{format_seconds(entry['collected_seconds'])} an update; warm-up, not counted: {format_seconds(first)} at most, "
-            f"loss {entry['loss']:.6f}."
+            f"{format_seconds(entry['collected_seconds'])} an update; warm-up, not counted: {format_seconds(first)} at most."
         )
     for entry in entries:
         for axis, kinds in entry.get("communication", {}).get("by_axis", {}).items():

@@ -16,13 +16,17 @@ has none yet.
 from __future__ import annotations
 
 import json
+import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shardwright.measure.communication import KINDS, MARK
+import torch
+
+from shardwright.measure.communication import KINDS, MARK, CommunicationRecorder
 from shardwright.measure.spans import Span, difference, length, union
 
 MATRIX_PRODUCTS = ("mm", "bmm", "matmul", "linear", "attention", "gemm", "conv", "cutlass", "einsum")
@@ -96,6 +100,29 @@ class Window:
         for one in self.by_axis:
             sums[one.axis] += one.exposed_seconds
         return dict(sums)
+
+
+@contextmanager
+def profiled(
+    device: torch.device, groups: Mapping[str, str], keep: Path | None = None
+) -> Iterator[list[Window]]:
+    """Runs its block under torch's profiler; the list that it gives holds the window afterwards.
+
+    groups: name of a process group -> axis (`parallel.mesh.axis_of_groups`). keep: where the trace stays, for Perfetto.
+    """
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    found: list[Window] = []
+    with torch.profiler.profile(activities=activities) as profiler:
+        with CommunicationRecorder(groups, annotate=True):
+            yield found
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+    with tempfile.TemporaryDirectory() as scratch:
+        path = keep or Path(scratch) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        found.append(read_trace(path, groups))
 
 
 def read_trace(path: Path, axes: Mapping[str, str] | None = None) -> Window:

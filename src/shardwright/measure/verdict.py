@@ -13,7 +13,7 @@ WORTH = 0.10
 
 @dataclass(frozen=True)
 class Figures:
-    """Seconds of one update, medians; None is not known.
+    """Seconds of one update, medians; None was not measured.
 
     exposed_seconds: by axis, communication that no compute covers; on `pp` that is waiting for other stages. host_seconds:
     neither compute nor communication ran. compute_seconds, products_seconds: any operator, and of these matrix products and
@@ -24,7 +24,7 @@ class Figures:
     step_seconds: float
     wait_seconds: float = 0.0
     padding_fraction: float = 0.0
-    exposed_seconds: Mapping[str, float] = field(default_factory=dict)
+    exposed_seconds: Mapping[str, float] | None = field(default_factory=dict)
     host_seconds: float | None = None
     compute_seconds: float | None = None
     products_seconds: float | None = None
@@ -65,6 +65,14 @@ def _nothing(figures: Figures, most: Verdict | None) -> Verdict:
     evidence = "nothing else takes a tenth of an update"
     if most is not None and most.share >= 0.01:
         evidence += f" (most: {most.limit}, {most.share:.0%})"
+    if figures.exposed_seconds is None:
+        return Verdict(
+            "compute or communication",
+            1.0,
+            f"{evidence}; communication was not measured",
+            "to know more: logging.profile_steps, or `shardwright bench`",
+            "",
+        )
     share = figures.compute_seconds / figures.step_seconds if figures.compute_seconds is not None else 1.0
     return Verdict(
         "compute",
@@ -96,7 +104,7 @@ def _candidates(f: Figures) -> Iterator[Verdict]:
         "data.batching: pack, or bucket",
         "another layout, which pads as much",
     )
-    for axis, seconds in f.exposed_seconds.items():
+    for axis, seconds in (f.exposed_seconds or {}).items():
         if axis == "pp":
             yield _pipeline(f, seconds, of_step(seconds))
         else:

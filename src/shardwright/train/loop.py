@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
 
@@ -19,10 +20,11 @@ from shardwright.measure import clock
 from shardwright.measure.record import Progress, Record
 from shardwright.train.anomaly import SlowRanks, Spikes
 from shardwright.train.checkpoints import Checkpoints, Progression
-from shardwright.train.metrics import Metrics
+from shardwright.train.metrics import WARMUP_UPDATES, Metrics
 from shardwright.train.run_data import RunData
 from shardwright.train.signals import StopFlag
 from shardwright.train.update import Engine, UpdateResult
+from shardwright.units import format_seconds
 
 
 class Trainer:
@@ -80,12 +82,19 @@ class Trainer:
                     self._evaluate(record, progress)
                 due = bool(run.checkpoint.save_steps) and done % (run.checkpoint.save_steps or 1) == 0
                 pulse.enter("save")
-                self.checkpoints.between_updates(due=due, last=bool(result.stop) or done == total)
+                self.checkpoints.between_updates(
+                    due=due, last=bool(result.stop) or done == total or self._reached()
+                )
+                if self._reached():
+                    break
                 if result.stop:
                     code = ExitCode.STOPPED_AND_SAVED if done < total else ExitCode.DONE
                     break
             if total == 0 and not resumed:
                 self.checkpoints.between_updates(due=True, last=True)
+            self._say_reached()
+            if verdict := self._metrics.verdict():
+                self._say(str(verdict))
             pulse.enter("end")
         except (NonFiniteError, SpikeError):  # raised by all ranks alike, after the same update
             self.checkpoints.saver.finish()
@@ -108,17 +117,42 @@ class Trainer:
         self.pulse.enter("data")
         batch = next(batches)
         waited = clock.now() - start
-        self.pulse.enter("forward_backward")
-        self.engine.forward_backward(batch)
-        self.checkpoints.saver.before_step()
-        result = self.engine.step(stop=stop.requested)
-        self._metrics.add(clock.now() - start, waited)
+        with self._metrics.profile() if self._profiles() else nullcontext() as window:
+            self.pulse.enter("forward_backward")
+            self.engine.forward_backward(batch)
+            self.checkpoints.saver.before_step()
+            result = self.engine.step(stop=stop.requested)
+            seconds = clock.now() - start
+        self._metrics.window = window[0] if window else self._metrics.window
+        self._metrics.add(seconds, waited, batch)
         self._batch = batch
         self.at.update += 1
         self.at.eval_loss = None
         self.pulse.update = self.at.update
         self.at.target_tokens += batch.target_tokens
         return result
+
+    def _profiles(self) -> bool:
+        every, done = self.run.logging.profile_steps, len(self._metrics.seconds)
+        return every is not None and done >= WARMUP_UPDATES and (done - WARMUP_UPDATES) % every == 0
+
+    def _reached(self) -> bool:
+        """Whether the weights as they are have the loss that was asked for; the same on all ranks."""
+        limit, loss = self.run.training.until_eval_loss, self.at.eval_loss
+        return limit is not None and loss is not None and loss <= limit
+
+    def _say_reached(self) -> None:
+        limit, done = self.run.training.until_eval_loss, len(self._metrics.seconds)
+        if limit is None:
+            return
+        since = f" since update {self.at.update - done}, where it resumed" if done < self.at.update else ""
+        text = f"after {format_seconds(sum(self._metrics.seconds))} of training{since}, without evaluation and saving"
+        if self._reached():
+            self._say(
+                f"Evaluation loss {self.at.eval_loss:.4f} <= {limit} reached in update {self.at.update}, {text}."
+            )
+        else:
+            self._say(f"Evaluation loss {limit} not reached {text}.")
 
     def _log(self, record: Record | None, progress: Progress | None, result: UpdateResult) -> None:
         values = self._metrics.values(result, self._batch, self.at.target_tokens)
@@ -147,6 +181,7 @@ class Trainer:
                     "eval/loss": loss,
                     "eval/perplexity": math.exp(min(loss, 700)),
                     "eval/target_tokens": targets,
+                    "eval/training_seconds": sum(self._metrics.seconds),
                 },
             )
             progress.say(

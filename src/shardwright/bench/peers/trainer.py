@@ -69,6 +69,7 @@ def make(run: RunFile, kind: str, model: nn.Module, device: torch.device) -> Upd
         adam_beta2=t.adam_beta2,
         adam_epsilon=t.adam_epsilon,
         max_grad_norm=t.max_grad_norm or 0.0,
+        ddp_find_unused_parameters=False,
         average_tokens_across_devices=True,
         bf16=run.precision.param_dtype == "bf16",
         use_cpu=device.type == "cpu",
