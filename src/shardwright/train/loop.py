@@ -123,8 +123,7 @@ class Trainer:
             self.checkpoints.saver.before_step()
             result = self.engine.step(stop=stop.requested)
             seconds = clock.now() - start
-        self._metrics.window = window[0] if window else self._metrics.window
-        self._metrics.add(seconds, waited, batch)
+        self._metrics.add(seconds, waited, batch, window[0] if window else None)
         self._batch = batch
         self.at.update += 1
         self.at.eval_loss = None

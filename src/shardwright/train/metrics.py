@@ -39,10 +39,13 @@ class Metrics:
         self._slowest: tuple[int, float] = (0, 1.0)
         self._waits: list[float] = []
         self._real = self._slots = 0
-        self.window: Window | None = None
+        self._window: Window | None = None
+        self._exposed = math.nan
 
-    def add(self, seconds: float, waited: float, batch: UpdateBatch) -> None:
-        """An update that took so many seconds, of which it waited for data."""
+    def add(self, seconds: float, waited: float, batch: UpdateBatch, window: Window | None = None) -> None:
+        """An update that took so many seconds, of which it waited for data; `window`: what `profile` saw of it."""
+        self._exposed = window.exposed_seconds if window else math.nan
+        self._window = window or self._window
         self.seconds.append(seconds)
         self._waited = waited
         self._waits.append(waited)
@@ -50,7 +53,7 @@ class Metrics:
         self._real, self._slots = self._real + batch.real_tokens, self._slots + batch.slots
 
     def profile(self) -> AbstractContextManager[list[Window]]:
-        """A context for one update, whose communication `values` then reports. Collective."""
+        """A context for one update; the window that it gives is for `add`. Collective."""
         return profiled(self._engine.device, all_groups(self._engine.mesh))
 
     @property
@@ -68,12 +71,12 @@ class Metrics:
         own = self._own_seconds()
         of_ranks = [own if rank == dist.get_rank() else 0.0 for rank in range(dist.get_world_size())]
         worst = torch.tensor(
-            [*on_device, peak_host_bytes(), self.seconds[-1], self._waited, *of_ranks],
+            [*on_device, peak_host_bytes(), self.seconds[-1], self._waited, self._exposed, *of_ranks],
             dtype=torch.float64,
             device=device,
         )
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-        allocated, reserved, host, seconds, waited, *of_ranks = worst.tolist()
+        allocated, reserved, host, seconds, waited, exposed, *of_ranks = worst.tolist()
         slowest, factor = self._slowest = slow_rank(of_ranks, self._stages)
         steady = self.seconds[WARMUP_UPDATES:][-1000:]
         cuts = quantiles(steady, n=20) if len(steady) > 1 else []
@@ -100,7 +103,7 @@ class Metrics:
             "mem/peak_allocated_bytes": int(allocated) or None,
             "mem/peak_reserved_bytes": int(reserved) or None,
             "mem/peak_host_bytes": int(host),
-            "comm/exposed_seconds": self.window.exposed_seconds if self.window else None,
+            "comm/exposed_seconds": exposed if math.isfinite(exposed) else None,
             "data/wait_seconds": waited,
             "data/padding_fraction": 1 - batch.real_tokens / batch.slots,
             "data/real_tokens": batch.real_tokens,
@@ -112,7 +115,7 @@ class Metrics:
         """What limited the run, as this rank has seen it; None before an update is done."""
         if not self.seconds:
             return None
-        step, window = median(self.steady), self.window
+        step, window = median(self.steady), self._window
         scale = step / window.seconds if window else 0.0
         slowest, factor = self._slowest
         return what_limits(
