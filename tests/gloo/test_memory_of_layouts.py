@@ -1,6 +1,6 @@
 """Peak memory of tensors, measured on gloo ranks, beside what the planner says, under every way to split.
 
-Known-fault rows: A109 (peaks by phase), A112 (gradients at rest), A113 (no cache of keys and values is kept).
+Known-fault rows: A109 (peaks by phase), A112 (gradients at rest).
 """
 
 from __future__ import annotations
