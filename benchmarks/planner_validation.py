@@ -80,9 +80,7 @@ def summary(errors: list[Error]) -> dict[str, float]:
 def _table(title: str, errors: list[Error], write: Callable[[str], object]) -> None:
     write(f"\n{title}")
     write(f"  {'source':<22}{'rows':>6}{'bias':>9}{'median':>9}{'90th':>9}")
-    names = sorted(
-        {e.row.source for e in errors}, key=lambda name: -sum(e.row.source == name for e in errors)
-    )
+    names = [name for name, _ in Counter(e.row.source for e in errors).most_common()]
     for name in [*names, "all"]:
         own = [e for e in errors if name in ("all", e.row.source)]
         s = summary(own)

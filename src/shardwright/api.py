@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwright.checkpoint import store
+from shardwright.checkpoint.parts import Value
 from shardwright.checkpoint.restore import current_state, restore
 from shardwright.config.load import Loaded, load_run_file
 from shardwright.data.loader import Microbatch, UpdateBatch
@@ -172,7 +173,7 @@ class Engine:
         restore(found, self.module, self._engine.optimizer, self._engine.locals)
         self.update = store.read_manifest(found).update
 
-    def _state(self) -> dict[str, Tensor]:
+    def _state(self) -> dict[str, Value]:
         return current_state(self.module, self._engine.optimizer, self._engine.locals)
 
 

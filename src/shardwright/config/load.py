@@ -36,6 +36,10 @@ class Loaded:
                 lines.append(f"{line:<56}  # {self.origin[f'{section}.{key}']}" if origins else line)
         return "\n".join(lines) + "\n"
 
+    def settings(self) -> dict[str, Any]:
+        """{dotted key: value} of the whole run file."""
+        return {f"{name}.{key}": value for name in sections() for key, value in getattr(self.run, name)}
+
     def to_json(self) -> str:
         """Run file and origins, for a process that this one starts."""
         return json.dumps({"run": self.run.model_dump(), "origin": self.origin})
@@ -131,6 +135,18 @@ def _mapping(node: yaml.Node, where: str, path: str, origin: dict[str, str]) -> 
 
 def _value(text: str) -> Any:
     return yaml.load(text, Loader=_Loader)
+
+
+def read_settings(text: str) -> dict[str, Any]:
+    """{dotted key: value} of a resolved run file (`Loaded.to_yaml`), of this version or another.
+
+    Raises `ConfigError` where it is none.
+    """
+    try:
+        data = yaml.load(text, Loader=_Loader) or {}
+        return {f"{name}.{key}": value for name, part in data.items() for key, value in (part or {}).items()}
+    except (yaml.YAMLError, AttributeError) as error:
+        raise ConfigError(f"The saved run file cannot be read: {' '.join(str(error).split())}.") from None
 
 
 @cache

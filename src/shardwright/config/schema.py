@@ -152,6 +152,10 @@ class Training(Section):
         "stop",
         description="A loss or gradient that is not finite: stop all ranks, or skip the update on all ranks",
     )
+    on_spike: Literal["continue", "warn", "stop"] = Field(
+        "warn",
+        description="A loss 10 robust deviations above, or a gradient norm 20 times, the median of the last 64 updates",
+    )
 
 
 class Parallelism(Section):
@@ -229,8 +233,30 @@ class Checkpoint(Section):
     output_dir: str = "runs/run"
     save_steps: Positive | None = Field(None, description="Default: only at the end and when stopped")
     save_total_limit: Positive | None = Field(None, description="Newest checkpoints kept; default: all")
+    keep_every: Positive | None = Field(
+        None, description="With save_total_limit: those of every so many updates are kept too"
+    )
+    keep_best: bool = Field(
+        False, description="Keep the one with the lowest eval/loss, and point the link `best` to it"
+    )
+    on_save_error: Literal["stop", "warn"] = Field(
+        "stop", description="A checkpoint that cannot be written: stop all ranks, or say so and go on"
+    )
+    async_save: bool = Field(
+        False, description="Write while training goes on; takes a copy of each rank's state in host memory"
+    )
+    async_when_busy: Literal["wait", "skip"] = Field(
+        "wait", description="With async_save, when the one before is still being written"
+    )
     resume: Literal["auto", "never"] | str = Field(
-        "auto", description="auto: the newest complete one; or a checkpoint directory"
+        "auto", description="auto: the newest good one; or a checkpoint directory"
+    )
+    partial: list[str] = Field(
+        [],
+        description="Patterns of names that the checkpoint may lack, have too much, or have in another shape",
+    )
+    accept_changes: list[str] = Field(
+        [], description="Keys of the objective that may differ from those the checkpoint was saved with"
     )
     export_hf: Literal["none", "final"] = Field(
         "final", description="Write a Hugging Face directory at the end"
@@ -244,7 +270,12 @@ class Hardware(Section):
     threads_per_rank: Positive | None = Field(
         None, description="CPU threads; default max(1, cores // local ranks)"
     )
-    timeout_seconds: Positive = Field(600, description="A collective that takes longer ends the run")
+    timeout_seconds: Positive = Field(
+        600, description="A collective, or a phase of a rank without progress, that takes longer ends the run"
+    )
+    grace_seconds: Positive = Field(
+        30, description="How long ranks may take to save after a request to stop; they are then killed"
+    )
 
 
 class Logging(Section):

@@ -80,6 +80,12 @@ def _report_outcome(outcome: dict[str, Any]) -> None:
     if not text:
         return
     rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
+    if outcome.get("lost_peer"):
+        text += (
+            f"\nshardwright: rank {rank} has lost the other ranks: {outcome['message'].splitlines()[0]}\nAnother rank or its "
+            "host has ended, or the network between them is cut; the output there says which. Start all again to go on "
+            "from the newest checkpoint."
+        )
     print(f"shardwright: rank {rank}: {text}", file=sys.stderr)
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         seconds = int(datetime.fromisoformat(clock.date()).timestamp())

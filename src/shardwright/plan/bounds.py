@@ -4,20 +4,22 @@ once.
 
 from __future__ import annotations
 
+from math import inf
 from typing import TYPE_CHECKING
 
 from shardwright.arch.inventory import counts
-from shardwright.layout.schedule import split_blocks
 from shardwright.plan.block_bytes import block_bytes
-from shardwright.plan.job import DTYPE_BYTES, Job, Layout
+from shardwright.plan.job import DTYPE_BYTES, Job, Layout, Recompute
 from shardwright.plan.peak import PeakModel
 from shardwright.plan.program import SHARDWRIGHT, Program
-from shardwright.plan.space import SPLIT_WEIGHTS, Cell, Shell, kinds_of, variants
+from shardwright.plan.rank_bytes import planned_stages
+from shardwright.plan.space import Cell, Shell, kinds_of, variants
 from shardwright.plan.step_time import Clock, idle_rounds
 
 if TYPE_CHECKING:
     from shardwright.plan.device import Device
     from shardwright.plan.kernels import Software
+    from shardwright.plan.rank_time import BlockSeconds
 
 
 class Bounds:
@@ -34,34 +36,44 @@ class Bounds:
         self.peaks = PeakModel(job, program)
         self.capacity = device.memory_bytes
         self.asked = 0
-        self._total, self._block = counts(job.shape).total, counts(job.shape).block_split
+        self._total = counts(job.shape).total
         self._blocks: dict[tuple[object, ...], int] = {}
+        self._stages: dict[int, tuple[int, ...]] = {}
         self._saved: dict[tuple[object, ...], float] = {}
-        self._probes: dict[tuple[Shell, int, str], Layout] = {}
 
     def stage_blocks(self, cell: Cell) -> tuple[int, ...]:
         """Blocks of each pipeline stage of the cell."""
-        return split_blocks(self.job.shape.layers, cell.shell.pp * cell.chunks)
+        stages = cell.shell.pp * cell.chunks
+        found = self._stages.get(stages)
+        if found is None:
+            found = self._stages[stages] = planned_stages(self.job.shape, stages)
+        return found
 
-    def needs(self, layout: Layout) -> tuple[float, float]:
-        """(allocated, with fragmentation and context) bytes at the peak of the fullest rank."""
+    def needs(self, layout: Layout, limit: float = inf) -> tuple[float, float]:
+        """(allocated, with fragmentation and context) bytes at the peak of the fullest rank.
+
+        Of a layout that needs more than `limit`: some number above it; the first such rank settles it.
+        """
         self.asked += 1
-        allocated, reserved = self.peaks.peak_bytes(layout)
-        return allocated, reserved + self.program.context_bytes
+        context = self.program.context_bytes
+        allocated, reserved = self.peaks.peak_bytes(layout, limit - context)
+        return allocated, reserved + context
+
+    def fits(self, layout: Layout) -> bool:
+        """Whether `needs` says that the layout fits."""
+        return self.needs(layout, self.capacity)[1] <= self.capacity
 
     def states(self, shell: Shell, kind: str) -> float:
         """Bytes of model states that every layout of the family keeps, a lower bound: even parts."""
-        m, r = DTYPE_BYTES[self.job.master_dtype], DTYPE_BYTES[self.job.reduce_dtype]
+        m, c = DTYPE_BYTES[self.job.master_dtype], DTYPE_BYTES[self.job.param_dtype]
         part = self._total / (shell.tp * shell.pp)
-        shard = shell.data * shell.cp
         if kind == "ddp":
-            # `kept` counts gathered parameters and whole gradients under a pipeline for every kind.
-            counted = (DTYPE_BYTES[self.job.param_dtype] + r) * (1 + self.program.fragmentation)
-            return max(4 * m - (counted if shell.pp > 1 else 0.0), 0.0) * part
+            return 4 * m * part
         if kind == "offload":
             return 0.0
-        # Parameters and moments are shards for every zero*; gradients too once they are reduced.
-        return (3 * m + min(m, r)) * part / shard
+        # Parameters, moments and reduced gradients are shards for every zero*; zero1 and zero2 hold all gathered.
+        gathered = c * (1 + self.program.fragmentation) if kind in ("zero1", "zero2") else 0.0
+        return (4 * m / (shell.data * shell.cp) + gathered) * part
 
     def kept(self, cell: Cell) -> float:
         """Bytes of activations that pipeline rank 0 keeps, a lower bound: microbatches in flight at most."""
@@ -76,16 +88,7 @@ class Bounds:
         elif cell.schedule == "interleaved_1f1b":
             flight = min(flight * (cell.chunks + 1) / cell.chunks - 1, cell.microbatches)
         blocks = self._first_blocks(cell)
-        kept = saved * blocks * flight
-        keeps = s.pp > 1 and self.program.pipeline_keeps_gathered and s.data * s.cp > 1
-        if keeps and cell.schedule not in SPLIT_WEIGHTS:
-            # Under a pipeline gathered parameters stay, and gradients stay whole until the last microbatch:
-            # they meet the most microbatches in flight when there are enough of these. (ddp keeps both
-            # anyway, in wider dtypes.)
-            steady = cell.microbatches > (3 * s.pp if cell.chunks > 1 else s.pp)
-            width = DTYPE_BYTES[self.job.param_dtype] + (DTYPE_BYTES[self.job.reduce_dtype] if steady else 0)
-            kept += width * blocks * self._block / s.tp
-        return kept * (1 + self.program.fragmentation)
+        return saved * blocks * flight * (1 + self.program.fragmentation)
 
     def _first_blocks(self, cell: Cell) -> int:
         """Blocks of pipeline rank 0."""
@@ -99,7 +102,7 @@ class Bounds:
 
     def least(self, shell: Shell, kind: str) -> tuple[Layout, float] | None:
         """The layout of the family that needs least on this shell, and what it needs; None for an empty
-        family.
+        family. Where one fits, the first that does.
 
         One row a microbatch and everything recomputed; or all rows in one microbatch, which keeps no
         unreduced gradients.
@@ -107,6 +110,8 @@ class Bounds:
         rows = self.job.global_batch_size // shell.data
         best: tuple[Layout, float] | None = None
         for microbatch in {1, rows}:
+            if best is not None and best[1] <= self.capacity:
+                break
             count = rows // microbatch
             schedule = None if shell.pp == 1 else "1f1b" if count >= shell.pp else "gpipe"
             cell = Cell(shell, schedule, 1, microbatch, count, "full")  # type: ignore[arg-type]
@@ -122,7 +127,7 @@ class Bounds:
     def cell_bound(self, cell: Cell) -> float:
         """Seconds that no layout of the cell goes below: kernels and pipeline, no data-parallel cost."""
         shell, layers = cell.shell, self.job.shape.layers
-        b = self.clock.block(self._probe(shell, cell.microbatch_rows, cell.recompute))
+        b = self._block(shell, cell.microbatch_rows, cell.recompute)
         one = (b.forward + b.backward) * layers / shell.pp
         idle = 0.0
         if shell.pp > 1:
@@ -144,15 +149,10 @@ class Bounds:
         microbatch = 1
         while microbatch <= rows:
             if rows % microbatch == 0:
-                b = self.clock.block(self._probe(shell, microbatch, "none"))
+                b = self._block(shell, microbatch, "none")
                 best = min(best, (b.forward + b.backward) * layers / shell.pp * (rows // microbatch))
             microbatch *= 2
         return best * 0.97  # microbatches that are no powers of two may be a little better
 
-    def _probe(self, shell: Shell, microbatch: int, recompute: str) -> Layout:
-        key = (shell, microbatch, recompute)
-        found = self._probes.get(key)
-        if found is None:
-            cell = Cell(shell, "1f1b" if shell.pp > 1 else None, 1, microbatch, 1, recompute)  # type: ignore[arg-type]
-            found = self._probes[key] = next(iter(variants(cell, "ddp")))
-        return found
+    def _block(self, shell: Shell, rows: int, recompute: Recompute) -> BlockSeconds:
+        return self.clock.block_at(shell.tp, shell.cp, shell.pp, self.devices, rows, recompute)

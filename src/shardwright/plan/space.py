@@ -153,13 +153,18 @@ def kinds_of(cell: Cell) -> tuple[str, ...]:
     return KINDS if cell.shell.data > 1 else WITHOUT_HSDP
 
 
+@lru_cache(maxsize=65536)
+def _axes(shell: Shell, replicate: int) -> Axes:
+    return Axes(shell.pp, replicate, shell.data // replicate, shell.cp, shell.tp)
+
+
 def variants(cell: Cell, kind: str) -> Iterator[Layout]:
     """Every layout of a cell in one data-parallel family, with units of one block and prefetch 1."""
     shell = cell.shell
 
     def layout(data_parallel: DataParallel, replicate: int, reshard: bool, offload: str = "none") -> Layout:
         return Layout(
-            Axes(shell.pp, replicate, shell.data // replicate, shell.cp, shell.tp),
+            _axes(shell, replicate),
             data_parallel,
             cell.microbatch_rows,
             cell.schedule,

@@ -24,30 +24,61 @@ from shardwright.train.worker import run_rank
 RUN_FILE = "config.yaml"
 
 
-def start_training(loaded: Loaded, nproc_per_node: int) -> int:
-    """Trains as `loaded` says and returns the exit code: starts ranks here, or is one under torchrun or Slurm."""
+def start_training(
+    loaded: Loaded, nproc_per_node: int, least: int | None = None, max_restarts: int = 0
+) -> int:
+    """Trains as `loaded` says and returns the exit code: starts ranks here, or is one under torchrun or Slurm.
+
+    least: the smallest number of ranks to go on with when `nproc_per_node` fail at their start; None: no fewer.
+    max_restarts: how often ranks that failed are started anew, from the newest good checkpoint.
+    """
     if inside_a_launcher():
         finish(worker_main(lambda: run_rank(loaded)))
     console = Console()
-    check_run(loaded, nproc_per_node)
-    device = device_kind(loaded.run.hardware.device, nproc_per_node)
+    counts = possible_counts(loaded, nproc_per_node, least or nproc_per_node, console)
+    device = device_kind(loaded.run.hardware.device, counts[0])
     check_device(loaded.run, device)
     for notice in notices(loaded.run):
         console.print(notice, highlight=False, soft_wrap=True)
     prepare_run(loaded, console)
-    output_dir = Path(loaded.run.checkpoint.output_dir)
-    output_dir.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="shardwright-") as directory:
-        handed = Path(directory) / "run.json"
-        handed.write_text(loaded.to_json(), encoding="utf-8")
+    logs = Path(loaded.run.checkpoint.output_dir) / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=logs, prefix="run-", suffix=".json") as handed:
+        handed.write(loaded.to_json())  # beside the logs: a launcher that is killed leaves nothing elsewhere
+        handed.flush()
         return run_workers(
             "shardwright.train.worker",
-            [str(handed)],
-            nproc_per_node=nproc_per_node,
-            log_dir=output_dir / "logs",
+            [handed.name],
+            nproc_per_node=counts[0],
+            fewer=counts[1:],
+            log_dir=logs,
             device=device,
             threads=loaded.run.hardware.threads_per_rank,
+            max_restarts=max_restarts,
+            grace_seconds=loaded.run.hardware.grace_seconds,
+            hang_seconds=loaded.run.hardware.timeout_seconds,
+            hold_signals=True,
         )
+
+
+def possible_counts(loaded: Loaded, most: int, least: int, console: Console) -> list[int]:
+    """The numbers of ranks from `most` down to `least` on which the objective divides; the others are said, with the reason.
+
+    Raises `ConfigError` where there is none, or where `most` is the only one asked for and does not divide.
+    """
+    found, refused = [], None
+    for count in range(most, least - 1, -1):
+        try:
+            check_run(loaded, count)
+        except ConfigError as error:
+            refused = refused or error
+            if least < most:
+                console.print(f"Not on {count} ranks: {error.what}", highlight=False, soft_wrap=True)
+        else:
+            found.append(count)
+    if refused is not None and not found:
+        raise refused
+    return found
 
 
 def prepare_run(loaded: Loaded, console: Console) -> Prepared:

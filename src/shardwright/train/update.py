@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,6 +83,8 @@ class Engine:
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
         self._batch: UpdateBatch | None = None
         self._checked = False
+        self.enter: Callable[[str], object] = lambda phase: None
+        """Told when `step` reaches its reduction (`reduce`) and the optimizer (`step`)."""
 
     def _embeddings(self) -> list[str]:
         parts = find_parts(self.module)
@@ -211,7 +213,9 @@ class Engine:
         batch, t = self._batch, self.run.training
         if batch is None:
             raise ShardwrightError("step() without forward_backward().")
+        self.enter("reduce")
         norm, loss, stops = self._agree(stop)
+        self.enter("step")
         finite = math.isfinite(norm) and math.isfinite(loss)
         rate = t.learning_rate * self.factor(batch.update)
         coefficient = 1.0 if t.max_grad_norm is None else min(1.0, t.max_grad_norm / (norm + 1e-6))
