@@ -40,6 +40,8 @@ NANOTRON = Software(
     mlp_passes=5,
     overlap_tensor_parallel=0.85,
     bucket_bytes=440e6,
+    reduces_units=False,
+    overlap_pipeline_ddp=True,
     pipeline_seconds=20e-6,
     update_seconds=90e-3,
 )
@@ -51,6 +53,8 @@ MEGATRON = Software(
     hidden_passes=10,
     mlp_passes=4,
     bucket_bytes=600e6,
+    reduces_units=False,
+    overlap_pipeline_ddp=True,
     pipeline_seconds=210e-6,
     update_seconds=6.4e-3,
 )
@@ -69,6 +73,7 @@ TORCHTITAN = Software(
     host_backward=0.5e-3,
     hidden_passes=30,
     mlp_passes=6,
+    pipeline_keeps_gathered=True,
     update_seconds=20e-3,
 )
 TORCHTITAN_COMPILED = Software(
@@ -77,6 +82,7 @@ TORCHTITAN_COMPILED = Software(
     host_backward=0.3e-3,
     hidden_passes=12,
     mlp_passes=4,
+    pipeline_keeps_gathered=True,
     update_seconds=20e-3,
 )
 SOFTWARE = {s.name: s for s in (NANOTRON, MEGATRON, MOSAICML, TORCHTITAN, TORCHTITAN_COMPILED)}

@@ -58,6 +58,8 @@ PLANTS = [
     ("tiny", "hsdp2", "diverged_replicas"),
     ("gpt2-tiny", "ddp", ""),
     ("gpt2-tiny", "zero3", "tying_lost"),
+    ("gpt2-tiny", "zero3+tp2", "tying_lost"),
+    ("gpt2-tiny", "ddp+pp2", "tying_lost"),
 ]
 
 

@@ -444,10 +444,10 @@ def test_traffic_is_what_was_predicted(name: str, facts: list[dict[str, Any]]) -
         length=LENGTH,
         kv_width=kv_width,
         width_bytes=2 if name.startswith("bf16") else 8,
-        recompute=run.memory.activation_checkpointing != "none",
+        recomputes=int(run.memory.activation_checkpointing != "none"),
     )
     kinds = {"all_gather_single": "all-gather", "all_gather_into_tensor": "all-gather",
-             "all_to_all_single": "reduce-scatter", "send": "send"}  # fmt: skip
+             "all_to_all_single": "all-to-all", "send": "send"}  # fmt: skip
     wanted: Counter[tuple[str, int]] = Counter()
     for one in predicted:
         wanted[one.collective, one.payload_bytes] += one.count

@@ -188,6 +188,28 @@ def test_each_document_is_seen_exactly_once() -> None:
                 assert len(missing) == found.counts["targetless_rows"] == (sum(lengths) % 16 == 1)
 
 
+@pytest.mark.parametrize("strategy", [None, "bfd", "wrapped"])
+def test_documents_of_several_sources_share_no_row(strategy: Any) -> None:
+    """So that the row order can realise the weights of sources: rows of a source are those of its documents alone."""
+    lengths = np.random.default_rng(3).integers(1, 20, 50).tolist()
+    weights = [np.random.default_rng(n).choice([0.0, 0.5, 1.0], n).tolist() for n in lengths]
+    bounds = (0, 13, 13, 40, 50)
+    found = table(numbered(lengths), Cut(12, "split", strategy, 2, bounds), weights)
+    assert len(found.bounds) == 5 and found.bounds[-1] == len(found)
+    for number, (a, b) in enumerate(itertools.pairwise(bounds)):
+        alone = table(numbered(lengths)[a:b], Cut(12, "split", strategy, 2), weights[a:b]) if b > a else []
+        first, last = found.bounds[number : number + 2]
+        assert last - first == len(alone)
+        for row in range(first, last):
+            tokens, labels = found.row(row)
+            own, own_labels = alone.row(row - first)  # type: ignore[union-attr]
+            assert tokens.tolist() == own.tolist()
+            assert labels.tolist() == own_labels.tolist()
+    every = np.arange(len(found))
+    assert found.target_tokens(every).sum() == found.counts["targets"]
+    assert len({Cut(12, "split", strategy, 2, b).name for b in (bounds, (0, 12, 50), None)}) == 3
+
+
 def test_the_plan_is_written_once_and_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second start opens files; another seed, strategy, length or weight is another fingerprint."""
     plain = documents(numbered([5, 4, 3, 6, 2, 7] * 10))

@@ -14,15 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.arch import generic_shape
-from shardwright.arch.inventory import named_sizes
+from shardwright.arch.inventory import matrix_weights, named_sizes
 from shardwright.arch.known import known_shape
 from shardwright.layout.axes import Axes
 from shardwright.layout.schedule import legality
+from shardwright.layout.zero import STAGES
 from shardwright.plan.host import host_bytes, pinned_bytes
 from shardwright.plan.job import Job, Layout
 from shardwright.plan.memory import PARTS, peak, short_peak, timeline
 from shardwright.plan.peak import peak_bytes
 from shardwright.plan.program import PROGRAMS
+from shardwright.plan.rank_bytes import planned_stages
 
 SHAPES = [
     generic_shape(layers=12, hidden=64, heads=4, vocab=1000, learned_positions=32),
@@ -143,3 +145,18 @@ def test_the_peak_is_a_maximum_over_phases() -> None:
         sum(max(moment.alive[part] for moment in walked) for part in range(len(PARTS)))
         > 1.02 * full.allocated
     )
+
+
+def test_stages_are_cut_where_the_runtime_cuts() -> None:
+    """A head of 6.7 blocks: 10 blocks on 2 stages are 8 and 2; tied or not, as `tests/unit/test_stages.py` has it."""
+    sizes = {"layers": 10, "hidden": 32, "heads": 2, "kv_heads": 1, "ffn": 48, "vocab": 1600, "gated": True}
+    for tied in (True, False):
+        shape = generic_shape(**sizes, tied=tied, biases=False)
+        assert matrix_weights(shape) == (32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 48, 1600 * 32)
+        assert planned_stages(shape, 2) == (8, 2)
+
+
+def test_the_root_unit_is_gathered_once_for_each_microbatch() -> None:
+    """zero3 drops a unit after forward and gathers it again for backward, but not its root: 4 gathers, not 8."""
+    assert (STAGES["zero3"].gathers(4), STAGES["zero3"].gathers(4, root=True)) == (8, 4)
+    assert STAGES["zero1"].gathers(4, root=True) == STAGES["zero2"].gathers(4, root=True) == 1

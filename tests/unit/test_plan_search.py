@@ -6,13 +6,13 @@ import pytest
 
 from shardwright.arch.inventory import generic_shape
 from shardwright.arch.known import known_shape
-from shardwright.layout.schedule import split_blocks
 from shardwright.plan.advice import first_to_test, path_of, what_would_fit, will_not_fix
 from shardwright.plan.answer import answer
 from shardwright.plan.hardware import find_device
 from shardwright.plan.job import Job
 from shardwright.plan.kernels import Software
 from shardwright.plan.memory import short_peak
+from shardwright.plan.rank_bytes import planned_stages
 from shardwright.plan.search import FAR, Search
 from shardwright.plan.space import (
     ON_DEVICE,
@@ -50,7 +50,7 @@ def test_equals_brute_force(model: str, devices: int, length: int, batch: int, d
     best: dict[str, float] = {}
     for shell in legal:
         for cell in cells(other.job, shell):
-            blocks = split_blocks(other.job.shape.layers, shell.pp * cell.chunks)
+            blocks = planned_stages(other.job.shape, shell.pp * cell.chunks)
             for kind in set(kinds_of(cell)) & set(ON_DEVICE):
                 family = f"{kind}+{shell.family}" if shell.family else kind
                 for layout in variants(cell, kind):

@@ -5,10 +5,9 @@ Known-fault row A119.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from shardwright.arch.flops import model_flops, utilisation
 from shardwright.arch.inventory import counts, generic_shape
@@ -23,6 +22,8 @@ from shardwright.plan.step_time import Clock, StepTime
 
 H100 = find_device("h100-sxm-80gb")
 IDEAL = Software(
+    bucket_bytes=None,
+    reduces_units=False,
     host_forward=0,
     host_backward=0,
     host_tensor_parallel=0,
@@ -128,8 +129,8 @@ def test_full_recomputation_adds_one_forward() -> None:
 
 
 def test_zero3_exposes_what_does_not_fit_under_compute() -> None:
-    """Prefetch hides a block's gather under the block before, and none without it; edges are always
-    exposed.
+    """Prefetch hides a block's gather under the block before, and none without it. The ends are always exposed:
+    embedding and head, the first gather of a pass, and what leaves last.
     """
     job, shard = Job(SHAPE, 512, 8), Group(8, 8)
     block = counts(SHAPE).block * 2.0
@@ -141,7 +142,7 @@ def test_zero3_exposes_what_does_not_fit_under_compute() -> None:
     layout = Layout(Axes(dp_shard=8), "zero3", 1, sequence_parallel=False)
     hidden = clock.step(layout, (32,)).gathers
     assert hidden == pytest.approx(
-        32 * (max(gather - b.forward, 0) + max(gather + reduce - b.backward, 0)) + ends
+        31 * (max(gather - b.forward, 0) + max(gather + reduce - b.backward, 0)) + 2 * gather + reduce + ends
     )
     assert hidden > ends
     bare = clock.step(replace(layout, prefetch=0), (32,)).gathers
@@ -169,39 +170,38 @@ def test_host_time_is_a_floor() -> None:
     assert t.total == pytest.approx(4 * (32 * 3.0 + 0.5 + 1.0), rel=1e-3)
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    pp=st.sampled_from([2, 4, 8]),
-    option=st.sampled_from(
-        [
-            ("gpipe", 1),
-            ("1f1b", 1),
-            ("interleaved_1f1b", 2),
-            ("interleaved_1f1b", 4),
-            ("zero_bubble", 1),
-            ("zbv", 2),
-        ]
-    ),
-    microbatches=st.integers(1, 24),
-    tp=st.sampled_from([1, 2, 4]),
-    kind=st.sampled_from(["ddp", "zero1", "zero2", "zero3"]),
+@pytest.mark.parametrize("pp", [2, 4, 8])
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "tolerance"),
+    [
+        ("gpipe", 1, 0.01),
+        ("1f1b", 1, 0.01),
+        ("interleaved_1f1b", 2, 0.02),
+        ("interleaved_1f1b", 4, 0.02),
+        ("zero_bubble", 1, 0.01),
+        ("zbv", 2, 0.03),
+    ],
 )
 def test_closed_form_equals_the_played_pipeline_for_equal_stages(
-    pp: int, option: tuple[str, int], microbatches: int, tp: int, kind: str
+    pp: int, schedule: str, chunks: int, tolerance: float
 ) -> None:
-    schedule, chunks = option
-    if legality(schedule, pp, chunks, microbatches) or (schedule in ("zero_bubble", "zbv") and kind != "ddp"):  # type: ignore[arg-type]
-        return
+    """Every combination, none drawn by chance. Embedding and head make the end stages a little heavier, also without a
+    vocabulary: their collectives remain. zbv's closed form is exact where forward, input and weight gradients take equal
+    times.
+    """
     shape = replace(SHAPE, vocab=8)  # embedding and head too small to make the end stages heavier
     software = replace(IDEAL, hidden_passes=20)
-    clock = Clock(Job(shape, 2048, 2 * microbatches), H100, software)
-    layout = Layout(Axes(pp=pp, dp_shard=2, tp=tp), kind, 1, schedule, chunks)  # type: ignore[arg-type]
     blocks = split_blocks(32, pp * chunks, 0.0)
-    closed, played = clock.step(layout, blocks), clock.timed(layout, blocks)
-    # Embedding and head make the end stages a little heavier, also without a vocabulary: their collectives
-    # remain. zbv's closed form is exact where forward, input and weight gradients take equal times.
-    assert closed.total == pytest.approx(played.total, rel=0.03)
-    assert closed[:5] == played[:5]
+    kinds = ("ddp",) if schedule in ("zero_bubble", "zbv") else ("ddp", "zero1", "zero2", "zero3")
+    for microbatches in (1, 2, 3, 4, 5, 7, 8, 9, 14, 15, 16, 24):
+        if legality(schedule, pp, chunks, microbatches):  # type: ignore[arg-type]
+            continue
+        clock = Clock(Job(shape, 2048, 2 * microbatches), H100, software)
+        for tp, kind in product((1, 2, 4), kinds):
+            layout = Layout(Axes(pp=pp, dp_shard=2, tp=tp), kind, 1, schedule, chunks)  # type: ignore[arg-type]
+            closed, played = clock.step(layout, blocks), clock.timed(layout, blocks)
+            assert closed.total == pytest.approx(played.total, rel=tolerance), (microbatches, tp, kind)
+            assert closed[:5] == played[:5]
 
 
 def test_offload_pays_for_every_gather() -> None:

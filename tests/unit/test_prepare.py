@@ -62,7 +62,7 @@ def test_rows_are_the_bytes_of_the_documents_and_an_end(tmp_path: Path) -> None:
     assert found.counts["targets"] == 9 and found.counts["tokens"] == 12
     assert found.pad_id == EOS and found.largest_token_id == EOS
     assert found.notices == () and not found.cached
-    assert found.summary() == "train: 3 documents, 12 tokens -> 3 rows of 8, 9 targets, padding 50%"
+    assert found.summary() == "train: 3 documents of text, 12 tokens -> 3 rows of 8, 9 targets, padding 50%"
 
 
 def test_overlong_documents(tmp_path: Path) -> None:
@@ -211,6 +211,20 @@ def test_several_processes_and_files_keep_the_order(tmp_path: Path) -> None:
     (tmp_path / "2.jsonl").write_text('{"text": "x"}\n{"text": 3}\n')
     with pytest.raises(DataError, match=r"2\.jsonl:2: `text` is a number"):
         prepare(run_file(tmp_path, train=[str(tmp_path / "*.jsonl")], num_proc=2, max_length=64))
+
+
+def test_tables_are_read_in_slices_by_several_processes(tmp_path: Path) -> None:
+    """2,500 rows of parquet in one row group, and of a saved data set: the tokens of JSON Lines, and the row of each."""
+    datasets = pytest.importorskip("datasets")
+    texts = [f"{number} {'x' * (number % 5)}" for number in range(2500)]
+    table = datasets.Dataset.from_dict({"id": list(range(2500)), "text": texts})
+    table.to_parquet(str(tmp_path / "a.parquet"), batch_size=2500)
+    table.save_to_disk(tmp_path / "set")
+    expected = [[*text.encode(), EOS] for text in texts]
+    for name in ("a.parquet", "set"):
+        found = ready(run_file(tmp_path, train=[str(tmp_path / name)], num_proc=2, max_length=16))
+        assert rows(found) == expected
+        assert found.table.documents.place(1700).endswith(":1701")
 
 
 def test_missing_tokenizers_are_named(tmp_path: Path) -> None:

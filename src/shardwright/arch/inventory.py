@@ -297,6 +297,14 @@ def counts(shape: Shape) -> Counts:
 
 
 @lru_cache(maxsize=256)
+def matrix_weights(shape: Shape) -> tuple[int, int]:
+    """(matrix elements of a block, of the head): what multiplies every token. A tied head counts: it multiplies too."""
+    block = family_of(shape.family).block + "."
+    inside = [g for g in parameters(shape) if g.name.startswith(block) and len(g.size) > 1]
+    return sum(g.numel * g.count for g in inside) // shape.layers, shape.vocab * shape.hidden
+
+
+@lru_cache(maxsize=256)
 def matmuls(shape: Shape) -> tuple[Matmul, ...]:
     """The weight products of one block, each on all tokens; attention's own two products are not here."""
     s = shape

@@ -119,9 +119,13 @@ def _loss(facts: Facts) -> Iterable[Diagnosis]:
         for name, words, value in _mistaken_losses(facts):
             apart = abs(numbers.candidate - value)
             # some faults move the loss by less than what counts as near: then the nearer of the two says which it is
-            if facts.near(numbers.candidate, value) and apart < abs(numbers.candidate - numbers.reference) / 2:
+            if (
+                facts.near(numbers.candidate, value)
+                and apart < abs(numbers.candidate - numbers.reference) / 2
+            ):
                 look_at = _LOOK_AT.get(
-                    name, "the loss: one sum over all targets, divided once by the targets of the whole update"
+                    name,
+                    "the loss: one sum over all targets, divided once by the targets of the whole update",
                 )
                 yield Diagnosis(name, f"{shown}; {words} it is {value:.9g}{report}", look_at)
                 return

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.data.loader import Microbatch, UpdateBatch
@@ -17,6 +18,7 @@ from shardwright.errors import ConfigError, did_you_mean
 from shardwright.models import find_parts
 from shardwright.models.packed_rows import PackedRows
 from shardwright.parallel.data_parallel import Replicated
+from shardwright.parallel.pipeline import Pipelined
 from shardwright.train.update import Engine
 
 Fault = Callable[[Engine], None]
@@ -66,14 +68,14 @@ def _targets(*microbatches: Microbatch) -> int:
 
 
 def _shifted_again(engine: Engine) -> None:
-    original = engine.loss_of
+    original = engine.targets_of
 
-    def loss_of(output: Any, microbatch: Microbatch) -> Tensor:
+    def targets_of(microbatch: Microbatch) -> tuple[Tensor, Tensor | None]:
         labels = torch.full_like(microbatch.labels, -100)
         labels[:, :-1] = microbatch.labels[:, 1:]
-        return original(output, replace(microbatch, labels=labels))
+        return original(replace(microbatch, labels=labels))
 
-    engine.loss_of = loss_of  # type: ignore[method-assign]
+    engine.targets_of = targets_of  # type: ignore[method-assign]
 
 
 def _change_inputs(change: Callable[[Engine, Microbatch, dict[str, Any]], None]) -> Fault:
@@ -100,7 +102,9 @@ def _one_document(engine: Engine, microbatch: Microbatch, arguments: dict[str, A
 
 
 def _positions_of_rows(engine: Engine, microbatch: Microbatch, arguments: dict[str, Any]) -> None:
-    places = torch.arange(microbatch.input_ids.shape[1], device=engine.device).expand(microbatch.input_ids.shape)
+    places = torch.arange(microbatch.input_ids.shape[1], device=engine.device).expand(
+        microbatch.input_ids.shape
+    )
     arguments["position_ids"] = places if engine._place is None else engine._place.part(places)
 
 
@@ -169,13 +173,23 @@ def _change_coefficient(change: Callable[[float], float]) -> Fault:
 
 
 def _one_use_of_a_tied_weight(engine: Engine) -> None:
-    parts = find_parts(engine.module)
-    if not parts.tied or parts.embedding is None:
+    """The embedding gives no gradient; in a pipeline with a copy at each end, the ends do not tell each other theirs."""
+    parts, parallel = find_parts(engine.module), engine.parallel
+    planted = torch.zeros(())
+    if isinstance(parallel, Pipelined) and parallel.ties.names:
+        parallel._exchange = lambda p: None  # type: ignore[method-assign]
+        planted += 1
+    elif parts.tied and parts.embedding is not None:
+        table: Any = engine.module.get_submodule(parts.embedding)
+        look_up = table.forward
+        table.forward = lambda ids: look_up(ids).detach()
+        planted += 1
+    planted = planted.to(engine.device)
+    dist.all_reduce(planted)
+    if not planted:
         raise ConfigError(
             "--plant tying_lost needs a model with tied weights.", "", "Use examples/gpt2-tiny.yaml."
         )
-    table: Any = engine.module.get_submodule(parts.embedding)
-    table.forward = lambda ids: torch.nn.functional.embedding(ids, table.weight.detach())
 
 
 def _weights_put_back(engine: Engine) -> None:

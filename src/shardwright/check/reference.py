@@ -56,6 +56,8 @@ class Reference:
         self.named = dict(self.model.named_parameters())
         self.trained = {name: p for name, p in self.named.items() if p.requires_grad}
         self.limit = self.training.max_grad_norm
+        module, _, name = self.training.loss.partition(":")
+        self.own_loss = getattr(importlib.import_module(module), name) if name else None
         self.optimizer = self._optimizer()
         self.schedule = self._schedule(self.optimizer)
         self._limit_is_settled = False
@@ -135,31 +137,40 @@ class Reference:
             return self._logits(microbatch.input_ids)
         return alone(microbatch, self._logits)
 
-    def _loss_sum(self, update: int, microbatch: Microbatch, labels: Tensor) -> Tensor:
-        """Sum of the cross entropy over the targets in `labels` [B, T], row by row."""
+    def _loss_sum(
+        self, update: int, microbatch: Microbatch, labels: Tensor, weights: Tensor | None
+    ) -> tuple[Tensor, float]:
+        """(sum of weight x cross entropy over the targets in `labels` [B, T], row by row, sum of their weights).
+
+        Or what the user's own loss gives.
+        """
         seed_microbatch(self.training.seed, update, microbatch.index)
         logits = self._microbatch_logits(microbatch)
+        if self.own_loss is not None:
+            loss, count = self.own_loss(logits, labels, weights)
+            return loss, float(count)
+        each = torch.ones(labels.shape) if weights is None else weights
         rows = (
-            nn.functional.cross_entropy(own, targets, ignore_index=IGNORE, reduction="sum")
-            for own, targets in zip(logits.double(), labels)
+            nn.functional.cross_entropy(own, targets, ignore_index=IGNORE, reduction="none") @ weight
+            for own, targets, weight in zip(logits.double(), labels, each.double())
         )
-        return torch.stack(list(rows)).sum()
+        return torch.stack(list(rows)).sum(), each.double()[labels != IGNORE].sum().item()
 
     def _gradients(
-        self, batch: UpdateBatch, count: int
-    ) -> Iterator[tuple[Microbatch, float, dict[str, Tensor]]]:
-        """(microbatch, its loss sum, the gradient of that sum / count) one after another.
+        self, batch: UpdateBatch, count: float
+    ) -> Iterator[tuple[Microbatch, float, float, dict[str, Tensor]]]:
+        """(microbatch, its loss sum, its divisor, the gradient of that sum / count) one after another.
 
         The division comes before backward, not after: Transformers' RMSNorm computes in float32 whatever the dtype, so
         that a gradient scaled otherwise on its way through would be rounded otherwise (4e-9 of a gradient, measured).
         """
         for microbatch in batch.microbatches:
             self.model.zero_grad()
-            loss = self._loss_sum(batch.update, microbatch, microbatch.labels)
+            loss, own_count = self._loss_sum(batch.update, microbatch, microbatch.labels, microbatch.weights)
             if loss.requires_grad:
                 (loss / count).backward()
             own = {name: p.grad for name, p in self.trained.items() if p.grad is not None}
-            yield microbatch, loss.item(), own
+            yield microbatch, loss.item(), own_count, own
 
     def _probe_names(self, microbatches: int) -> set[str]:
         """The smallest parameters, as many as `PROBE_ELEMENTS` allows for every microbatch."""
@@ -191,15 +202,18 @@ class Reference:
         sums: list[float] = []
         if number == 0:
             self._note_first(batch, targets)
-        count = sum(targets)
-        for microbatch, loss, gradients in self._gradients(batch, count):
+        count, likely = 0.0, float(sum(targets))
+        for microbatch, loss, own_count, gradients in self._gradients(batch, likely):
             sums.append(loss)
+            count += own_count
             for name, gradient in gradients.items():
                 total[name] += gradient
             if number == 0:
                 zero = {n: torch.zeros_like(self.trained[n]) for n in chosen - gradients.keys()}
-                probe[microbatch.index] = zero | {n: g * count for n, g in gradients.items() if n in chosen}
+                probe[microbatch.index] = zero | {n: g * likely for n, g in gradients.items() if n in chosen}
         for name, p in self.trained.items():
+            if count != likely:
+                total[name] *= likely / count
             p.grad = total[name]
         record.write_tensors(number + 1, "grad", total)
         if number == 0:
@@ -211,7 +225,7 @@ class Reference:
         self.schedule.step()
         notes = (MicrobatchNote(0, m.index, m.row_ids, n) for m, n in zip(batch.microbatches, targets))
         record.write_scalars(
-            number + 1, Scalars(count, sum(sums) / count, norm, coefficient, rate, tuple(notes))
+            number + 1, Scalars(sum(targets), sum(sums) / count, norm, coefficient, rate, tuple(notes))
         )
         record.write_tensors(number + 1, "param", self.named)
         for kind, tensors in self._states().items():
@@ -250,7 +264,7 @@ class Reference:
                     labels[:, :-1] = microbatch.labels[:, 1:]
                 else:
                     labels[:, 1:] = microbatch.labels[:, :-1]
-                total += self._loss_sum(batch.update, microbatch, labels).item()
+                total += self._loss_sum(batch.update, microbatch, labels, microbatch.weights)[0].item()
                 own += int((labels != IGNORE).sum())
             losses[words] = total / count
             losses[f"{words}, divided by their own {own}"] = total / max(own, 1)

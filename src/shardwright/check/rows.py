@@ -13,9 +13,10 @@ from shardwright.check.changes import IGNORE, Changes, thinned
 from shardwright.config.schema import RunFile
 from shardwright.data.loader import Loader, Microbatch, UpdateBatch
 from shardwright.data.prepare import prepare
+from shardwright.data.updates import make_order
 from shardwright.errors import DataError
 from shardwright.layout.axes import Axes
-from shardwright.train.run_data import make_order, widths
+from shardwright.train.run_data import widths
 
 
 class CheckedRows:

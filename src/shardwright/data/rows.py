@@ -6,7 +6,10 @@ it is not read with it; each later one is, unless its weight is 0.
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -28,21 +31,25 @@ class Cut:
     """How documents become rows of at most `max_length` tokens.
 
     packing: which documents share a row; None: one piece to a row, in the order of the files. seed: shuffles the documents
-    before they are packed; None: the order of the files.
+    before they are packed; None: the order of the files. bounds: first document of each source, and the number of
+    documents, where a row may hold documents of one source only. None: there is one source, or it does not matter.
     """
 
     max_length: int
     overlong: Overlong
     packing: PackingStrategy | None = None
     seed: int | None = None
+    bounds: tuple[int, ...] | None = None
 
     @property
     def name(self) -> str:
         """Names the rows among others of the same documents."""
         name = f"rows-{self.overlong}-{self.max_length}"
-        if self.packing is None:
-            return name
-        return f"{name}-{self.packing}-{'in-order' if self.seed is None else self.seed}"
+        if self.packing is not None:
+            name += f"-{self.packing}-{'in-order' if self.seed is None else self.seed}"
+        if self.bounds is not None:
+            name += f"-{hashlib.blake2b(repr(self.bounds).encode(), digest_size=4).hexdigest()}"
+        return name
 
 
 @dataclass(frozen=True)
@@ -51,13 +58,15 @@ class CutRows:
 
     pieces: int64 [pieces, 2], start and length, row by row. rows: int64 [rows, 3]: the end of each row among the pieces, its
     tokens, its targets. weights: sum of the weights of each row's targets; None: every weight is 0 or 1. counts: rows,
-    row_tokens, targets, pieces, split_documents, truncated_documents, truncated_tokens, targetless_rows.
+    row_tokens, targets, pieces, split_documents, truncated_documents, truncated_tokens, targetless_rows. bounds: first
+    row of each source, and the number of rows.
     """
 
     pieces: Int64
     rows: Int64
     weights: Float64 | None
     counts: dict[str, int]
+    bounds: tuple[int, ...]
 
 
 def cut_rows(ends: Int64, cut: Cut, weights: Weights | None = None) -> CutRows:
@@ -65,34 +74,52 @@ def cut_rows(ends: Int64, cut: Cut, weights: Weights | None = None) -> CutRows:
 
     Pieces and rows without a target are left out and counted (`targetless_rows`).
     """
-    documents = _pieces_of(ends)
-    counts = {
-        "split_documents": 0,
-        "truncated_documents": 0,
-        "truncated_tokens": 0,
-    }
+    documents, weighted = _pieces_of(ends), weights is not None and not _is_mask(weights)
+    bounds = cut.bounds or (0, len(documents))
+    parts = []
+    for first, last in pairwise(bounds):
+        pieces, row_ends, counts = _arranged(documents[first:last], cut, weights)
+        if cut.packing == "wrapped":
+            counts["split_documents"] = _split(pieces, ends)
+        parts.append(_counted(pieces, row_ends, weights, weighted, counts))
+    if len(parts) == 1:
+        return parts[0]
+    return _joined(parts)
+
+
+def _arranged(documents: Int64, cut: Cut, weights: Weights | None) -> tuple[Int64, Int64, dict[str, int]]:
+    """(pieces row by row, end of each row among them, counts) of the documents of one source."""
+    long = documents[:, 1] > cut.max_length
+    names = ("split_documents", "truncated_documents", "truncated_tokens", "targetless_rows")
+    counts = dict.fromkeys(names, 0)
     if cut.overlong == "truncate":
-        long = documents[:, 1] > cut.max_length
         counts["truncated_documents"] = int(long.sum())
         counts["truncated_tokens"] = int((documents[long, 1] - cut.max_length).sum())
-        documents[:, 1] = np.minimum(documents[:, 1], cut.max_length)
-    if cut.packing == "wrapped":
-        kept = documents[_targets(documents, weights)[0] > 0]
-        pieces, row_ends = wrapped(kept if cut.seed is None else shuffled(kept, cut.seed), cut.max_length)
-        counts["split_documents"] = _split(pieces, ends)
-        counts["targetless_rows"] = len(documents) - len(kept)
-    else:
-        pieces = _split_long(documents, cut.max_length)
-        counts["split_documents"] = _split(pieces, ends)
-        kept = pieces[_targets(pieces, weights)[0] > 0]
-        counts["targetless_rows"] = len(pieces) - len(kept)
-        if cut.packing is None:
-            pieces, row_ends = kept, np.arange(1, len(kept) + 1)
-        else:
-            pieces, row_ends = best_fit(
-                kept if cut.seed is None else shuffled(kept, cut.seed), cut.max_length
-            )
-    return _counted(pieces, row_ends, weights, counts)
+        documents[long, 1] = cut.max_length
+    elif cut.packing != "wrapped":
+        counts["split_documents"] = int(long.sum())
+        documents = _split_long(documents, cut.max_length)
+    kept = documents[_targets(documents, weights)[0] > 0]
+    counts["targetless_rows"] = len(documents) - len(kept)
+    if cut.packing is None:
+        return kept, np.arange(1, len(kept) + 1), counts
+    given = kept if cut.seed is None else shuffled(kept, cut.seed)
+    pack = best_fit if cut.packing == "bfd" else wrapped
+    return *pack(given, cut.max_length), counts
+
+
+def _joined(parts: Sequence[CutRows]) -> CutRows:
+    """The rows of several sources, one source after the other."""
+    before = np.cumsum([0, *(len(part.pieces) for part in parts)])
+    rows = [part.rows + np.array([offset, 0, 0]) for part, offset in zip(parts, before)]
+    weights = [part.weights for part in parts if part.weights is not None]
+    return CutRows(
+        np.concatenate([part.pieces for part in parts]),
+        np.concatenate(rows),
+        np.concatenate(weights) if weights else None,
+        {key: sum(part.counts[key] for part in parts) for key in parts[0].counts},
+        tuple(np.cumsum([0, *(len(part.rows) for part in parts)]).tolist()),
+    )
 
 
 def _pieces_of(ends: Int64) -> Int64:
@@ -137,13 +164,15 @@ def _targets(pieces: Int64, weights: Weights | None) -> tuple[Int64, Float64]:
     return targets, sums
 
 
-def _counted(pieces: Int64, row_ends: Int64, weights: Weights | None, counts: dict[str, int]) -> CutRows:
+def _counted(
+    pieces: Int64, row_ends: Int64, weights: Weights | None, weighted: bool, counts: dict[str, int]
+) -> CutRows:
     targets, sums = _targets(pieces, weights)
     totals = [np.concatenate([np.zeros(1, np.int64), np.cumsum(part)]) for part in (pieces[:, 1], targets)]
     bounds = np.concatenate([np.zeros(1, np.int64), row_ends])
     tokens, found = (np.diff(total[bounds]) for total in totals)
     rows, row_weights = np.stack([row_ends, tokens, found], axis=1).astype(np.int64), None
-    if weights is not None and not _is_mask(weights):
+    if weighted:
         row_weights = np.add.reduceat(sums, bounds[:-1]) if len(row_ends) else sums
     if not found.all():  # only rows of pieces that were cut after the choice of documents
         keep = found > 0
@@ -158,7 +187,7 @@ def _counted(pieces: Int64, row_ends: Int64, weights: Weights | None, counts: di
         "row_tokens": int(rows[:, 1].sum()),
         "targets": int(rows[:, 2].sum()),
     }
-    return CutRows(pieces, rows, row_weights, counts)
+    return CutRows(pieces, rows, row_weights, counts, (0, len(rows)))
 
 
 def _is_mask(weights: Weights) -> bool:

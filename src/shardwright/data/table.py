@@ -114,12 +114,13 @@ class Block:
 class Table:
     """Rows over memory-mapped documents; `fingerprint` is of their content, wherever the files lie.
 
-    packed: a row may hold several documents. max_length: tokens that a row has room for.
+    packed: a row may hold several documents. max_length: tokens that a row has room for. bounds: first row of each source
+    whose rows were cut apart, and the number of rows.
     """
 
     def __init__(self, documents: Documents, cut: Cut, found: CutRows, fingerprint: str) -> None:
-        self.documents, self.counts, self.fingerprint = documents, found.counts, fingerprint
-        self.max_length, self.packed = cut.max_length, cut.packing is not None
+        self.documents, self.cut, self.counts, self.fingerprint = documents, cut, found.counts, fingerprint
+        self.max_length, self.packed, self.bounds = cut.max_length, cut.packing is not None, found.bounds
         # plain views: a slice of a memmap costs several times as much
         self._pieces, self._rows = np.asarray(found.pieces), np.asarray(found.rows)
         self._row_weights = None if found.weights is None else np.asarray(found.weights)
@@ -147,7 +148,12 @@ class Table:
             )
         pieces, rows = (np.load(path / name, mmap_mode="r") for name in ("pieces.npy", "rows.npy"))
         weights = np.load(path / "weights.npy", mmap_mode="r") if (path / "weights.npy").is_file() else None
-        return cls(documents, cut, CutRows(pieces, rows, weights, meta["counts"]), meta["fingerprint"])
+        return cls(
+            documents,
+            cut,
+            CutRows(pieces, rows, weights, meta["counts"], tuple(meta["bounds"])),
+            meta["fingerprint"],
+        )
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -234,7 +240,7 @@ def _write_rows(path: Path, documents: Documents, cut: Cut) -> None:
         for name, array in arrays.items():
             np.save(work / f"{name}.npy", array)
             digest.update(array.tobytes())
-        meta = {"counts": found.counts, "fingerprint": digest.hexdigest()}
+        meta = {"counts": found.counts, "bounds": found.bounds, "fingerprint": digest.hexdigest()}
         (work / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
 
 

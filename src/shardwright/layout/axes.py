@@ -7,6 +7,7 @@ peers are neighbours.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -34,7 +35,7 @@ class Axes:
         """Sizes in the order of `AXES`."""
         return (self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp)
 
-    @property
+    @cached_property
     def world_size(self) -> int:
         return prod(self.sizes)
 

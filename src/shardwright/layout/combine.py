@@ -41,15 +41,28 @@ EXCLUSIONS = (
     ),
     Exclusion(
         SPLIT_BACKWARD,
-        ("selective",),
-        "Backward runs in two parts, and what selective recomputation keeps can be read once.",
-        "Set memory.activation_checkpointing to full (recomputed in both parts) or none, or pp_schedule to 1f1b.",
+        ("selective", "full"),
+        "torch asks for the gradients of weights group by group, and each time the block's forward would run again (10 times "
+        "for one block of a Llama); what selective recomputation keeps can be read once only.",
+        "Set memory.activation_checkpointing to none, or pp_schedule to 1f1b.",
     ),
     Exclusion(
         SPLIT_BACKWARD,
         ("compile",),
         "A compiled block has one backward for inputs and weights together: torch refuses the pair.",
         "Set memory.compile to false, or pp_schedule to 1f1b.",
+    ),
+    Exclusion(
+        SPLIT_BACKWARD,
+        ("loss_chunks",),
+        "A loss in chunks makes the gradients of hidden states and of the head together.",
+        "Set memory.loss_chunk_tokens to auto or 0, or pp_schedule to 1f1b.",
+    ),
+    Exclusion(
+        ("loss_chunks",),
+        ("own_loss",),
+        "A loss of your own is given whole logits.",
+        "Set memory.loss_chunk_tokens to auto or 0.",
     ),
     Exclusion(
         ("compile",),
@@ -93,6 +106,10 @@ def features(run: RunFile, axes: Axes) -> dict[str, str]:
         found[kind] = f"memory.activation_checkpointing {kind}"
     if memory.compile:
         found["compile"] = "memory.compile"
+    if memory.loss_chunk_tokens not in ("auto", 0):
+        found["loss_chunks"] = f"memory.loss_chunk_tokens {memory.loss_chunk_tokens}"
+    if ":" in run.training.loss:
+        found["own_loss"] = f"training.loss {run.training.loss}"
     if memory.cpu_offload != "none":
         found["offload"] = f"memory.cpu_offload {memory.cpu_offload}"
     if run.data.batching == "pack":

@@ -121,30 +121,23 @@ def _interleaved(rank: int, pp: int, chunks: int, microbatches: int, *, split: b
     """Interleaved 1F1B; with `split`, ZB1P: backward for inputs first, weights `rank` backwards later."""
     per_round = _per_round(pp, microbatches)
     ahead = warmup("zero_bubble" if split else "interleaved_1f1b", pp, chunks, microbatches, rank)
-    total = chunks * microbatches
-
-    def ordinal(step: int) -> int:
-        """The microbatch of the step-th use of its chunk."""
-        return step // (per_round * chunks) * per_round + step % per_round
-
-    def forward(step: int) -> Action:
-        return Action(step // per_round % chunks * pp + rank, "F", ordinal(step))
-
-    def backward(step: int, kind: Kind) -> Action:
-        return Action((chunks - 1 - step // per_round % chunks) * pp + rank, kind, ordinal(step))
-
-    result = [forward(step) for step in range(ahead)]
-    weights = 0
-    for step in range(total):
-        if step + ahead < total:
-            result.append(forward(step + ahead))
-        result.append(backward(step, "I" if split else "B"))
+    steps = [
+        (chunk, index)
+        for start in range(0, microbatches, per_round)
+        for chunk in range(chunks)
+        for index in range(start, start + per_round)
+    ]
+    last = (chunks - 1) * pp + rank
+    forwards = [Action(chunk * pp + rank, "F", index) for chunk, index in steps]
+    backwards = [Action(last - chunk * pp, "I" if split else "B", index) for chunk, index in steps]
+    weights = [Action(last - chunk * pp, "W", index) for chunk, index in steps] if split else []
+    result = forwards[:ahead]
+    for step, backward in enumerate(backwards):
+        result += forwards[step + ahead : step + ahead + 1]
+        result.append(backward)
         if split and step >= rank:
-            result.append(backward(weights, "W"))
-            weights += 1
-    if split:
-        result += [backward(step, "W") for step in range(weights, total)]
-    return result
+            result.append(weights[step - rank])
+    return result + weights[max(len(backwards) - rank, 0) :]
 
 
 def _zbv(rank: int, pp: int, microbatches: int) -> list[Action]:

@@ -64,7 +64,9 @@ def check_config(name: str, values: dict[str, Any], by: Replacement) -> None:
         for kind in kinds:
             if kind not in LAYER_TYPES:
                 raise ModelError(
-                    f"{name} has layers of type {kind}.", f"{by.name} knows {' and '.join(LAYER_TYPES)}.", by.fix
+                    f"{name} has layers of type {kind}.",
+                    f"{by.name} knows {' and '.join(LAYER_TYPES)}.",
+                    by.fix,
                 )
 
 

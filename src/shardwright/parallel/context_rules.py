@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 
 from shardwright.config.schema import RunFile
 from shardwright.errors import ModelError
-from shardwright.models.attention_calls import AttentionCall, Seen, look_into
+from shardwright.models.attention_calls import AttentionCall, look_into
 from shardwright.parallel.attention_rules import Replacement, check_attention, check_config
 
 _ALONE = "Set parallelism.cp_size to 1."
@@ -45,21 +46,21 @@ def check_context_model(model: nn.Module, run: RunFile) -> None:
     values: dict[str, Any] = config.to_dict()
     check_config(name, values, _CONTEXT)
     seen = look_into(model)
-    _check_dropout(name, values, seen)
+    _check_dropout(name, values, seen.calls)
     check_attention(model, values, seen, _CONTEXT)
     for call in seen.calls:
         _check_ring(call, run)
 
 
-def _check_dropout(name: str, values: dict[str, Any], seen: Seen) -> None:
-    drawn = sorted({*seen.dropout, *(call.dropout for call in seen.calls)} - {0.0})
+def _check_dropout(name: str, values: dict[str, Any], calls: Iterable[AttentionCall]) -> None:
+    """Refuses dropout inside attention; elsewhere each rank draws masks for its own tokens."""
+    drawn = sorted({call.dropout for call in calls} - {0.0})
     if drawn:
-        keys = [key for key, p in values.items() if "drop" in key and p in drawn]
+        keys = [key for key, p in values.items() if "drop" in key and "att" in key and p in drawn]
         zeros = ", ".join(f"{key}: 0.0" for key in keys)
         raise ModelError(
-            f"{name} has dropout with p = {', '.join(f'{p:g}' for p in drawn)}.",
-            "Random numbers are drawn per microbatch, the same on each rank, but ranks hold different tokens of a row: "
-            "dropout would repeat, and differ from the run on one rank.",
+            f"{name} has dropout with p = {', '.join(f'{p:g}' for p in drawn)} inside attention.",
+            "Attention over pieces of a row is merged from blocks of scores, without masks between them.",
             f"Set model.config_overrides to {{{zeros}}}." if keys else "Set it to 0.",
         )
 

@@ -175,9 +175,7 @@ class Pipelined:
         """
         key = (microbatches, *ids.shape)
         if self._built is None or self._built[0] != key:
-            hidden = torch.empty(
-                *ids.shape, self._width, dtype=self._dtype, device="meta", requires_grad=True
-            )
+            hidden = self._hidden(ids, torch.device("meta")).requires_grad_()
             wide = torch.float64 if self._dtype == torch.float64 else torch.float32
             number, loss = (
                 torch.empty(1, dtype=torch.int64, device="meta"),
@@ -204,6 +202,12 @@ class Pipelined:
             )
             self._built = (key, made)
         return self._built[1]
+
+    def _hidden(self, ids: Tensor, device: torch.device) -> Tensor:
+        """An empty tensor like what passes between stages for `ids` [B, T]: [B, T, D], or this rank's piece of it."""
+        peers = self.stages[0].peers
+        tokens = ids.shape[1] // (peers.size if peers is not None else 1)
+        return torch.empty(ids.shape[0], tokens, self._width, dtype=self._dtype, device=device)
 
     def finish_gradients(self) -> None:
         """Completes gradients: what the data parallelism has left to do, then tied parameters over first and last stage."""
@@ -243,7 +247,7 @@ class Pipelined:
                 continue
             stage.eval()
             if index and self.rank_of(index - 1) != self._rank:
-                hidden = torch.empty(*ids.shape, self._width, dtype=self._dtype, device=ids.device)
+                hidden = self._hidden(ids, ids.device)
                 dist.recv(hidden, self._global(index - 1), group=self._group)
             hidden = stage(hidden, **arguments)
             if not stage.is_last and self.rank_of(index + 1) != self._rank:

@@ -17,7 +17,7 @@ from shardwright.plan.host import host_bytes
 from shardwright.plan.job import DTYPE_BYTES, Job, Layout
 from shardwright.plan.search import Choice, Found, Search, complexity
 from shardwright.plan.space import shells
-from shardwright.units import format_bytes, format_seconds
+from shardwright.units import format_bytes_binary, format_seconds
 
 if TYPE_CHECKING:
     from shardwright.layout.axes import Axes
@@ -114,7 +114,7 @@ def will_not_fix(search: Search, choice: Choice, composition: dict[str, float], 
     activations = composition.get("activations", 0.0) + composition.get("recomputation and workspace", 0.0)
     if allocated and activations > 0.3 * allocated and choice.layout.axes.cp == 1:
         lines.append(
-            f"Activations: {format_bytes(activations)} of the {format_bytes(allocated)} peak. FSDP does not "
+            f"Activations: {format_bytes_binary(activations)} of the {format_bytes_binary(allocated)} allocated at the peak. FSDP does not "
             f"divide them, nor do more "
             "data ranks at a fixed microbatch: recompute, lower the microbatch, or split rows with cp_size "
             "or tp_size."
@@ -166,14 +166,25 @@ def _doubled(axes: Axes) -> Axes:
 # ---- nothing fits
 
 
-def _anything_fits(search: Search, kinds: tuple[str, ...]) -> bool:
+def _leanest(search: Search, kinds: tuple[str, ...], split: str | None = None) -> float | None:
+    """Bytes on a device of the first layout that fits, of one way of splitting the model or of any; None for none."""
     legal, _ = shells(search.job, search.devices)
     for shell in legal:
-        for kind in kinds:
+        for kind in kinds if split in (None, shell.family) else ():
             least = search.least(shell, kind)
             if least is not None and least[1] <= search.capacity:
-                return True
-    return False
+                return least[1]
+    return None
+
+
+def more_devices(search: Search, family: str) -> str:
+    """How many devices the family needs, as a change: doubled until its leanest layout fits, 64 times at most."""
+    kind, _, split = family.partition("+")
+    for devices in (search.devices * 2**i for i in range(1, 7)):
+        wider = Search(search.job, search.device, devices, search.clock.software, search.program)
+        if _leanest(wider, (kind,), split) is not None:
+            return f"{devices:,} devices instead of {search.devices:,}"
+    return f"not on {64 * search.devices:,} devices either"
 
 
 def _try(
@@ -182,9 +193,9 @@ def _try(
     devices: int,
     device_name: str = "",
     kinds: tuple[str, ...] = ("zero3", "zero1", "ddp"),
-) -> bool:
+) -> float | None:
     device = CATALOGUE[device_name] if device_name else search.device
-    return _anything_fits(Search(job, device, devices, search.clock.software, search.program), kinds)
+    return _leanest(Search(job, device, devices, search.clock.software, search.program), kinds)
 
 
 def offloaded(search: Search) -> Choice | None:
@@ -205,25 +216,30 @@ def what_would_fit(search: Search) -> list[str]:
     unit = largest_unit_bytes(job)
     if 2 * unit > search.capacity:
         lines.append(
-            f"Even one unit does not fit: the largest one gathers {format_bytes(unit)} and makes a gradient "
+            f"Even one unit does not fit: the largest one gathers {format_bytes_binary(unit)} and makes a gradient "
             f"as large. Cut it: smaller "
             "units, or tp_size, which splits the computation of a layer too."
         )
-    more = next((n for n in (devices * 2**i for i in range(1, 11)) if _try(search, job, n)), None)
-    if more:
-        lines.append(f"{more:,} devices instead of {devices:,}: the states are then divided finely enough.")
+    for more in (devices * 2**i for i in range(1, 11)):
+        needed = _try(search, job, more)
+        if needed is not None:
+            lines.append(
+                f"{more:,} devices instead of {devices:,}: the states are then divided finely enough, "
+                f"{format_bytes_binary(needed)} on each at the leanest."
+            )
+            break
     larger = sorted(
         (d for d in CATALOGUE.values() if d.memory_bytes > search.capacity and d.name != "cpu"),
         key=lambda d: d.memory_bytes,
     )
-    bigger = next((d for d in larger if _try(search, job, devices, d.name)), None)
+    bigger = next((d for d in larger if _try(search, job, devices, d.name) is not None), None)
     if bigger:
         lines.append(
-            f"A device with {format_bytes(bigger.memory_bytes)}, such as {bigger.name}, at the same number."
+            f"A device with {format_bytes_binary(bigger.memory_bytes)}, such as {bigger.name}, at the same number."
         )
     length = job.max_length // 2
     while length >= 256:
-        if _try(search, replace(job, max_length=length), devices):
+        if _try(search, replace(job, max_length=length), devices) is not None:
             lines.append(f"max_length {length:,} instead of {job.max_length:,}: this changes the objective.")
             break
         length //= 2
@@ -231,13 +247,13 @@ def what_would_fit(search: Search) -> list[str]:
     if host is not None:
         per_node = host_bytes(job, host.layout).peak * min(devices, search.device.node.devices)
         lines.append(
-            f"memory.cpu_offload params: {format_bytes(host.device_bytes)} on a device, "
-            f"{format_bytes(per_node)} on each host, {format_seconds(host.seconds)} per update."
+            f"memory.cpu_offload params: {format_bytes_binary(host.device_bytes)} on a device, "
+            f"{format_bytes_binary(per_node)} on each host, {format_seconds(host.seconds)} per update."
         )
     weights = counts(job.shape).total * DTYPE_BYTES[job.param_dtype] / devices
     lines.append(
         f"Training fewer parameters (model.freeze, LoRA): frozen weights in {job.param_dtype} need "
-        f"{format_bytes(weights)} a rank and no "
+        f"{format_bytes_binary(weights)} a rank and no "
         "gradients or optimizer states. That is another objective."
     )
     return lines

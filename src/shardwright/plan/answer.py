@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwright.arch.flops import model_flops, recompute_flops, utilisation
 from shardwright.arch.inventory import counts
-from shardwright.plan.advice import PATHS, first_to_test, path_of, what_would_fit, will_not_fix
+from shardwright.plan.advice import PATHS, first_to_test, more_devices, path_of, what_would_fit, will_not_fix
 from shardwright.plan.memory import short_peak
 from shardwright.plan.reliability import Interruptions, interruptions
 from shardwright.plan.search import Choice, Found, Search
@@ -150,7 +150,7 @@ _NEXT = {
 }
 
 
-def _refusals(search: Search, found: Found, would_fit: tuple[str, ...]) -> list[Refused]:
+def _refusals(search: Search, found: Found) -> list[Refused]:
     order = {kind: index for index, kind in enumerate(KINDS)}
     result = []
     for family, rejection in sorted(
@@ -167,8 +167,8 @@ def _refusals(search: Search, found: Found, would_fit: tuple[str, ...]) -> list[
         if not change and found.best:
             nearest = min(found.best.values(), key=lambda choice: choice.seconds)
             change = f"{nearest.family} fits"
-        if not change and would_fit:
-            change = would_fit[0].partition(":")[0].rstrip(".")
+        if not change:
+            change = more_devices(search, family)
         top = short_peak(search.job, rejection.layout, search.program).composition
         name, size = next(iter(top.items()))
         mostly = f"{name} {size / GIB:.1f} GiB"
@@ -248,7 +248,7 @@ def answer(search: Search, shown: int = 5) -> Answer:
         ranked=tuple(described),
         first=own,
         path=path_of(first.layout) if first else "",
-        refused=tuple(_refusals(search, found, would_fit)),
+        refused=tuple(_refusals(search, found)),
         illegal=found.refused,
         limits=limits,
         would_fit=would_fit,

@@ -4,20 +4,32 @@ once.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from math import inf
+from operator import itemgetter
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardwright.arch.inventory import counts
-from shardwright.layout.schedule import split_blocks
-from shardwright.plan.block_bytes import block_bytes
-from shardwright.plan.job import DTYPE_BYTES, Job, Layout
+from shardwright.layout.axes import Axes
+from shardwright.plan.block_bytes import ActivationKey, block_bytes
+from shardwright.plan.job import DTYPE_BYTES, Job, Layout, Recompute
 from shardwright.plan.peak import PeakModel
 from shardwright.plan.program import SHARDWRIGHT, Program
-from shardwright.plan.space import SPLIT_WEIGHTS, Cell, Shell, kinds_of, variants
+from shardwright.plan.rank_bytes import planned_stages
+from shardwright.plan.space import CHUNKS, RECOMPUTE, Cell, Shell, divisors, kinds_of, schedules, variants
 from shardwright.plan.step_time import Clock, idle_rounds
 
 if TYPE_CHECKING:
     from shardwright.plan.device import Device
     from shardwright.plan.kernels import Software
+    from shardwright.plan.rank_time import BlockSeconds
+
+
+class Bounded(NamedTuple):
+    """A cell with the seconds and the bytes of activations that it needs at least."""
+
+    seconds: float
+    kept: float
+    cell: Cell
 
 
 class Bounds:
@@ -34,72 +46,104 @@ class Bounds:
         self.peaks = PeakModel(job, program)
         self.capacity = device.memory_bytes
         self.asked = 0
-        self._total, self._block = counts(job.shape).total, counts(job.shape).block_split
+        self._total = counts(job.shape).total
         self._blocks: dict[tuple[object, ...], int] = {}
-        self._saved: dict[tuple[object, ...], float] = {}
-        self._probes: dict[tuple[Shell, int, str], Layout] = {}
+        self._stages: dict[int, tuple[int, ...]] = {}
+        self._saved: dict[ActivationKey, float] = {}
 
     def stage_blocks(self, cell: Cell) -> tuple[int, ...]:
         """Blocks of each pipeline stage of the cell."""
-        return split_blocks(self.job.shape.layers, cell.shell.pp * cell.chunks)
+        return self._stage_blocks(cell.shell.pp * cell.chunks)
 
-    def needs(self, layout: Layout) -> tuple[float, float]:
-        """(allocated, with fragmentation and context) bytes at the peak of the fullest rank."""
+    def _stage_blocks(self, stages: int) -> tuple[int, ...]:
+        found = self._stages.get(stages)
+        if found is None:
+            found = self._stages[stages] = planned_stages(self.job.shape, stages)
+        return found
+
+    def needs(self, layout: Layout, limit: float = inf) -> tuple[float, float]:
+        """(allocated, with fragmentation and context) bytes at the peak of the fullest rank.
+
+        Of a layout that needs more than `limit`: some number above it; the first such rank settles it.
+        """
         self.asked += 1
-        allocated, reserved = self.peaks.peak_bytes(layout)
-        return allocated, reserved + self.program.context_bytes
+        context = self.program.context_bytes
+        allocated, reserved = self.peaks.peak_bytes(layout, limit - context)
+        return allocated, reserved + context
+
+    def fits(self, layout: Layout) -> bool:
+        """Whether `needs` says that the layout fits."""
+        return self.needs(layout, self.capacity)[1] <= self.capacity
 
     def states(self, shell: Shell, kind: str) -> float:
         """Bytes of model states that every layout of the family keeps, a lower bound: even parts."""
-        m, r = DTYPE_BYTES[self.job.master_dtype], DTYPE_BYTES[self.job.reduce_dtype]
+        m, c = DTYPE_BYTES[self.job.master_dtype], DTYPE_BYTES[self.job.param_dtype]
         part = self._total / (shell.tp * shell.pp)
-        shard = shell.data * shell.cp
         if kind == "ddp":
-            # `kept` counts gathered parameters and whole gradients under a pipeline for every kind.
-            counted = (DTYPE_BYTES[self.job.param_dtype] + r) * (1 + self.program.fragmentation)
-            return max(4 * m - (counted if shell.pp > 1 else 0.0), 0.0) * part
+            return 4 * m * part
         if kind == "offload":
             return 0.0
-        # Parameters and moments are shards for every zero*; gradients too once they are reduced.
-        return (3 * m + min(m, r)) * part / shard
+        # Parameters, moments and reduced gradients are shards for every zero*; zero1 and zero2 hold all gathered.
+        gathered = c * (1 + self.program.fragmentation) if kind in ("zero1", "zero2") else 0.0
+        return (4 * m / (shell.data * shell.cp) + gathered) * part
 
-    def kept(self, cell: Cell) -> float:
-        """Bytes of activations that pipeline rank 0 keeps, a lower bound: microbatches in flight at most."""
-        s = cell.shell
-        key = (s.tp, s.cp, cell.microbatch_rows, s.tp > 1, cell.recompute, s.pp > 1)
-        saved = self._saved.get(key)
-        if saved is None:
-            saved = self._saved[key] = block_bytes(self.job, self.program, key).saved
-        flight: float = min(s.pp, cell.microbatches)
-        if cell.schedule == "gpipe":
-            flight = cell.microbatches
-        elif cell.schedule == "interleaved_1f1b":
-            flight = min(flight * (cell.chunks + 1) / cell.chunks - 1, cell.microbatches)
-        blocks = self._first_blocks(cell)
-        kept = saved * blocks * flight
-        keeps = s.pp > 1 and self.program.pipeline_keeps_gathered and s.data * s.cp > 1
-        if keeps and cell.schedule not in SPLIT_WEIGHTS:
-            # Under a pipeline gathered parameters stay, and gradients stay whole until the last microbatch:
-            # they meet the most microbatches in flight when there are enough of these. (ddp keeps both
-            # anyway, in wider dtypes.)
-            steady = cell.microbatches > (3 * s.pp if cell.chunks > 1 else s.pp)
-            width = DTYPE_BYTES[self.job.param_dtype] + (DTYPE_BYTES[self.job.reduce_dtype] if steady else 0)
-            kept += width * blocks * self._block / s.tp
-        return kept * (1 + self.program.fragmentation)
+    def bounded(self, shell: Shell, most: float) -> list[Bounded]:
+        """Every cell of the shell whose activations may fit into `most` bytes, the quickest bound first.
 
-    def _first_blocks(self, cell: Cell) -> int:
+        Left out is GPipe where 1F1B runs too: it idles as long and keeps more.
+        """
+        found: list[Bounded] = []
+        rows = self.job.global_batch_size // shell.data
+        for microbatch in divisors(rows):
+            count = rows // microbatch
+            modes = [
+                (recompute, self._saved_bytes(shell, microbatch, recompute), self._block(shell, microbatch, recompute))
+                for recompute in RECOMPUTE
+            ]
+            ends, send = self._edges(shell, microbatch)
+            for schedule, chunks in schedules(shell.pp, self.job.shape.layers, count):
+                if schedule == "gpipe" and count >= shell.pp:
+                    continue
+                held = self._held(shell.pp, schedule, chunks, count)
+                for recompute, saved, block in modes:
+                    if saved * held <= most:
+                        seconds = self._least_seconds(shell.pp, schedule, chunks, count, block, ends, send)
+                        cell = Cell(shell, schedule, chunks, microbatch, count, recompute)
+                        found.append(Bounded(seconds, saved * held, cell))
+        found.sort(key=itemgetter(0))
+        return found
+
+    def _saved_bytes(self, shell: Shell, rows: int, recompute: Recompute) -> float:
+        """What a block keeps of one microbatch, with fragmentation."""
+        key = (shell.tp, shell.cp, rows, shell.tp > 1, recompute, shell.pp > 1)
+        found = self._saved.get(key)
+        if found is None:
+            saved = block_bytes(self.job, self.program, key).saved
+            found = self._saved[key] = saved * (1 + self.program.fragmentation)
+        return found
+
+    def _held(self, pp: int, schedule: str | None, chunks: int, microbatches: int) -> float:
+        """Blocks times microbatches that pipeline rank 0 keeps when it keeps most, a lower bound."""
+        flight: float = min(pp, microbatches)
+        if schedule == "gpipe":
+            flight = microbatches
+        elif schedule == "interleaved_1f1b":
+            flight = min(flight * (chunks + 1) / chunks - 1, microbatches)
+        return self._first_blocks(pp, schedule, chunks) * flight
+
+    def _first_blocks(self, pp: int, schedule: str | None, chunks: int) -> int:
         """Blocks of pipeline rank 0."""
-        key = (cell.shell.pp, cell.schedule, cell.chunks)
+        key = (pp, schedule, chunks)
         found = self._blocks.get(key)
         if found is None:
-            stages, pp = self.stage_blocks(cell), cell.shell.pp
-            found = stages[0] + stages[-1] if cell.schedule == "zbv" else sum(stages[::pp])
+            stages = self._stage_blocks(pp * chunks)
+            found = stages[0] + stages[-1] if schedule == "zbv" else sum(stages[::pp])
             self._blocks[key] = found
         return found
 
     def least(self, shell: Shell, kind: str) -> tuple[Layout, float] | None:
         """The layout of the family that needs least on this shell, and what it needs; None for an empty
-        family.
+        family. Where one fits, the first that does.
 
         One row a microbatch and everything recomputed; or all rows in one microbatch, which keeps no
         unreduced gradients.
@@ -107,6 +151,8 @@ class Bounds:
         rows = self.job.global_batch_size // shell.data
         best: tuple[Layout, float] | None = None
         for microbatch in {1, rows}:
+            if best is not None and best[1] <= self.capacity:
+                break
             count = rows // microbatch
             schedule = None if shell.pp == 1 else "1f1b" if count >= shell.pp else "gpipe"
             cell = Cell(shell, schedule, 1, microbatch, count, "full")  # type: ignore[arg-type]
@@ -121,38 +167,65 @@ class Bounds:
 
     def cell_bound(self, cell: Cell) -> float:
         """Seconds that no layout of the cell goes below: kernels and pipeline, no data-parallel cost."""
-        shell, layers = cell.shell, self.job.shape.layers
-        b = self.clock.block(self._probe(shell, cell.microbatch_rows, cell.recompute))
-        one = (b.forward + b.backward) * layers / shell.pp
-        idle = 0.0
-        if shell.pp > 1:
-            if cell.schedule == "zbv":
-                idle = (b.backward - b.weights) * layers / shell.pp * (shell.pp - 1) / 2
-            elif cell.schedule == "zero_bubble":
-                idle = (one - 2 * b.weights * layers / shell.pp) * (shell.pp - 1)
-            else:
-                idle = one * (
-                    (shell.pp - 1) / cell.chunks + idle_rounds(shell.pp, cell.chunks, cell.microbatches)
-                )
-        return cell.microbatches * one + max(idle, 0.0) * (1 - shell.pp / layers)
+        shell = cell.shell
+        block = self._block(shell, cell.microbatch_rows, cell.recompute)
+        ends, send = self._edges(shell, cell.microbatch_rows)
+        return self._least_seconds(
+            shell.pp, cell.schedule, cell.chunks, cell.microbatches, block, ends, send
+        ) * (1 - 1e-9)
+
+    def _least_seconds(
+        self,
+        pp: int,
+        schedule: str | None,
+        chunks: int,
+        microbatches: int,
+        block: BlockSeconds,
+        ends: float,
+        send: float,
+    ) -> float:
+        """The time of an update if all pipeline ranks worked equally long: a rank that works longer makes it no shorter.
+
+        ends: seconds of embedding and head. send: of one send between stages.
+        """
+        layers = self.job.shape.layers
+        one = ((block.forward + block.backward) * layers + ends) / pp
+        if pp == 1:
+            return microbatches * one
+        if schedule == "zbv":
+            idle = ((block.backward - block.weights) * layers - one) / 2
+        elif schedule == "zero_bubble":
+            idle = (pp - 1) * one - 2 * block.weights * layers
+        else:
+            idle = one * ((pp - 1) / chunks + idle_rounds(pp, chunks, microbatches))
+        sends = self.clock.sends(pp, chunks, microbatches) * send
+        return microbatches * one + max(idle, 0.0) + sends
 
     def shell_bound(self, shell: Shell) -> float:
-        """The smallest bound of its cells: nothing recomputed, no idle time, the best microbatch."""
-        rows = self.job.global_batch_size // shell.data
-        layers = self.job.shape.layers
-        best = float("inf")
+        """The smallest bound of its cells: nothing recomputed, the schedule that idles least, the best microbatch."""
+        rows, layers, pp = self.job.global_batch_size // shell.data, self.job.shape.layers, shell.pp
+        best = inf
         microbatch = 1
         while microbatch <= rows:
             if rows % microbatch == 0:
-                b = self.clock.block(self._probe(shell, microbatch, "none"))
-                best = min(best, (b.forward + b.backward) * layers / shell.pp * (rows // microbatch))
+                b = self._block(shell, microbatch, "none")
+                one = (b.forward + b.backward) * layers / pp
+                idle = 0.0
+                if pp > 1:
+                    idle = min(
+                        one * (pp - 1) / max(CHUNKS),
+                        ((b.backward - b.weights) * layers - one) / 2,
+                        (pp - 1) * one - 2 * b.weights * layers,
+                    )
+                best = min(best, one * (rows // microbatch) + max(idle, 0.0))
             microbatch *= 2
         return best * 0.97  # microbatches that are no powers of two may be a little better
 
-    def _probe(self, shell: Shell, microbatch: int, recompute: str) -> Layout:
-        key = (shell, microbatch, recompute)
-        found = self._probes.get(key)
-        if found is None:
-            cell = Cell(shell, "1f1b" if shell.pp > 1 else None, 1, microbatch, 1, recompute)  # type: ignore[arg-type]
-            found = self._probes[key] = next(iter(variants(cell, "ddp")))
-        return found
+    def _block(self, shell: Shell, rows: int, recompute: Recompute) -> BlockSeconds:
+        return self.clock.block_at(shell.tp, shell.cp, shell.pp, self.devices, rows, recompute)
+
+    def _edges(self, shell: Shell, rows: int) -> tuple[float, float]:
+        """Seconds of embedding and head, and of one send between stages, for one microbatch."""
+        axes = Axes(shell.pp, 1, shell.data, shell.cp, shell.tp)
+        layout = Layout(axes, "ddp", rows, sequence_parallel=shell.tp > 1)
+        return sum(self.clock.edge(layout)), self.clock.send(layout)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
+from operator import mul
 
 from shardwright.layout.schedule import Action, rank_actions, rank_stages
 from shardwright.plan.job import Job, Layout
@@ -37,7 +39,7 @@ class Moment:
     label: str
     alive: tuple[float, ...]
 
-    @property
+    @cached_property
     def total(self) -> float:
         return sum(self.alive)
 
@@ -87,10 +89,12 @@ class _Walk:
         work: float = 0.0,
         loss: float = 0.0,
     ) -> Moment:
-        b, a = self.b, self.b.activations
-        gradients = b.always + sum(n * size for own in self.reduced for n, size in zip(own, b.resting))
-        put_off = sum(n * size for own in self.waiting for n, size in zip(own, b.accumulated))
-        later = sum(self.deferred[i] * b.blocks[i] for i in range(len(b.blocks))) * a.deferred
+        b = self.b
+        gradients, put_off = b.always, 0.0
+        for reduced, waiting in zip(self.reduced, self.waiting):
+            gradients += sum(map(mul, reduced, b.resting))
+            put_off += sum(map(mul, waiting, b.accumulated))
+        later = sum(map(mul, self.deferred, b.blocks)) * b.activations.deferred
         parts = (b.parameters, b.optimizer, gradients, gathered)
         return Moment(label, (*parts, unreduced + put_off, activations, later, work, loss, b.buffers))
 
@@ -199,10 +203,10 @@ def timeline(
 
 def _reserved(moment: Moment, at_rest: float, program: Program) -> float:
     """What the allocator reserves for a moment: states and all gradients at rest, and the rest with fragmentation."""
-    alive = dict(zip(PARTS, moment.alive))
-    states = alive["parameters"] + alive["optimizer states"] + alive["buffers"]
-    moving = moment.total - states - alive["gradients"]
-    always = alive["gradients"] if at_rest == 0 else at_rest
+    parameters, optimizer, gradients, *_, buffers = moment.alive
+    states = parameters + optimizer + buffers
+    moving = moment.total - states - gradients
+    always = gradients if at_rest == 0 else at_rest
     return states + always + (1 + program.fragmentation) * moving
 
 

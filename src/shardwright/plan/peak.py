@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from operator import mul
-from typing import TYPE_CHECKING, NamedTuple
+from math import inf
+from operator import ge, mul
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardwright.plan.block_bytes import activation_key, block_bytes, loss_bytes, with_casts
 from shardwright.plan.job import DTYPE_BYTES, Job, Layout
@@ -32,18 +33,13 @@ Units = tuple[int, int, int]
 NONE: Units = (0, 0, 0)
 
 
-class Entry(NamedTuple):
-    """One moment that can be the largest, as counts: it does not depend on any size.
+Entry = tuple[int, ...]
+"""One moment that can be the largest, as counts: it does not depend on any size.
 
-    activations: how often each of `weights` counts. accumulated, resting: units whose gradients are put off, reduced.
-    place: which unit is gathered. sends: its gradient and reduction input are there too.
-    """
-
-    activations: tuple[int, ...]
-    accumulated: Units
-    resting: Units
-    place: int
-    sends: bool
+Sixteen numbers: how often each of the eight `weights` counts; blocks, embeddings and heads whose gradients are put off, and
+whose gradients are reduced; whether a unit's gradient and reduction input are there (0 or 1); the place, which says what is
+gathered.
+"""
 
 
 def weights(job: Job, layout: Layout, program: Program, cast: tuple[float, float]) -> tuple[float, ...]:
@@ -64,23 +60,20 @@ class Holding(NamedTuple):
         return (self.blocks[chunk], int(chunk == self.first), int(chunk == self.last))
 
 
-def _plus(terms: Iterable[Units]) -> Units:
-    total = [0, 0, 0]
-    for blocks, embeddings, heads in terms:
-        total[0] += blocks
-        total[1] += embeddings
-        total[2] += heads
-    return (total[0], total[1], total[2])
+def _plus(a: Units, b: Units) -> Units:
+    return (a[0] + b[0], a[1] + b[1], a[2] + b[2])
 
 
 def _others(h: Holding, state: State, late: bool) -> tuple[Units, Units]:
     """Gradients of the other stages: put off while these are at work, reduced once they are done (or at once)."""
-    waiting: list[Units] = []
-    reduced: list[Units] = []
+    waiting = reduced = NONE
     for chunk, phase in enumerate(state.gradients):
         if phase and chunk != state.chunk:
-            (waiting if late and phase == 1 else reduced).append(h.units(chunk))
-    return _plus(waiting), _plus(reduced)
+            if late and phase == 1:
+                waiting = _plus(waiting, h.units(chunk))
+            else:
+                reduced = _plus(reduced, h.units(chunk))
+    return waiting, reduced
 
 
 def _own_gradients(h: Holding, state: State, late: bool) -> tuple[tuple[Units, Units], ...]:
@@ -106,9 +99,9 @@ def _entries(h: Holding, state: State, late: bool) -> Iterator[Entry]:
     chunk = state.chunk
     n, embeds, head = h.units(chunk)
     waiting, reduced = _others(h, state, late)
-    flight = sum(count * h.blocks[i] for i, count in enumerate(state.alive))
+    flight = sum(map(mul, state.alive, h.blocks))
     heads = state.alive[h.last] if h.last >= 0 else 0
-    deferred = sum(count * h.blocks[i] for i, count in enumerate(state.deferred))
+    deferred = sum(map(mul, state.deferred, h.blocks))
     boundaries, makes = sum(state.alive), state.kind == "B"
     own = _own_gradients(h, state, late)
 
@@ -118,8 +111,13 @@ def _entries(h: Holding, state: State, late: bool) -> Iterator[Entry]:
     def entry(
         at: int, saved: int, heads: int, work: int, loss: int, after: int, place: int, sends: bool
     ) -> Entry:
-        counts = (saved, boundaries, heads, kept_loss, deferred, work, loss, after)
-        return Entry(counts, _plus((waiting, own[at][0])), _plus((reduced, own[at][1])), place, sends)
+        put_off, done = own[at]
+        return (
+            *(saved, boundaries, heads, kept_loss, deferred, work, loss, after),
+            *_plus(waiting, put_off),
+            *_plus(reduced, done),
+            *(int(sends), place),
+        )
 
     if state.kind == "W":
         yield entry(0, flight, heads, 0, 0, 0, BLOCK, True)
@@ -135,19 +133,16 @@ def _entries(h: Holding, state: State, late: bool) -> Iterator[Entry]:
 
 
 def _fullest(entries: Iterable[Entry]) -> tuple[Entry, ...]:
-    """Entries that no other one dominates."""
-    kept: list[Entry] = []
-
-    def covers(x: Entry, y: Entry) -> bool:
-        if x.place != y.place or x.sends < y.sends:
-            return False
-        mine, theirs = x.activations + x.accumulated + x.resting, y.activations + y.accumulated + y.resting
-        return all(p >= q for p, q in zip(mine, theirs))
-
-    for entry in sorted(set(entries), key=lambda one: -sum(one.activations)):
-        if not any(covers(old, entry) for old in kept):
-            kept.append(entry)
-    return tuple(kept)
+    """Entries that no other one of the same place dominates."""
+    kept: dict[int, list[Entry]] = {}
+    for entry in sorted(set(entries), key=sum, reverse=True):
+        alike = kept.setdefault(entry[-1], [])
+        for old in alike:
+            if all(map(ge, old, entry)):
+                break
+        else:
+            alike.append(entry)
+    return tuple(entry for alike in kept.values() for entry in alike)
 
 
 @lru_cache(maxsize=8192)
@@ -159,14 +154,8 @@ def rank_entries(
     return _fullest(entry for state in listed for entry in _entries(h, state, late))
 
 
-class Moment(NamedTuple):
-    """An entry with its sizes: activation bytes, and units whose gradients are put off and reduced."""
-
-    activations: float
-    waiting: Units
-    reduced: Units
-    place: int
-    sends: bool
+Moment = tuple[float, Units, Units, int, int]
+"""An entry with its sizes: activation bytes, units whose gradients are put off and reduced, sends, place."""
 
 
 class Profile(NamedTuple):
@@ -175,12 +164,26 @@ class Profile(NamedTuple):
     blocks: int
     first: bool
     last: bool
-    moments: tuple[Moment, ...]
+    moments: list[Moment]
 
 
-def _sized(entries: tuple[Entry, ...], weight: tuple[float, ...]) -> tuple[Moment, ...]:
+def _sized(entries: tuple[Entry, ...], weight: tuple[float, ...]) -> list[Moment]:
     """The entries in bytes."""
-    return tuple([Moment(sum(map(mul, e[0], weight)), e[1], e[2], e[3], e[4]) for e in entries])
+    return [(sum(map(mul, e, weight)), e[8:11], e[11:14], e[14], e[15]) for e in entries]  # type: ignore[misc]
+
+
+class _Profiles:
+    """The profiles of the ranks that can be the fullest, each made when it is first asked for."""
+
+    def __init__(self, weight: tuple[float, ...], key: tuple[Any, ...], late: bool) -> None:
+        self.made: list[Profile] = []
+        self._weight, self._key, self._late = weight, key, late
+
+    def add(self, rank: int, h: Holding) -> Profile:
+        entries = rank_entries(*self._key, rank, h, self._late)
+        profile = Profile(sum(h.blocks), h.first >= 0, h.last >= 0, _sized(entries, self._weight))
+        self.made.append(profile)
+        return profile
 
 
 class PeakModel:
@@ -188,7 +191,7 @@ class PeakModel:
 
     def __init__(self, job: Job, program: Program = SHARDWRIGHT) -> None:
         self.job, self.program = job, program
-        self._profiles: dict[tuple[object, ...], tuple[Profile, ...]] = {}
+        self._profiles: dict[tuple[object, ...], _Profiles] = {}
         self._held: dict[tuple[object, ...], tuple[tuple[int, Holding], ...]] = {}
         self._parts: dict[tuple[int, int, bool, bool, bool], tuple[Elements, Elements, Elements]] = {}
 
@@ -196,15 +199,16 @@ class PeakModel:
         """(rank, what it holds) of the ranks that can be the fullest: of those with equally many blocks, the ends."""
         pp = layout.axes.pp
         key = (pp, layout.schedule, layout.chunks)
-        if key not in self._held:
+        found = self._held.get(key)
+        if found is None:
             every = [Holding(*holds(self.job, layout, rank)) for rank in range(pp)]
             alike: dict[tuple[int, ...], list[int]] = {}
             for rank in range(1, pp - 1):
                 alike.setdefault(every[rank].blocks, []).append(rank)
             ends = (0, -1) if layout.schedule in ("zero_bubble", "zbv") else (0,)
             ranks = {0, pp - 1, *(own[end] for own in alike.values() for end in ends)}
-            self._held[key] = tuple((rank, every[rank]) for rank in sorted(ranks))
-        return self._held[key]
+            found = self._held[key] = tuple((rank, every[rank]) for rank in sorted(ranks))
+        return found
 
     def ranks(self, layout: Layout) -> tuple[int, ...]:
         """The pipeline ranks of which one is the fullest, whatever the sizes."""
@@ -213,50 +217,45 @@ class PeakModel:
     def _elements(
         self, layout: Layout, degree: int, first: bool, last: bool
     ) -> tuple[Elements, Elements, Elements]:
-        key = (layout.axes.tp, degree, first, last, layout.axes.pp > 1)
+        axes = layout.axes
+        key = (axes.tp, degree, first, last, axes.pp > 1)
         found = self._parts.get(key)
         if found is None:
             found = self._parts[key] = rank_elements(self.job, layout, degree, first, last)
         return found
 
-    def _profile(self, layout: Layout, late: bool, casts: bool, microbatches: int) -> tuple[Profile, ...]:
+    def _profiled(self, layout: Layout, late: bool, casts: bool, microbatches: int) -> Iterator[Profile]:
+        """The profile of each rank that can be the fullest."""
         axes = layout.axes
         schedule = None if axes.pp == 1 else layout.schedule or "1f1b"
         count = steady_count(schedule, axes.pp, microbatches)
-        split = (
-            axes.tp,
-            axes.cp,
-            axes.pp,
-            layout.microbatch_rows,
-            layout.sequence_parallel,
-            layout.recompute,
-        )
-        key = (*split, schedule, layout.chunks, count, late, casts)
-        found = self._profiles.get(key)
-        if found is None:
+        key = (*activation_key(layout), axes.pp, schedule, layout.chunks, count, late, casts)
+        profiles = self._profiles.get(key)
+        if profiles is None:
             cast = (0.0, 0.0)
             if casts:
                 parts = self._elements(layout, 1, False, True)
                 width = DTYPE_BYTES[self.job.param_dtype]
                 cast = (width * parts[BLOCK].whole, width * parts[HEAD].whole)
             weight = weights(self.job, layout, self.program, cast)
-            made = []
-            for rank, h in self._holdings(layout):
-                entries = rank_entries(schedule, axes.pp, layout.chunks, count, rank, h, late)
-                moments = _sized(entries, weight)
-                made.append(Profile(sum(h.blocks), h.first >= 0, h.last >= 0, moments))
-            found = self._profiles[key] = tuple(made)
-        return found
+            profiles = _Profiles(weight, (schedule, axes.pp, layout.chunks, count), late)
+            self._profiles[key] = profiles
+        made = profiles.made
+        for index, (rank, h) in enumerate(self._holdings(layout)):
+            yield made[index] if index < len(made) else profiles.add(rank, h)
 
-    def peak_bytes(self, layout: Layout) -> tuple[float, float]:
-        """(allocated, reserved) bytes at the peak of the fullest rank; `Program.fragmentation` says what is reserved."""
+    def peak_bytes(self, layout: Layout, limit: float = inf) -> tuple[float, float]:
+        """(allocated, reserved) bytes at the peak of the fullest rank; `Program.fragmentation` says what is reserved.
+
+        As soon as a rank reserves more than `limit` bytes, what has been seen so far is returned: that is too much already.
+        """
         job, program = self.job, self.program
         microbatches = layout.microbatches(job)
         rule = rules(job, layout, program, microbatches)
         temporary = 0.0 if layout.offload != "none" else program.optimizer_temporary_bytes
         extra = 1 + program.fragmentation
         allocated = reserved = 0.0
-        for profile in self._profile(layout, rule.late, rule.casts, microbatches):
+        for profile in self._profiled(layout, rule.late, rule.casts, microbatches):
             blocks = profile.blocks
             parts = self._elements(layout, rule.degree, profile.first, profile.last)
             block, embedding, head = parts
@@ -267,6 +266,8 @@ class PeakModel:
             rest, step = rule.resting * shard, temporary * shard
             allocated = max(allocated, states + most, states + rest + step)
             reserved = max(reserved, states + rest + extra * max(moving, step))
+            if reserved > limit:
+                break
         return allocated, reserved
 
     def device_bytes(self, layout: Layout) -> float:
@@ -282,7 +283,7 @@ class PeakModel:
         gathered, sent = travelling(self.job, layout, self.program, rule, blocks, (block, embedding, head))
         late, done = rule.accumulated, rule.resting
         most = moving = 0.0
-        for activations, waiting, reduced, place, sends in profile.moments:
+        for activations, waiting, reduced, sends, place in profile.moments:
             total = activations + gathered[place]
             if sends:
                 total += sent[place]

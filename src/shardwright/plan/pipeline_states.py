@@ -59,21 +59,29 @@ def states(
             for k in sorted(kept)
         )
     own = rank_stages(schedule, pp, chunks, rank)
-    alive, deferred, weights = [0] * len(own), [0] * len(own), [0] * len(own)
     place = {stage: chunk for chunk, stage in enumerate(own)}
+    alive, deferred, weights, gradients = ([0] * len(own) for _ in range(4))
     found: dict[tuple[str, int, bool], list[State]] = {}
+    seen: set[tuple[object, ...]] = set()
     for stage, kind, _ in rank_actions(schedule, pp, chunks, count, rank):
         chunk = place[stage]
         if kind == "F":
             alive[chunk] += 1
             continue
-        gradients = tuple([(done > 0) + (done == count) for done in weights])
         first, last = weights[chunk] == 0, weights[chunk] == count - 1
-        state = State(kind, chunk, tuple(alive), tuple(deferred), gradients, first, last)
-        _keep(found.setdefault((kind, chunk, last), []), state)
-        alive[chunk] -= kind != "W"
-        deferred[chunk] += {"I": 1, "W": -1}.get(kind, 0)
-        weights[chunk] += kind != "I"
+        met = (kind, chunk, tuple(alive), tuple(deferred), tuple(gradients), first, last)
+        if met not in seen:
+            # The steady phase meets the same again and again.
+            seen.add(met)
+            _keep(found.setdefault((kind, chunk, last), []), State(*met))
+        if kind != "W":
+            alive[chunk] -= 1
+        if kind == "I":
+            deferred[chunk] += 1
+            continue
+        deferred[chunk] -= kind == "W"
+        weights[chunk] += 1
+        gradients[chunk] = 1 + last
     return tuple(state for group in found.values() for state in group)
 
 
@@ -88,7 +96,7 @@ def _keep(group: list[State], new: State) -> None:
             a.first <= b.first
             and all(map(ge, a.alive, b.alive))
             and all(map(ge, a.deferred, b.deferred))
-            and all(x == y or not y for x, y in zip(a.gradients, b.gradients))
+            and (a.gradients == b.gradients or all(x == y or not y for x, y in zip(a.gradients, b.gradients)))
         )
 
     for old in group:

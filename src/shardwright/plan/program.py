@@ -16,6 +16,7 @@ GIB = 2**30
 class Program:
     """One training program.
 
+    own: one of ours, whose traffic stands in `layout/*_traffic.py`.
     engine: `torch` is DDP over stored weights and `fully_shard`; `flat` keeps weights in the compute dtype whole on each
     rank, adds gradients up in one fp32 buffer, and shards master weights and moments with zero1 and above.
     flat_gradient_copies: bytes per parameter of gradients beside that buffer (buckets in the compute dtype).
@@ -36,8 +37,8 @@ class Program:
     ends_in_root: embedding, final norm and head are in the root unit, which stays gathered until backward is done; with a
     tied head they always are.
     gathers_kv: context parallel keeps K and V of the whole row on each rank (gathered); else of its own part (ring).
-    pipeline_keeps_gathered: under a pipeline, parameters stay gathered and gradients unreduced until the last microbatch
-    (what torch.distributed.pipelining does to fully_shard).
+    pipeline_keeps_gathered: under a pipeline, parameters stay gathered and gradients unreduced until the last microbatch,
+    whatever the stage (what torch.distributed.pipelining does to fully_shard unless it is hidden from it, as ours is).
     optimizer_temporary_bytes: per local element in the optimizer step: 0 fused, 4 foreach.
     buffer_bytes: fixed communication buffers (DeepSpeed: two buckets of 5e8 elements).
     fragmentation: what the caching allocator reserves on top of everything but model states, fitted on the calibration
@@ -46,6 +47,7 @@ class Program:
     """
 
     name: str
+    own: bool = False
     engine: Literal["torch", "flat"] = "torch"
     flat_gradient_copies: float = 0.0
     rms_norm: Literal["fused", "transformers", "composite"] = "transformers"
@@ -69,26 +71,36 @@ class Program:
     holds_logits: bool = False
     ends_in_root: bool = False
     gathers_kv: bool = True
-    pipeline_keeps_gathered: bool = True
+    pipeline_keeps_gathered: bool = False
     optimizer_temporary_bytes: float = 0.0
     buffer_bytes: float = 0.0
     fragmentation: float = 0.05
     context_bytes: float = 1.2 * GIB
 
 
-SHARDWRIGHT = Program("shardwright")
+SHARDWRIGHT = Program("shardwright", own=True)
 """Our own engines on Transformers' models, eager."""
 
-SHARDWRIGHT_COMPILED = Program("shardwright-compiled", rms_norm="fused", gated_tensors=3)
+SHARDWRIGHT_COMPILED = Program("shardwright-compiled", own=True, rms_norm="fused", gated_tensors=3)
 """The same with memory.compile: norms and SwiGLU fused, their intermediates made again in backward."""
 
 TORCHTITAN = Program(
-    "torchtitan", rms_norm="composite", repeats_kv=True, selective="alternate", ends_in_root=True
+    "torchtitan",
+    rms_norm="composite",
+    repeats_kv=True,
+    selective="alternate",
+    ends_in_root=True,
+    pipeline_keeps_gathered=True,
 )
 """Eager torchtitan with torch 2.6 to 2.8: composite RMS norm, K and V repeated, every second product kept."""
 
 TORCHTITAN_COMPILED = Program(
-    "torchtitan-compiled", rms_norm="fused", gated_tensors=3, selective="alternate", ends_in_root=True
+    "torchtitan-compiled",
+    rms_norm="fused",
+    gated_tensors=3,
+    selective="alternate",
+    ends_in_root=True,
+    pipeline_keeps_gathered=True,
 )
 """torchtitan with each block compiled: norms and SwiGLU fused, recomputed cheaply."""
 
@@ -108,7 +120,6 @@ MEGATRON = Program(
     loss_copies=_IN_PLACE_LOSS,
     split_loss_copies=_IN_PLACE_LOSS,
     gathers_kv=False,
-    pipeline_keeps_gathered=False,
 )
 """Megatron-LM with Transformer Engine: fused norm and SwiGLU, fp32 main gradients, in-place vocabulary-parallel loss."""
 
@@ -124,7 +135,6 @@ MEGATRON_2022 = Program(
     loss_copies=(("fp32 logits", 4.0),),
     split_loss_copies=(("fp32 logits", 4.0),),
     gathers_kv=False,
-    pipeline_keeps_gathered=False,
 )
 """Megatron-LM as in Korthikanti et al. 2022: no flash attention, dropout, GELU, fp16."""
 
@@ -141,7 +151,6 @@ NANOTRON = Program(
     split_loss_copies=_SHIFTED_LOSS,
     selective="attention",
     gathers_kv=False,
-    pipeline_keeps_gathered=False,
     optimizer_temporary_bytes=4.0,
     fragmentation=0.26,
 )

@@ -9,7 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from shardwright.layout.schedule import rank_stages, split_blocks
+from shardwright.arch.inventory import matrix_weights
+from shardwright.arch.shape import Shape
+from shardwright.layout.schedule import head_blocks, rank_stages, split_blocks
 from shardwright.layout.zero import STAGES
 from shardwright.plan.block_bytes import BlockBytes, activation_key, block_bytes, loss_bytes, with_casts
 from shardwright.plan.job import DTYPE_BYTES, Job, Layout
@@ -64,9 +66,14 @@ class RankBytes:
         )
 
 
+def planned_stages(shape: Shape, stages: int) -> tuple[int, ...]:
+    """Blocks of every pipeline stage, cut where the runtime cuts (`parallel/stages.py`)."""
+    return split_blocks(shape.layers, stages, head_blocks(*matrix_weights(shape)))
+
+
 def stages_of(job: Job, layout: Layout) -> tuple[int, ...]:
-    """Blocks of every pipeline stage: the one split that planner and runtime use."""
-    return split_blocks(job.shape.layers, layout.axes.pp * layout.chunks)
+    """`planned_stages` of a layout."""
+    return planned_stages(job.shape, layout.axes.pp * layout.chunks)
 
 
 class Rules(NamedTuple):

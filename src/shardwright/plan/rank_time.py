@@ -10,8 +10,9 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardwright.arch.inventory import counts
+from shardwright.layout.axes import Axes
 from shardwright.layout.schedule import rank_stages
-from shardwright.plan.job import DTYPE_BYTES, Job, Layout
+from shardwright.plan.job import DTYPE_BYTES, Job, Layout, Recompute
 from shardwright.plan.kernels import Software, block_time, embedding_time, head_time
 from shardwright.plan.network import all_reduce_seconds, gather_seconds, group_of
 
@@ -87,14 +88,29 @@ class RankClock:
         self._reduce_size = DTYPE_BYTES[job.reduce_dtype]
         self._speed = device.memory_bandwidth * device.efficiency.bandwidth
 
-    def block(self, layout: Layout) -> BlockSeconds:
-        """One block and microbatch, exposed tensor- and context-parallel collectives included."""
+    def _block_key(self, layout: Layout) -> tuple:
+        """What of a layout decides the time of a block."""
         a = layout.axes
         crosses = a.pp > 1 and a.world_size > self.device.node.devices
-        key = (a.tp, a.cp, layout.microbatch_rows, layout.sequence_parallel, layout.recompute, crosses)
+        return (a.tp, a.cp, layout.microbatch_rows, layout.sequence_parallel, layout.recompute, crosses)
+
+    def block(self, layout: Layout) -> BlockSeconds:
+        """One block and microbatch, exposed tensor- and context-parallel collectives included."""
+        key = self._block_key(layout)
         found = self._blocks.get(key)
         if found is None:
-            found = self._blocks[key] = self._block(layout, crosses)
+            found = self._blocks[key] = self._block(layout, key[-1])
+        return found
+
+    def block_at(
+        self, tp: int, cp: int, pp: int, devices: int, rows: int, recompute: Recompute
+    ) -> BlockSeconds:
+        """`block` by sizes, with sequence parallel: what the bounds of the search ask for."""
+        found = self._blocks.get((tp, cp, rows, tp > 1, recompute, pp > 1 and devices > self.device.node.devices))
+        if found is None:
+            axes = Axes(pp, 1, devices // (tp * cp * pp), cp, tp)
+            layout = Layout(axes, "ddp", rows, sequence_parallel=tp > 1, recompute=recompute)
+            found = self.block(layout)
         return found
 
     def _block(self, layout: Layout, crosses: bool) -> BlockSeconds:
@@ -148,7 +164,7 @@ class RankClock:
             cp_f + cp_b,
         )
 
-    def _edge(self, layout: Layout) -> tuple[float, float, float, float]:
+    def edge(self, layout: Layout) -> tuple[float, float, float, float]:
         """Forward and backward seconds of the head (with the loss), then of the embedding, collectives
         included.
         """
@@ -172,7 +188,7 @@ class RankClock:
         """One microbatch on a pipeline rank of this kind, without the data-parallel axes."""
         n, first, last = kind
         b = self.block(layout)
-        head_f, head_b, embedding_f, embedding_b = self._edge(layout)
+        head_f, head_b, embedding_f, embedding_b = self.edge(layout)
         forward, backward, edge = n * b.forward, n * b.backward, 0.0
         if first:
             forward, backward, edge = forward + embedding_f, backward + embedding_b, self._embedding
@@ -185,25 +201,15 @@ class RankClock:
             backward += parameters * self.software.accumulate_bytes / self._speed
         return RankSeconds(number, n, forward, backward, n * b.weights, edge, parameters)
 
+    def _ranks_key(self, layout: Layout, stage_blocks: tuple[int, ...]) -> tuple:
+        each = self._each_microbatch(layout)
+        return (*self._block_key(layout), layout.axes.pp, layout.schedule, layout.chunks, stage_blocks, each)
+
     def _ranks(self, layout: Layout, stage_blocks: tuple[int, ...]) -> list[RankSeconds]:
-        a = layout.axes
-        crosses = a.pp > 1 and a.world_size > self.device.node.devices
-        key = (
-            a.tp,
-            a.cp,
-            a.pp,
-            layout.microbatch_rows,
-            layout.sequence_parallel,
-            layout.recompute,
-            crosses,
-            layout.schedule,
-            layout.chunks,
-            stage_blocks,
-            self._each_microbatch(layout),
-        )
+        key = self._ranks_key(layout, stage_blocks)
         found = self._rank_seconds.get(key)
         if found is None:
-            kinds = rank_kinds(stage_blocks, layout.schedule, a.pp, layout.chunks)
+            kinds = rank_kinds(stage_blocks, layout.schedule, layout.axes.pp, layout.chunks)
             found = self._rank_seconds[key] = [self.rank(layout, kind, number) for kind, number in kinds]
         return found
 

@@ -10,7 +10,7 @@ and the finest sharding need least.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from math import log
+from math import inf, log
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardwright.plan.bounds import Bounds
@@ -29,12 +29,13 @@ from shardwright.plan.space import (
     shells,
     variants,
 )
-from shardwright.plan.step_time import StepTime
+from shardwright.plan.step_time import Alone, StepTime
 
 if TYPE_CHECKING:
     from shardwright.plan.device import Device
     from shardwright.plan.kernels import Software
 
+SHARDED = ("zero1", "zero2", "zero3", "hsdp")
 BAND = 1.02
 """Layouts whose times differ by less than 2% are ranked by simplicity: no prediction is that sharp."""
 REFINED = 3
@@ -110,25 +111,27 @@ class Search(Bounds):
     ) -> None:
         super().__init__(job, device, devices, software, program)
         self.kinds, self.found = kinds, Found()
-        self._fastest = float("inf")
-        self._lean: dict[tuple[object, ...], bool] = {}
-        self._leanest: dict[tuple[Shell, str], bool] = {}
-        self._times: dict[tuple[Cell, int], StepTime] = {}
+        self._fastest, self._seconds = inf, dict[str, float]()
+        self._lean: dict[tuple[Cell, str], bool] = {}
+        self._leanest: dict[tuple[Shell, str], tuple[Layout, float] | None] = {}
+        self._transfers: dict[tuple[Shell, str], tuple[float, float]] = {}
+        self._leans: dict[tuple[Cell, str], Layout | None] = {}
+        self._families: dict[tuple[Shell, str], str] = {}
 
     def run(self) -> Found:
         """Fills `found` and returns it."""
         found, layers = self.found, self.job.shape.layers
         legal, found.refused = shells(self.job, self.devices)
-        alive: list[tuple[float, Shell, list[str]]] = []
+        alive: list[tuple[float, Shell]] = []
         for shell in legal:
             rows = self.job.global_batch_size // shell.data
             found.considered += count_layouts(rows, shell.data, shell.cp, shell.pp, layers)
-            kinds = [kind for kind in self.kinds if self._fits_at_least(shell, kind)]
-            if kinds:
-                alive.append((self.shell_bound(shell), shell, kinds))
+            alive.append((self.shell_bound(shell), shell))
         alive.sort(key=lambda entry: entry[0])
-        for bound, shell, kinds in alive:
-            open_kinds = [kind for kind in kinds if bound < self._limit(shell, kind)]
+        for bound, shell in alive:
+            open_kinds = [
+                kind for kind in self.kinds if bound < self._limit(shell, kind) and self._fits_at_least(shell, kind)
+            ]
             if open_kinds:
                 self._shell(shell, open_kinds)
         self._settle(legal)
@@ -143,77 +146,82 @@ class Search(Bounds):
             found.best[rest[0].family] = self.refine(rest[0])
 
     def _settle(self, legal: list[Shell]) -> None:
-        """Every family has a best layout, or is rejected with the leanest one."""
-        found = self.found
-        for family in [family for family in found.rejected if family in found.best]:
-            del found.rejected[family]
-        settled = {*found.best, *found.rejected}
+        """Every family without a best layout is rejected with the leanest one."""
+        rejected = self.found.rejected
         for shell in legal:
             for kind in self.kinds:
-                if self._family(shell, kind) not in settled:
-                    self._fits_at_least(shell, kind, exactly=True)
+                family = self._family(shell, kind)
+                if family in self.found.best:
+                    continue
+                known = rejected.get(family)
+                if known is not None and known.device_bytes <= self.states(shell, kind) + self.program.context_bytes:
+                    continue
+                least = self._least(shell, kind)
+                if least is not None and (known is None or least[1] < known.device_bytes):
+                    rejected[family] = Rejection(family, *least)
 
     def _family(self, shell: Shell, kind: str) -> str:
-        return f"{kind}+{shell.family}" if shell.family else kind
+        found = self._families.get((shell, kind))
+        if found is None:
+            split = shell.family
+            found = self._families[shell, kind] = f"{kind}+{split}" if split else kind
+        return found
 
     def _limit(self, shell: Shell, kind: str) -> float:
         """Seconds above which a layout of this family is of no interest: its own best, or FAR x the best."""
-        best = self.found.best.get(self._family(shell, kind))
-        return min(best.seconds, FAR * self._fastest) if best else float("inf")
+        best = self._seconds.get(self._family(shell, kind))
+        return inf if best is None else min(best, FAR * self._fastest)
 
-    def _fits_at_least(self, shell: Shell, kind: str, exactly: bool = False) -> bool:
-        """Whether the family's leanest layout fits here; if not, the leanest one so far is noted.
+    def _least(self, shell: Shell, kind: str) -> tuple[Layout, float] | None:
+        key = (shell, kind)
+        if key not in self._leanest:
+            self._leanest[key] = self.least(shell, kind)
+        return self._leanest[key]
 
-        Unless asked `exactly`, zero1 and zero2 under a pipeline are taken to fit where zero3 does: they need
-        almost the same.
-        """
-        family = self._family(shell, kind)
-        if not exactly and kind in ("zero1", "zero2") and "zero3" in self.kinds and self._alike(shell):
-            return self._fits_at_least(shell, "zero3")
-        known = self.found.rejected.get(family)
-        if (shell, kind) in self._leanest:
-            return self._leanest[shell, kind]
-        states = self.states(shell, kind) + self.program.context_bytes
-        if states > self.capacity and known is not None and known.device_bytes <= states:
+    def _fits_at_least(self, shell: Shell, kind: str) -> bool:
+        """Whether the family's leanest layout fits here. zero3 needs least of all kinds on the device."""
+        if self.states(shell, kind) + self.program.context_bytes > self.capacity:
             return False
-        least = self.least(shell, kind)
-        if least is None:
-            return False
-        layout, needed = least
-        fits = self._leanest[shell, kind] = needed <= self.capacity
-        if not fits and (known is None or needed < known.device_bytes):
-            self.found.rejected[family] = Rejection(family, layout, needed)
-        return fits
+        if kind not in ("zero3", "offload") and "zero3" in self.kinds and shell.data * shell.cp > 1:
+            zero3 = self._least(shell, "zero3")
+            if zero3 is not None and zero3[1] > self.capacity:
+                return False
+        least = self._least(shell, kind)
+        return least is not None and least[1] <= self.capacity
 
     def _shell(self, shell: Shell, kinds: list[str]) -> None:
-        # GPipe idles as long as 1F1B and keeps more: where both run, it cannot be the better of the two.
         left = self.capacity - self.program.context_bytes
         room = {kind: left - self.states(shell, kind) for kind in kinds}
-        most = max(room.values())
-        bounded = []
-        for cell in cells(self.job, shell):
-            kept = self.kept(cell)
-            if kept <= most and not (cell.schedule == "gpipe" and cell.microbatches >= shell.pp):
-                bounded.append((self.cell_bound(cell), kept, cell))
-        bounded.sort(key=lambda entry: entry[0])
+        bounded = self.bounded(shell, max(room.values()))
         too_many: dict[tuple[object, ...], int] = {}
         for bound, kept, cell in bounded:
             open_kinds = [kind for kind in kinds if bound < self._limit(shell, kind)]
             if not open_kinds:
                 break
-            open_kinds = [kind for kind in open_kinds if kept <= room[kind]]
-            allowed = kinds_of(cell)
+            open_kinds = [kind for kind in open_kinds if kept <= room[kind] and kind in kinds_of(cell)]
+            if not open_kinds:
+                continue
+            base, alone = self._alone(cell)
             for kind in open_kinds:
                 # What does not fit with fewer rows, or with more recomputed, does not fit with more; as long
                 # as there are more microbatches than ranks, so that the pipeline is full.
                 key = (kind, cell.schedule, cell.chunks, cell.recompute)
                 hopeless = cell.microbatches > shell.pp and cell.microbatch_rows >= too_many.get(key, 1 << 60)
-                if kind not in allowed or hopeless or self._cell(cell, kind):
+                if hopeless or self._cell(cell, kind, base, alone):
                     continue
                 if cell.microbatches > shell.pp:
                     for recompute in RECOMPUTE[: RECOMPUTE.index(cell.recompute) + 1]:
                         key = (kind, cell.schedule, cell.chunks, recompute)
                         too_many[key] = min(too_many.get(key, 1 << 60), cell.microbatch_rows)
+
+    def _alone(self, cell: Cell) -> tuple[Layout, Alone]:
+        """What an update of the cell takes at least, whatever the data-parallel kind, and the layout that says so.
+
+        That of zero3, whose gradients no separate pass adds up; on one rank that of ddp.
+        """
+        layout = self._lean_of(cell, "zero3") or self._lean_of(cell, "ddp")
+        assert layout is not None, "ddp is always legal"
+        return layout, self.clock.alone(layout, self.stage_blocks(cell))
 
     def only(
         self, tp: int, cp: int, pp: int, kind: str, replicate: int | None = None, schedule: str | None = None
@@ -238,52 +246,74 @@ class Search(Bounds):
                     best = Choice(self._family(shell, kind), layout, stage_blocks, time, allocated, device)
         return best and self.refine(best)
 
+    def _lean_of(self, cell: Cell, kind: str) -> Layout | None:
+        """The first variant, which shards most and drops parameters after forward where there is a choice."""
+        key = (cell, kind)
+        if key not in self._leans:
+            self._leans[key] = next(variants(cell, kind), None)
+        return self._leans[key]
+
     def _lean_fits(self, cell: Cell, kind: str) -> bool:
         """Whether the leanest layout of the cell fits: finest sharding, parameters dropped after forward.
 
         zero3 needs least of all kinds on the device; asking it first settles most cells.
         """
-        if kind not in ("zero3", "offload") and "zero3" in kinds_of(cell):
-            if not self._lean_fits(cell, "zero3"):
-                return False
-            if kind in ("zero1", "zero2") and self._alike(cell.shell):
-                return True
-        key = (*cell, kind)
+        if kind not in ("zero3", "offload") and "zero3" in kinds_of(cell) and not self._lean_fits(cell, "zero3"):
+            return False
+        key = (cell, kind)
         known = self._lean.get(key)
         if known is None:
-            layout = next(iter(variants(cell, kind)), None)
-            known = self._lean[key] = layout is not None and self.needs(layout)[1] <= self.capacity
+            layout = self._lean_of(cell, kind)
+            known = self._lean[key] = layout is not None and self.fits(layout)
         return known
 
-    def _alike(self, shell: Shell) -> bool:
-        """Whether zero1, zero2 and zero3 take equal times: a pipeline gathers and reduces once per update."""
-        return shell.pp > 1 and self.clock.software.pipeline_keeps_gathered
-
-    def _time(self, cell: Cell, layout: Layout, stage_blocks: tuple[int, ...]) -> StepTime:
-        if layout.data_parallel == "ddp" or layout.offload != "none" or not self._alike(cell.shell):
-            return self.clock.step(layout, stage_blocks)
-        key = (cell, layout.axes.dp_replicate)
-        found = self._times.get(key)
+    def _least_added(self, cell: Cell, kind: str, base: Layout, alone: Alone) -> float:
+        """Seconds that any layout of the cell takes besides `alone`, at least: the quickest collectives of all splits."""
+        if kind not in SHARDED:
+            return 0.0
+        key = (cell.shell, kind)
+        found = self._transfers.get(key)
+        if kind in ("zero1", "zero2"):
+            if not self.clock.software.reduces_units:
+                return 0.0
+            if found is None:
+                ones = [self.clock.unit_reduction(layout) for layout in variants(cell, kind)]
+                found = self._transfers[key] = (min(ones), 0.0)
+            return self.clock.least_once(base, alone.worst, found[0], kind == "zero2")
         if found is None:
-            found = self._times[key] = self.clock.step(layout, stage_blocks)
-        return found
+            every = [self.clock.unit_transfers(layout) for layout in variants(cell, kind)]
+            found = min((one[0] for one in every), default=inf), min((one[1] for one in every), default=inf)
+            self._transfers[key] = found
+        return cell.microbatches * alone.worst.blocks * self.clock.exposed(base, *found)
 
-    def _cell(self, cell: Cell, kind: str) -> bool:
-        """Times the layouts of a cell; False when its leanest one does not fit."""
-        if not self._lean_fits(cell, kind):
-            return False
-        family = self._family(cell.shell, kind)
-        stage_blocks = self.stage_blocks(cell)
+    def _cell(self, cell: Cell, kind: str, base: Layout, alone: Alone) -> bool:
+        """Times the layouts of a cell that may be of interest; False when its leanest one does not fit.
+
+        base: a layout of the cell, of any kind.
+        """
         best = self._limit(cell.shell, kind)
+        if alone.least >= best or alone.least + self._least_added(cell, kind, base, alone) >= best:
+            return True
+        waits, blocks = kind in ("zero3", "hsdp"), cell.microbatches * alone.worst.blocks
+        family, stage_blocks = self._family(cell.shell, kind), self.stage_blocks(cell)
+        timed: list[tuple[Layout, StepTime]] = []
         for layout in variants(cell, kind):
-            time = self._time(cell, layout, stage_blocks)
+            if not (waits and alone.least + blocks * self.clock.unit_wait(layout) >= best):
+                time = self.clock.step(layout, stage_blocks)
+                if time.total < best:
+                    timed.append((layout, time))
+        if timed and not self._lean_fits(cell, kind):
+            return False
+        for layout, time in timed:
             if time.total >= best:
                 continue
-            allocated, device = self.needs(layout)
+            allocated, device = self.needs(layout, self.capacity)
             if device <= self.capacity:
-                best = time.total
+                best = self._seconds[family] = time.total
                 self._fastest = min(self._fastest, best)
                 self.found.best[family] = Choice(family, layout, stage_blocks, time, allocated, device)
+            elif layout.reshard_after_forward is not False or not waits:
+                break  # More replicas shard less.
         return True
 
     def refine(self, choice: Choice) -> Choice:

@@ -128,7 +128,7 @@ def refused(a: Answer, most: int = 8) -> Iterator[str]:
 def interruption_lines(a: Answer) -> Iterator[str]:
     i = a.interruptions
     yield (
-        f"Interruptions: {i.failures_per_day:.2g} a day expected ({FAILURES_SOURCE}); save "
+        f"Interruptions: one in {format_seconds(i.mtbf_seconds)} expected ({FAILURES_SOURCE}); save "
         f"{format_seconds(i.save_seconds)}, restart "
         f"{format_seconds(i.restart_seconds)} (assumed)"
     )
@@ -162,7 +162,9 @@ def text(a: Answer, tokens: float | None = None) -> Iterator[str]:
         yield from first(a)
         yield ""
         yield "Fits, fastest first; within 2% the simpler one:"
-        yield from layout_table(a.ranked)
+        # The path to test first need not be among the fastest families: it stands below them.
+        known = [d.name for d in a.ranked]
+        yield from layout_table(a.ranked if a.first.name in known else (*a.ranked, a.first))
     if a.refused:
         yield ""
         yield from refused(a)

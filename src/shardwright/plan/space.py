@@ -132,13 +132,19 @@ def schedules(pp: int, layers: int, microbatches: int) -> tuple[tuple[Schedule |
     return tuple(option for option in options if not legality(option[0], pp, option[1], microbatches))
 
 
+@lru_cache(maxsize=16)
+def recomputations(schedule: Schedule | None) -> tuple[Recompute, ...]:
+    """The kinds of recomputation that run with a schedule."""
+    return tuple(kind for kind in RECOMPUTE if schedule is None or not excluded({schedule, kind}))
+
+
 def cells(job: Job, shell: Shell) -> Iterator[Cell]:
     """Every cell of a shell."""
     rows = job.global_batch_size // shell.data
     for microbatch in divisors(rows):
         count = rows // microbatch
         for schedule, chunks in schedules(shell.pp, job.shape.layers, count):
-            for recompute in RECOMPUTE:
+            for recompute in recomputations(schedule):
                 yield Cell(shell, schedule, chunks, microbatch, count, recompute)
 
 
@@ -153,13 +159,18 @@ def kinds_of(cell: Cell) -> tuple[str, ...]:
     return KINDS if cell.shell.data > 1 else WITHOUT_HSDP
 
 
+@lru_cache(maxsize=65536)
+def _axes(shell: Shell, replicate: int) -> Axes:
+    return Axes(shell.pp, replicate, shell.data // replicate, shell.cp, shell.tp)
+
+
 def variants(cell: Cell, kind: str) -> Iterator[Layout]:
     """Every layout of a cell in one data-parallel family, with units of one block and prefetch 1."""
     shell = cell.shell
 
     def layout(data_parallel: DataParallel, replicate: int, reshard: bool, offload: str = "none") -> Layout:
         return Layout(
-            Axes(shell.pp, replicate, shell.data // replicate, shell.cp, shell.tp),
+            _axes(shell, replicate),
             data_parallel,
             cell.microbatch_rows,
             cell.schedule,
@@ -194,10 +205,11 @@ def count_layouts(rows: int, data: int, cp: int, pp: int, layers: int) -> int:
     for microbatch in divisors(rows):
         for schedule, _ in schedules(pp, layers, rows // microbatch):
             if schedule in SPLIT_WEIGHTS:
-                total += 1
+                kinds = 1
             elif data * cp == 1:
-                total += 1 + choices
+                kinds = 1 + choices
             else:
                 # ddp; zero1, zero2 and zero3 with and without resharding for each split; offload.
-                total += 1 + splits * (2 + 2 * choices) + choices
-    return total * len(RECOMPUTE)
+                kinds = 1 + splits * (2 + 2 * choices) + choices
+            total += kinds * len(recomputations(schedule))
+    return total

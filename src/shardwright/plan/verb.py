@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,10 +15,6 @@ from shardwright.arch.measured import shape_from_inventory
 from shardwright.errors import ConfigError, ExitCode
 from shardwright.plan.advice import first_to_test
 from shardwright.plan.answer import answer, describe, layout_keys, layout_name
-from shardwright.plan.examples import worked_examples
-from shardwright.plan.explain import Subject
-from shardwright.plan.explain import explain as explain_field
-from shardwright.plan.explain_time import time_lines
 from shardwright.plan.hardware import find_device
 from shardwright.plan.job import Job
 from shardwright.plan.kernels import Software
@@ -224,6 +221,10 @@ def _compare(search: Search, names: tuple[str, str], write: Callable[[str], obje
 
 def _explain(search: Search, field: str, tokens: float | None, write: Callable[[str], object]) -> int:
     """The arithmetic of the layout to test first; where nothing fits, of the one that needs least."""
+    from shardwright.plan.explain import Subject
+    from shardwright.plan.explain import explain as explain_field
+    from shardwright.plan.explain_time import time_lines
+
     found = search.run()
     choice = first_to_test(search, found)
     name = None if field == "all" else field
@@ -266,9 +267,29 @@ def run_plan(
     examples, which need no job. write: gets each line.
     """
     if explain == "examples":
+        from shardwright.plan.examples import worked_examples
+
         for line in worked_examples():
             write(line)
         return ExitCode.DONE
+    # Nothing that the search makes is part of a cycle: the collector would only look at its many small objects
+    # again and again, which takes a tenth of the time.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return _answered(request, as_json, compare, explain, write)
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _answered(
+    request: Request,
+    as_json: bool,
+    compare: tuple[str, str] | None,
+    explain: str | None,
+    write: Callable[[str], object],
+) -> int:
     search, _ = make_search(request)
     if explain is not None:
         return _explain(search, explain, request.tokens, write)

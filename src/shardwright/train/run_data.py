@@ -9,10 +9,10 @@ from typing import TypedDict
 import torch
 
 from shardwright.config.schema import RunFile
-from shardwright.data.bucketing import bucketed
 from shardwright.data.loader import Loader, UpdateBatch, evaluation_loader, prefetch
 from shardwright.data.order import Order
-from shardwright.data.prepare import Prepared, prepare
+from shardwright.data.prepare import prepare
+from shardwright.data.updates import make_order
 from shardwright.layout.axes import Axes
 from shardwright.layout.batch import row_multiple
 
@@ -33,21 +33,6 @@ class RunData:
     def updates_from(self, first: int, device: torch.device) -> Iterator[UpdateBatch]:
         """This rank's part of update `first` (0-based) and of those after it, made while earlier ones run on `device`."""
         return prefetch(self.loader, first, device=device)
-
-
-def make_order(run: RunFile, train: Prepared) -> Order:
-    """Which rows each update of this run trains on."""
-    t, data = run.training, run.data
-    order = Order(
-        len(train.table),
-        global_batch_size=t.global_batch_size,
-        seed=t.seed,
-        shuffle=data.shuffle,
-        max_steps=t.max_steps,
-        num_train_epochs=t.num_train_epochs,
-        drop_last=data.drop_last,
-    )
-    return bucketed(order, train.table.real_tokens, data.bucket_updates)
 
 
 class Widths(TypedDict):
