@@ -16,6 +16,7 @@ from shardwright.measure import clock
 from shardwright.units import format_seconds
 
 LAUNCHER_SHARE, LOADING_SHARE, SAVING_SHARE = 0.15, 0.1, 0.3
+OF_THE_LAUNCHER = "of the launcher"
 LOADING_SECONDS, TRAINING_SECONDS = 4.0, 0.7
 """Parts of the kills: of the launcher; before training begins; at a stage of a save.
 
@@ -87,6 +88,10 @@ def _one_run(
             return  # it was over before a kill could meet it
         if place is None:
             raise CheckFailed(f"A start that nothing was done to ended with {code}.", session.tail(20))
+        if code is not None and place != OF_THE_LAUNCHER:
+            soak.problems.append(
+                f"killed {place}, ranks were not started again: the launcher ended with {code}"
+            )
         soak.kills += 1
         soak.places[place] = soak.places.get(place, 0) + 1
         before, newest = newest, session.newest()
@@ -101,7 +106,7 @@ def _one_run(
         soak.restart_seconds.append(at - struck)
         soak.resumed += first == newest
         start += 1
-        if soak.kills % 10 == 0:
+        if soak.kills % 5 == 0:
             say()
 
 
@@ -123,6 +128,6 @@ def _kill(session: Session, start: int, updates: int, chance: random.Random) -> 
         return None
     if chance.random() < LAUNCHER_SHARE:
         session.kill_launcher()
-        return "of the launcher"
+        return OF_THE_LAUNCHER
     KILL(process)
     return f"in {beat.phase if beat else 'start'}"
