@@ -10,17 +10,18 @@ from statistics import median
 from shardwright.drill.compare import compare_checkpoints, compare_metrics
 from shardwright.drill.faults import KILL
 from shardwright.drill.moments import STAGES, at_stage
-from shardwright.drill.session import Session
+from shardwright.drill.session import POLL_SECONDS, Session
 from shardwright.errors import CheckFailed, ExitCode
 from shardwright.measure import clock
 from shardwright.units import format_seconds
 
 LAUNCHER_SHARE, LOADING_SHARE, SAVING_SHARE = 0.15, 0.1, 0.3
 OF_THE_LAUNCHER = "of the launcher"
-LOADING_SECONDS, TRAINING_SECONDS = 4.0, 0.7
+LOADING_SECONDS, UPDATES_BETWEEN, SECONDS_AFTER = 4.0, 6, 0.1
 """Parts of the kills: of the launcher; before training begins; at a stage of a save.
 
-The rest is at any moment, on average 0.7 s after training has begun.
+The rest is at any moment, on average 6 updates after training has begun: in updates, since a machine that is slow would
+else be killed again and again before its next save.
 """
 
 
@@ -121,8 +122,13 @@ def _kill(session: Session, start: int, updates: int, chance: random.Random) -> 
         return "in a save" if found else None
     loading = draw < SAVING_SHARE + LOADING_SHARE
     if not loading:
-        session.wait_for_begin(start)
-    clock.sleep(chance.uniform(0.0, LOADING_SECONDS) if loading else chance.expovariate(1 / TRAINING_SECONDS))
+        target = session.wait_for_begin(start)[0] + int(chance.expovariate(1 / UPDATES_BETWEEN))
+        for _ in session.polls(f"update {target}", POLL_SECONDS):
+            if not session.running or (
+                (beat := session.beat(rank, start)) and beat.update >= min(target, updates)
+            ):
+                break
+    clock.sleep(chance.uniform(0.0, LOADING_SECONDS if loading else SECONDS_AFTER))
     beat, process = session.beat(rank, start), session.process_of(rank)
     if process is None:
         return None
