@@ -284,7 +284,11 @@ class Search(Bounds):
             every = [self.clock.unit_transfers(layout) for layout in variants(cell, kind)]
             found = min((one[0] for one in every), default=inf), min((one[1] for one in every), default=inf)
             self._transfers[key] = found
-        return cell.microbatches * alone.worst.blocks * self.clock.exposed(base, *found)
+        return self._waiting_blocks(cell, alone) * self.clock.exposed(base, *found)
+
+    def _waiting_blocks(self, cell: Cell, alone: Alone) -> float:
+        """Blocks whose waits zero3 adds to an update, at least: those of its microbatches, and while the pipeline fills."""
+        return (cell.microbatches + (cell.shell.pp - 1) / cell.chunks) * alone.worst.blocks
 
     def _cell(self, cell: Cell, kind: str, base: Layout, alone: Alone) -> bool:
         """Times the layouts of a cell that may be of interest; False when its leanest one does not fit.
@@ -294,7 +298,7 @@ class Search(Bounds):
         best = self._limit(cell.shell, kind)
         if alone.least >= best or alone.least + self._least_added(cell, kind, base, alone) >= best:
             return True
-        waits, blocks = kind in ("zero3", "hsdp"), cell.microbatches * alone.worst.blocks
+        waits, blocks = kind in ("zero3", "hsdp", "offload"), self._waiting_blocks(cell, alone)
         family, stage_blocks = self._family(cell.shell, kind), self.stage_blocks(cell)
         timed: list[tuple[Layout, StepTime]] = []
         for layout in variants(cell, kind):
