@@ -1,6 +1,6 @@
-"""Tensor parallelism beside torch's own styles: python benchmarks/tensor_parallel.py [--whole] [-n 12] [--record]
+"""Tensor parallelism beside torch's own styles: python benchmarks/tensor_parallel.py [--ranks 4] [--whole]
 
-Two gloo ranks, a Llama of about 10M parameters in float32, one microbatch. The bare loop is `parallelize_module` with
+Gloo ranks, a Llama of about 10M parameters in float32, one microbatch. The bare loop is `parallelize_module` with
 torch's ColwiseParallel, RowwiseParallel and SequenceParallel, `loss_parallel`, and AdamW. Both loops live in the same
 processes and take turns. Bytes: the larger of what each functional collective is given and gives back.
 """
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve()
-RANKS, ROWS, LENGTH, VOCABULARY = 2, 4, 256, 8192
+ROWS, LENGTH, VOCABULARY = 4, 256, 8192
 MODEL = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
@@ -63,7 +63,7 @@ def ours(directory: str, sequence: bool) -> Callable[[int], float]:
         "training.per_device_train_batch_size": ROWS,
         "training.lr_scheduler_type": "constant",
         "parallelism.data_parallel": "ddp",
-        "parallelism.tp_size": RANKS,
+        "parallelism.tp_size": dist.get_world_size(),
         "parallelism.sequence_parallel": sequence,
     }
     loaded = load_run_file(None, values)
@@ -112,6 +112,7 @@ def torch_plans(sequence: bool) -> tuple[dict[str, Any], dict[str, Any]]:
 def bare(directory: str, sequence: bool) -> Callable[[int], float]:
     """The loop that a careful user writes with torch alone."""
     import torch
+    import torch.distributed as dist
     import torch.nn.functional as F
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor
@@ -120,7 +121,7 @@ def bare(directory: str, sequence: bool) -> Callable[[int], float]:
 
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory))
-    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     block, rest = torch_plans(sequence)
     for layer in model.model.layers:
         parallelize_module(layer, mesh, block)
@@ -176,7 +177,9 @@ def worker(task: dict[str, Any]) -> None:
 
     rank = int(os.environ["RANK"])
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{task['store']}", rank=rank, world_size=RANKS)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{task['store']}", rank=rank, world_size=task["ranks"]
+    )
     updates = {name: loop(task["model"], task["sequence"]) for name, loop in (("ours", ours), ("bare", bare))}
     seconds: dict[str, list[float]] = {name: [] for name in updates}
     for number in range(task["warmup"] + task["n"]):
@@ -196,6 +199,7 @@ def worker(task: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("-n", type=int, default=12)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--whole", action="store_true", help="without sequence parallelism")
@@ -208,11 +212,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         (Path(scratch) / "config.json").write_text(json.dumps(MODEL))
         task = {"store": f"{scratch}/store", "result": f"{scratch}/result.json", "model": scratch}
-        task |= {"sequence": not arguments.whole, "n": arguments.n, "warmup": arguments.warmup}
+        task |= {
+            "sequence": not arguments.whole,
+            "n": arguments.n,
+            "warmup": arguments.warmup,
+            "ranks": arguments.ranks,
+        }
         command = [sys.executable, str(HERE), "--task", json.dumps(task)]
         ranks = [
             subprocess.Popen(command, env={**os.environ, "RANK": str(rank), "OMP_NUM_THREADS": "1"})
-            for rank in range(RANKS)
+            for rank in range(arguments.ranks)
         ]
         if any(process.wait(timeout=900) for process in ranks):
             raise SystemExit("a rank failed")
@@ -221,13 +230,14 @@ def main() -> None:
     mine, theirs = (statistics.median(seconds[name]) for name in ("ours", "bare"))
     ratio = statistics.median(b / a for a, b in zip(seconds["ours"], seconds["bare"]))
     row = {
+        "ranks": arguments.ranks,
         "sequence_parallel": not arguments.whole,
         "ours_seconds": mine,
         "bare_seconds": theirs,
         "ratio": ratio,
     }
     print(
-        f"tp{RANKS}, sequence_parallel {not arguments.whole}, n={arguments.n}: ours {mine:.3f} s, "
+        f"tp{arguments.ranks}, sequence_parallel {not arguments.whole}, n={arguments.n}: ours {mine:.3f} s, "
         f"torch's styles {theirs:.3f} s, "
         f"tokens/s ratio {ratio:.3f}; sent {found['bytes']['ours'] / 1e6:.1f} MB against {found['bytes']['bare'] / 1e6:.1f} MB"
     )

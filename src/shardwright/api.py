@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwright.checkpoint import store
+from shardwright.checkpoint.parts import Value
 from shardwright.checkpoint.restore import current_state, restore
 from shardwright.config.load import Loaded, load_run_file
 from shardwright.data.loader import Microbatch, UpdateBatch
@@ -172,7 +173,7 @@ class Engine:
         restore(found, self.module, self._engine.optimizer, self._engine.locals)
         self.update = store.read_manifest(found).update
 
-    def _state(self) -> dict[str, Tensor]:
+    def _state(self) -> dict[str, Value]:
         return current_state(self.module, self._engine.optimizer, self._engine.locals)
 
 
@@ -214,12 +215,12 @@ def _run(model: Callable[[], nn.Module] | str, layout: str, options: Mapping[str
         values["model.init"] = "random"
     values |= {f"parallelism.{key}": value for key, value in parse_layout(layout).items()}
     for key in options:
-        if key.startswith("data.") or key in (
+        if key.startswith(("data.", "training.loss", "memory.loss")) or key in (
             "training.global_batch_size",
             "training.per_device_train_batch_size",
         ):
             raise ConfigError(
-                f"`{key}` has no effect here.", "The caller brings the microbatches.", "Leave it out."
+                f"`{key}` has no effect here.", "The caller brings microbatches and loss.", "Leave it out."
             )
     values.setdefault("training.max_steps", 1)
     loaded = load_run_file(None, {**values, **options})

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from shardwright import __version__
-from shardwright.errors import ExitCode, ShardwrightError
+from shardwright.errors import ConfigError, ExitCode, ShardwrightError
 
 app = typer.Typer(
     name="shardwright",
@@ -30,7 +30,13 @@ Processes = Annotated[int, typer.Option(help="Ranks on this machine", min=1)]
 def train(
     context: typer.Context,
     run_file: RunFilePath,
-    nproc_per_node: Processes = 1,
+    nproc_per_node: Annotated[
+        str, typer.Option(help="Ranks on this machine; 2:4 is as many of 4, 3, 2 as can go on after failures")
+    ] = "1",
+    max_restarts: Annotated[
+        int,
+        typer.Option(help="How often ranks that failed start again from the newest good checkpoint", min=0),
+    ] = 0,
     print_config: Annotated[
         bool, typer.Option(help="Print the resolved run file with the origin of every value, and stop")
     ] = False,
@@ -38,13 +44,36 @@ def train(
     """Train: local ranks from one command, or as a rank under torchrun or Slurm."""
     from shardwright.config import load_run_file, parse_overrides
 
+    least, most = _ranks(nproc_per_node)
     loaded = load_run_file(run_file, parse_overrides(context.args))
     if print_config:
         typer.echo(loaded.to_yaml(origins=True), nl=False)
         return
     from shardwright.train.start import start_training
 
-    raise typer.Exit(start_training(loaded, nproc_per_node))
+    if least < most and not max_restarts:
+        raise ConfigError(
+            f"--nproc-per-node {nproc_per_node} without --max-restarts.",
+            "Fewer ranks go on only when failed ones are started again.",
+            "Add --max-restarts N.",
+        )
+    raise typer.Exit(start_training(loaded, most, least, max_restarts))
+
+
+def _ranks(text: str) -> tuple[int, int]:
+    """(fewest, most) of `4` or `2:4`."""
+    parts = text.split(":")
+    if (
+        len(parts) > 2
+        or not all(part.isdecimal() and int(part) for part in parts)
+        or int(parts[0]) > int(parts[-1])
+    ):
+        raise ConfigError(
+            f"--nproc-per-node {text} is no number of ranks greater than or equal to 1.",
+            "",
+            "Write 4, or 2:4 for 2 to 4.",
+        )
+    return int(parts[0]), int(parts[-1])
 
 
 @app.command(context_settings=_OVERRIDES, epilog=_EPILOG)
@@ -123,6 +152,49 @@ def _inventory(name: str, overrides: dict[str, Any]) -> dict[str, Any]:
     text = output_of("shardwright.models.inventory", [name, json.dumps(overrides)], purpose)
     result: dict[str, Any] = json.loads(text)
     return result
+
+
+@app.command(context_settings=_OVERRIDES, epilog=_EPILOG)
+def drill(
+    context: typer.Context,
+    run_file: RunFilePath,
+    nproc_per_node: Processes = 2,
+    trials: Annotated[
+        str, typer.Option(help="kill, save, signal, write, hang, damage, reshard, joined by commas, or all")
+    ] = "all",
+    soak: Annotated[
+        int, typer.Option(help="Instead: so many random kills of ranks and launchers", min=0)
+    ] = 0,
+    updates: Annotated[int, typer.Option(help="Updates of the run that is broken", min=16)] = 32,
+    seed: Annotated[int, typer.Option(help="Of moments and ranks: the same seed strikes the same ones")] = 0,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the drill's runs also when all is well")] = False,
+) -> None:
+    """Drill: break the run on purpose, let it go on, compare with one that was left alone; exit 3 on a difference."""
+    from shardwright.config import load_run_file, parse_overrides
+
+    loaded = load_run_file(run_file, parse_overrides(context.args))
+    from shardwright.drill.verb import Plan, parse_trials, run_drill
+
+    plan = Plan(nproc_per_node, parse_trials(trials), seed, soak, updates, keep)
+    raise typer.Exit(run_drill(loaded, plan))
+
+
+@app.command(context_settings=_OVERRIDES, epilog=_EPILOG)
+def inspect(
+    context: typer.Context,
+    run_file: RunFilePath,
+    samples: Annotated[int, typer.Option(help="Rows to show, in the order of training", min=0)] = 3,
+    row: Annotated[int | None, typer.Option(help="Show this row only")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The report as JSON")] = False,
+) -> None:
+    """Inspect: what the model sees (trained, given, padding), lengths, and what each way of batching costs."""
+    from rich.console import Console
+
+    from shardwright.config import load_run_file, parse_overrides
+    from shardwright.inspect.verb import run_inspect
+
+    loaded = load_run_file(run_file, parse_overrides(context.args))
+    raise typer.Exit(run_inspect(loaded, Console(), samples=samples, row=row, as_json=as_json))
 
 
 @app.command()

@@ -63,8 +63,20 @@ class CheckpointError(ShardwrightError):
     """A checkpoint that cannot be written, or that must not be used."""
 
 
+class SaveError(CheckpointError):
+    """A checkpoint that could not be written, to a full disk for example. Older ones are untouched."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint whose files are not what was written."""
+
+
 class NonFiniteError(ShardwrightError):
     """A loss or gradient that is not finite, with the update and the rank where it arose."""
+
+
+class SpikeError(ShardwrightError):
+    """A loss or gradient norm far above those before it, where training.on_spike is stop."""
 
 
 def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:

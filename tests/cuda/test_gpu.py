@@ -78,10 +78,12 @@ def test_bf16_compiled_and_offloaded_runs_are_near_float32(tmp_path: Path) -> No
 
 
 @pytest.mark.timeout(400)
-def test_resume_on_the_gpu_is_bit_identical(tmp_path: Path) -> None:
-    """A74: a checkpoint taken at update 3 continues as if nothing had happened."""
+@pytest.mark.parametrize("beside", ["false", "true"])
+def test_resume_on_the_gpu_is_bit_identical(beside: str, tmp_path: Path) -> None:
+    """A74: a checkpoint taken at update 3, at once or beside training, continues as if nothing had happened."""
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     common = ["train", "examples/tiny.yaml", "--training.max_steps", "6", "--checkpoint.save_steps", "3"]
+    common += ["--checkpoint.async_save", beside]
     assert shardwright(*common, "--checkpoint.output_dir", str(whole)).returncode == 0
     halves.mkdir()
     (whole / "checkpoint-3").rename(halves / "checkpoint-3")

@@ -11,8 +11,8 @@ import sys
 import time
 from pathlib import Path
 
-from shardwright.errors import ConfigError
-from shardwright.launch import finish, worker_main
+from shardwright.errors import ConfigError, ShardwrightError
+from shardwright.launch import Pulse, finish, listen_for_dumps, worker_main
 from shardwright.train.signals import StopFlag
 
 RANK = int(os.environ.get("RANK", "0"))
@@ -135,6 +135,89 @@ def train(directory: str, until: str) -> int:
     return 75
 
 
+def stuck(how: str) -> int:
+    """Rank 1 does not come back from its data, or is stopped there; rank 0 waits in the reduction of the same update."""
+    listen_for_dumps()
+    pulse = Pulse.of_this_rank()
+    pulse.begin(3)
+    pulse.update = 4
+    pulse.enter("data")
+    if RANK == 1:
+        if how == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        read_rows()
+    pulse.enter("reduce")
+    time.sleep(600)
+    return 0
+
+
+def read_rows() -> None:
+    time.sleep(600)
+
+
+def stuck_in_save() -> int:
+    """Rank 1 does not come back from a save, which may be long; a collective of rank 0 times out."""
+    listen_for_dumps()
+    pulse = Pulse.of_this_rank()
+    pulse.begin(3)
+    pulse.update = 4
+    pulse.enter("save")
+    if RANK == 1:
+        read_rows()
+    time.sleep(1)
+    raise RuntimeError("Application timeout caused pair closure")
+
+
+def slow_but_alive() -> int:
+    """An evaluation of many batches and a long save, each over the limit of one second."""
+    pulse = Pulse.of_this_rank()
+    pulse.begin(3)
+    pulse.update = 4
+    pulse.enter("evaluate")
+    for _ in range(10):
+        time.sleep(0.2)
+        pulse.beat()
+    pulse.enter("save")
+    time.sleep(2)
+    return 0
+
+
+def needs_two(directory: str) -> int:
+    """Fails before its first update on more than two ranks."""
+    pulse = Pulse.of_this_rank()
+    if int(os.environ["WORLD_SIZE"]) > 2:
+        raise ValueError("device 3 is gone")
+    pulse.begin(0)
+    restarts = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    (Path(directory) / f"{RANK}.json").write_text(json.dumps([os.environ["WORLD_SIZE"], restarts]))
+    return 0
+
+
+def crash_after_updates() -> int:
+    """Fails after its first update, on any number of ranks."""
+    pulse = Pulse.of_this_rank()
+    pulse.begin(0)
+    pulse.update = 1
+    pulse.enter("data")
+    raise ValueError(f"on {os.environ['WORLD_SIZE']} ranks")
+
+
+def refuse_for_good() -> int:
+    raise ShardwrightError("The loss is not finite.", "", "Lower the learning rate.")
+
+
+def stopped_while_loading(directory: str) -> int:
+    """Asks for signals only a second after it has said that it is there."""
+    (Path(directory) / f"{RANK}.json").write_text(json.dumps(os.getpid()))
+    time.sleep(1)
+    with StopFlag() as stop:
+        for _ in range(200):
+            if stop.requested:
+                return 75
+            time.sleep(0.01)
+    return 75 if RANK else 0  # only rank 0 is asked
+
+
 MODES = {
     function.__name__: function
     for function in (
@@ -148,6 +231,13 @@ MODES = {
         crash_once,
         record,
         train,
+        stuck,
+        stuck_in_save,
+        slow_but_alive,
+        needs_two,
+        crash_after_updates,
+        refuse_for_good,
+        stopped_while_loading,
     )
 }
 

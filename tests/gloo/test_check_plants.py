@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,7 +32,7 @@ SECOND_UPDATE = ("", "gradients_not_zeroed", "schedule_step", "state_reset")
 """Faults that show in the second update; the others are run for one, which is faster."""
 SMALL = {"data.max_length": 48, "model.config_overrides": {"num_hidden_layers": 2}}
 
-# (example, layout, fault): each named as its diagnosis; no fault must pass
+# (example and batching, layout, fault): each named as its diagnosis; no fault must pass
 PLANTS = [
     *(("tiny", layout, "") for layout in ("ddp", "zero1", "zero2", "zero3", "hsdp2")),
     ("tiny", "ddp", "summed_twice"),
@@ -59,6 +58,8 @@ PLANTS = [
     ("tiny", "hsdp2", "diverged_replicas"),
     ("gpt2-tiny", "ddp", ""),
     ("gpt2-tiny", "zero3", "tying_lost"),
+    ("gpt2-tiny", "zero3+tp2", "tying_lost"),
+    ("gpt2-tiny", "ddp+pp2", "tying_lost"),
 ]
 
 
@@ -72,21 +73,21 @@ def _record_all(specs: list[CandidateSpec]) -> None:
         dist.barrier()
 
 
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[str, str, str], str]]:
+def judged(plants: list[tuple[str, str, str]], directory: Path) -> dict[tuple[str, str, str], str]:
     """The diagnosis of every plant, "" for a pass: one reference per example, one start of ranks for all."""
-    directory = tmp_path_factory.mktemp("plants")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     references, specs, places = {}, [], {}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(REPOSITORY)
-        for example in sorted({example for example, _, _ in PLANTS}):
-            run = load_run_file(f"examples/{example}.yaml", {"data.cache_dir": str(directory), **SMALL}).run
+        for example in sorted({example for example, _, _ in plants}):
+            name, _, batching = example.partition(" ")
+            options = {"data.cache_dir": str(directory), "data.batching": batching or "pad", **SMALL}
+            run = load_run_file(f"examples/{name}.yaml", options).run
             adjusted = adjust(run, dtype="fp64", data_ranks=2, device="cpu", updates=2)
             record, _, training = run_reference(adjusted.run, adjusted.changes, directory / example, 2)
             references[example] = record, adjusted, training
-        for index, (example, layout, fault) in enumerate(PLANTS):
+        for index, (example, layout, fault) in enumerate(plants):
             _, adjusted, training = references[example]
             parallelism = apply_layout(layout, adjusted.run.parallelism)
             run = adjusted.run.model_copy(update={"parallelism": parallelism, "training": training})
@@ -106,7 +107,12 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[st
             finding = explain(reference, candidate, comparison, float64_tolerance(), axes, layout)
             found[example, layout, fault] = finding.diagnosis.name
     torch.set_num_threads(threads)
-    yield found
+    return found
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, str], str]:
+    return judged(PLANTS, tmp_path_factory.mktemp("plants"))
 
 
 @pytest.mark.parametrize("plant", PLANTS, ids="-".join)

@@ -19,7 +19,7 @@ from tests.gloo.engine import LLAMA, ODD, batches_for, make_engine, run_file, wh
 from tests.gloo.ranks import run_ranks
 from torch import Tensor
 
-from shardwright.checkpoint import store
+from shardwright.checkpoint import saver, store
 from shardwright.errors import CheckpointError, ConfigError
 from shardwright.train.loop import Trainer
 
@@ -56,7 +56,7 @@ class Data:
     def validation(self) -> list[Any]:
         return [batches_for(self.engine, 90)]
 
-    def updates_from(self, first: int) -> Any:
+    def updates_from(self, first: int, device: torch.device | None = None) -> Any:
         return (batches_for(self.engine, update) for update in range(first, STEPS))
 
 
@@ -70,7 +70,8 @@ class Flag:
 
     @property
     def requested(self) -> bool:
-        return dist.get_rank() == self.rank and self.engine._batch.update == self.update
+        batch = self.engine._batch
+        return dist.get_rank() == self.rank and batch is not None and batch.update == self.update
 
 
 def _trainer(directory: Path, model: str = ODD, fingerprint: str = "rows", **options: Any) -> Trainer:
@@ -227,15 +228,16 @@ def _refusals(directory: Path) -> dict[str, str]:
     fewer = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "head_dim": 8}
     bf16 = {f"precision__{name}_dtype": "bf16" for name in ("param", "reduce", "master")}
     at = {"checkpoint__resume": str(path)}
+    sizes = {"checkpoint__accept_changes": ["model.config_overrides"]}
     thin = {**fewer, "num_hidden_layers": 3, "hidden_size": 16}
     found = {
         "dtype": _message(_trainer(directory / "a", LLAMA, **bf16, **at)),
-        "extra": _message(_trainer(directory / "a", LLAMA, model__config_overrides=fewer, **narrow, **at)),
+        "extra": _message(_trainer(directory / "a", LLAMA, model__config_overrides=fewer, **narrow, **at, **sizes)),
         "more": _message(
-            _trainer(directory / "a", LLAMA, model__config_overrides={**fewer, "num_hidden_layers": 4}, **narrow, **at)
+            _trainer(directory / "a", LLAMA, model__config_overrides={**fewer, "num_hidden_layers": 4}, **narrow, **at, **sizes)
         ),
         "shape": _message(
-            _trainer(directory / "a", LLAMA, model__config_overrides=thin, **narrow, **at)
+            _trainer(directory / "a", LLAMA, model__config_overrides=thin, **narrow, **at, **sizes)
         ),
         "data": _message(_trainer(directory / "a", LLAMA, "other rows", **narrow, **at)),
         "seed": _message(_trainer(directory / "a", LLAMA, training__seed=1, **narrow, **at)),
@@ -260,7 +262,7 @@ def _message_of(action: Any) -> str:
 def _names(directory: Path) -> list[set[str]]:
     """Keys of the state with every way of wrapping blocks."""
     return [
-        set(_trainer(directory, LLAMA, **options)._state())
+        set(_trainer(directory, LLAMA, **options).checkpoints.state())
         for options in (
             {"parallelism__data_parallel": "ddp"},
             {},
@@ -280,17 +282,17 @@ def _kept(directory: Path) -> dict[str, Any]:
     trainer.at.update = 2  # after a fall back to an older checkpoint
     trainer.save()
     fallen = [p.name for p in store.complete_checkpoints(directory / "kept")]
-    write = store.save_state
+    write = saver.write_parts
 
     def fail(*arguments: Any, **options: Any) -> Any:
         if dist.get_rank() == 1:
             raise OSError(28, "No space left on device")
-        return None
+        return write(*arguments, **options)
 
-    store.save_state = fail
+    saver.write_parts = fail
     trainer.at.update = 5
     message = _message_of(trainer.save)
-    store.save_state = write
+    saver.write_parts = write
     return {
         "kept": kept,
         "fallen": fallen,
@@ -331,7 +333,7 @@ def _numbers(directory: Path) -> dict[str, Any]:
     return {
         "counts": counts,
         "weights": _differences(whole_weights(second.engine), whole_weights(first.engine)),
-        "refused": _message_of(first._state),
+        "refused": _message_of(first.checkpoints.state),
     }
 
 

@@ -40,6 +40,7 @@ from shardwright.config.load import Loaded
 from shardwright.data.loader import Microbatch, UpdateBatch
 from shardwright.layout.context_traffic import context_traffic
 from shardwright.layout.rules_context import chunks
+from shardwright.models.packed_rows import PackedRows
 from shardwright.parallel.context import ATTENTIONS, PLACE, ContextPlace
 from shardwright.train.update import Engine
 
@@ -156,7 +157,7 @@ def _whole_inputs(width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return normal(4, 8), normal(2, 8), normal(2, width), normal(4, width)
 
 
-DOCUMENTS = torch.tensor([[0] * 4 + [1] * 7 + [2], [5] * 12])
+DOCUMENTS = PackedRows(torch.tensor([[0] * 4 + [1] * 7 + [2], [0] * 12]), torch.device("cpu"))
 ATTENTION_CASES: dict[str, tuple[str, bool, int, dict[str, Any]]] = {
     f"{kind} {'balanced' if balanced else 'plain'} {width}": (kind, balanced, width, {})
     for kind in ATTENTIONS
@@ -170,6 +171,10 @@ ATTENTION_CASES: dict[str, tuple[str, bool, int, dict[str, Any]]] = {
         "documents": {"documents": DOCUMENTS},
         "both": {"documents": DOCUMENTS, "sliding_window": 3},
     }.items()
+} | {
+    f"ring {balanced} documents {width}": ("ring", balanced, width, {"documents": DOCUMENTS})
+    for balanced in (True, False)
+    for width in (8, 6)
 }
 
 
@@ -342,14 +347,15 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(_facts, 2, str(tmp_path_factory.mktemp("saved")), timeout=170.0)
 
 
-def _full_attention(width: int, window: int, documents: Tensor | None) -> list[Tensor]:
+def _full_attention(width: int, window: int, documents: PackedRows | None) -> list[Tensor]:
     """Output and gradients of attention over whole rows, written out."""
     q, k, v, grad = (t.requires_grad_() for t in _whole_inputs(width))
     scores = (q @ k.repeat_interleave(2, 1).transpose(-1, -2)) * 0.4
     at = torch.arange(LENGTH)
     seen = (at[:, None] >= at) & (at[:, None] - at < window)
     if documents is not None:
-        seen = (seen & (documents[:, :, None] == documents[:, None, :])).unsqueeze(1)
+        numbers = documents.documents
+        seen = (seen & (numbers[:, :, None] == numbers[:, None, :])).unsqueeze(1)
     out = scores.masked_fill(~seen, float("-inf")).softmax(-1) @ v.repeat_interleave(2, 1)
     out.backward(grad.detach())
     return [out.detach(), q.grad, k.grad, v.grad]  # type: ignore[list-item]
@@ -438,10 +444,10 @@ def test_traffic_is_what_was_predicted(name: str, facts: list[dict[str, Any]]) -
         length=LENGTH,
         kv_width=kv_width,
         width_bytes=2 if name.startswith("bf16") else 8,
-        recompute=run.memory.activation_checkpointing != "none",
+        recomputes=int(run.memory.activation_checkpointing != "none"),
     )
     kinds = {"all_gather_single": "all-gather", "all_gather_into_tensor": "all-gather",
-             "all_to_all_single": "reduce-scatter", "send": "send"}  # fmt: skip
+             "all_to_all_single": "all-to-all", "send": "send"}  # fmt: skip
     wanted: Counter[tuple[str, int]] = Counter()
     for one in predicted:
         wanted[one.collective, one.payload_bytes] += one.count

@@ -143,6 +143,55 @@ def test_restarts(launchers: Launchers, tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["0", "1"]
 
 
+def test_a_crash_that_would_come_again_is_not_restarted(launchers: Launchers, tmp_path: Path) -> None:
+    code, errors = launchers.run("refuse_for_good", max_restarts=3)
+    assert code == 1 and "The loss is not finite. Lower the learning rate." in errors
+    assert "starting all ranks again" not in errors and len(list((tmp_path / "logs").iterdir())) == 1
+
+
+def test_fewer_ranks_go_on_where_more_fail_at_their_start(launchers: Launchers, tmp_path: Path) -> None:
+    """4 fail before their first update, 3 too, 2 do not. Ranks that failed later are not made fewer."""
+    code, errors = launchers.run("needs_two", str(tmp_path), ranks=4, max_restarts=3, fewer=[3, 2])
+    assert code == 0 and _read(tmp_path) == {0: ["2", "2"], 1: ["2", "2"]}
+    said = "the ranks failed before their first update: going on with"
+    assert f"{said} 3." in errors and f"{said} 2." in errors
+    code, errors = launchers.run("crash_after_updates", ranks=3, max_restarts=1, fewer=[2])
+    assert code == 1 and "going on with" not in errors and errors.count("ValueError: on 3 ranks\n") >= 2
+
+
+@pytest.mark.parametrize(("how", "where"), [("asleep", "read_rows"), ("stopped", "stopped by a signal")])
+def test_a_rank_that_hangs_is_named(launchers: Launchers, tmp_path: Path, how: str, where: str) -> None:
+    """Rank 0 waits for it in a later phase; the stacks of both are kept, and both are ended."""
+    start = time.monotonic()
+    code, errors = launchers.run("stuck", how, hang_seconds=2)
+    assert code == 1 and time.monotonic() - start < 20
+    lines = errors.splitlines()
+    assert lines[0].startswith("shardwright: rank 1 of 2 is stuck in data of update 4 (")
+    assert lines[1].startswith("  rank 0: reduce of update 4 for ")
+    assert lines[2].startswith("  rank 1: data of update 4 for ") and where in lines[2]
+    assert "in stuck" in (tmp_path / "logs/0/rank_0/stacks.txt").read_text()
+
+
+def test_a_rank_for_which_a_collective_has_waited_too_long_is_named(launchers: Launchers) -> None:
+    code, errors = launchers.run("stuck_in_save", hang_seconds=60)
+    lines = errors.splitlines()
+    assert code == 1 and lines[0].startswith("shardwright: rank 1 of 2 is stuck in save of update 4 (")
+    assert "waiting for others in a collective, for too long" in lines[1] and "read_rows" in lines[2]
+
+
+def test_what_goes_forward_is_no_hang(launchers: Launchers) -> None:
+    assert launchers.run("slow_but_alive", hang_seconds=1) == (0, "")
+
+
+def test_a_signal_while_a_rank_loads_is_not_lost(launchers: Launchers, tmp_path: Path) -> None:
+    """A102: SIGTERM, which would end a process that has not yet asked for it, is held back until it has."""
+    launcher = launchers.start("stopped_while_loading", str(tmp_path), hold_signals=True)
+    os.kill(_read(tmp_path)[0], signal.SIGTERM)
+    launcher.communicate(timeout=30)
+    assert launcher.returncode == 75
+    assert json.loads((tmp_path / "logs/0/rank_0/outcome.json").read_text())["code"] == 75
+
+
 def test_a_killed_rank_ends_all(launchers: Launchers, tmp_path: Path) -> None:
     """A104: ranks and their children that are deaf to SIGTERM are gone 10 s after rank 0 is killed."""
     launcher = launchers.start("hang_with_children", str(tmp_path))

@@ -60,7 +60,6 @@ ON_TWO = {
     "zero3 of one rank": case(GPT2, "zero3"),
     "full": case(LLAMA, memory__activation_checkpointing="full"),
     "selective": case(LLAMA, schedule="interleaved_1f1b", memory__activation_checkpointing="selective"),
-    "zero bubble full": case(LLAMA, schedule="zero_bubble", memory__activation_checkpointing="full"),
     "bf16": case(QWEN3, **BF16),
     "bf16 zero3": case(GPT2, "zero3", **BF16),
     "sgd": case(QWEN3, **SGD),

@@ -11,6 +11,7 @@ import pytest
 from shardwright.arch import Shape, counts
 from shardwright.arch.flops import (
     CONVENTIONS,
+    document_flops,
     matmul_weights,
     model_flops,
     recompute_flops,
@@ -49,6 +50,15 @@ def test_attention_counts_query_heads_and_names_its_mask() -> None:
         "causal" not in CONVENTIONS["shardwright"].name
         and "full attention" in CONVENTIONS["shardwright"].source
     )
+
+
+def test_documents_count_their_own_keys() -> None:
+    """A118: two documents of 8 and one of 16 in a row of 32: 12 x 2 x 64 = 1 536 FLOPs a token and key, full convention."""
+    useful, again = document_flops(TINY, {8: 2, 16: 1}, "selective")
+    assert useful == 32 * 540_672 + 1_536 * (2 * 8 * 8 + 16 * 16)
+    assert again == 1_536 / 3 * (2 * 8 * 8 + 16 * 16)
+    assert document_flops(TINY, {8: 2}, causal=True) == (16 * 540_672 + 1_536 / 2 * 2 * 8 * 8, 0.0)
+    assert document_flops(TINY, {}) == (0.0, 0.0)
 
 
 def test_a_window_counts_only_what_it_shows() -> None:

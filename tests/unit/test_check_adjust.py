@@ -182,7 +182,7 @@ def test_ids_and_labels_stay_in_a_shrunk_vocabulary(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "pipeline", "off"),
+    ("overrides", "split", "off"),
     [
         ({"resid_pdrop": 0.1}, True, True),
         ({"attn_pdrop": 0.1}, True, True),
@@ -190,12 +190,12 @@ def test_ids_and_labels_stay_in_a_shrunk_vocabulary(tmp_path: Path, monkeypatch:
         ({}, True, False),
     ],
 )
-def test_dropout_is_off_where_a_pipeline_is_checked(
-    overrides: dict[str, float], pipeline: bool, off: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_dropout_is_off_where_split_models_are_checked(
+    overrides: dict[str, float], split: bool, off: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only then, only for a model that has dropout, and with a line."""
     gpt2 = {"model__model_name_or_path": "examples/gpt2-tiny", "model__config_overrides": overrides}
     run = _run(tmp_path, monkeypatch, **gpt2)
-    found = adjust(run, dtype="fp64", data_ranks=2, device="cpu", updates=1, pipeline=pipeline)
+    found = adjust(run, dtype="fp64", data_ranks=2, device="cpu", updates=1, split=split)
     assert found.changes.no_dropout is off
-    assert any("Dropout is off: a pipeline stage" in line for line in found.lines) is off
+    assert any("Dropout is off: layouts with pp" in line for line in found.lines) is off

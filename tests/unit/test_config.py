@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import shardwright
 from shardwright.config.load import Loaded, keys, load_run_file, parse_overrides, sections
-from shardwright.config.schema import RunFile
+from shardwright.config.schema import RunFile, Source
 from shardwright.errors import ConfigError
 
 MINIMAL = """\
@@ -36,6 +36,13 @@ def load(tmp_path: Path, text: str, **overrides: Any) -> Loaded:
     path = tmp_path / "run.yaml"
     path.write_text(text, encoding="utf-8")
     return load_run_file(path, {key.replace("__", "."): v for key, v in overrides.items()}, name="run.yaml")
+
+
+def test_sources_with_weights_are_printed_as_they_are_read(tmp_path: Path) -> None:
+    text = MINIMAL.replace("[data/*.jsonl]", "[a.jsonl, {path: b, weight: 0.5}]")
+    found = load(tmp_path, text)
+    assert load(tmp_path, found.to_yaml()).run == found.run
+    assert found.run.data.train == ["a.jsonl", Source(path="b", weight=0.5)]
 
 
 def test_values_and_their_origin(tmp_path: Path) -> None:
@@ -90,6 +97,9 @@ def test_values_and_their_origin(tmp_path: Path) -> None:
         ("data: {train: [a]}\ntraining: {max_steps: 1, global_batch_size: 1}\n", "`model` is missing"),
         (MINIMAL.replace("[data/*.jsonl]", "data.jsonl"), "`data.train` = 'data.jsonl': input should be a valid list"),
         (MINIMAL.replace("[data/*.jsonl]", "[]"), "`data.train` = []: list should have at least 1 item"),
+        (MINIMAL.replace("[data/*.jsonl]", "[{path: a, wieght: 2}]"), "`data.train[0].wieght` is not a key of a source. Did you mean `weight`?"),
+        (MINIMAL.replace("[data/*.jsonl]", "[a, {weight: 2}]"), "`data.train[1].path` is missing"),
+        (MINIMAL.replace("[data/*.jsonl]", "[{path: a, weight: 0}]"), "`data.train[0].weight` = 0: input should be greater than 0"),
         ("model: ./model\n" + MINIMAL.split("\n", 2)[2], "`model` = './model': input should be a valid dictionary"),
     ],
 )  # fmt: skip

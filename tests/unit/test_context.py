@@ -212,8 +212,9 @@ def test_these_families_are_accepted(family: str, tmp_path: Path) -> None:
     ("config", "overrides", "message"),
     [
         (FAMILIES["gemma2"], {}, "`model.layers.0.self_attn` asks for softcap."),
-        (FAMILIES["gpt2"], {}, "GPT2LMHeadModel has dropout with p = 0.1."),
-        (lambda: transformers.OPTConfig(**SIZES, ffn_dim=48, word_embed_proj_dim=32), {}, "OPTForCausalLM has dropout"),
+        (FAMILIES["gpt2"], {}, "GPT2LMHeadModel has dropout with p = 0.1 inside attention. "),
+        (lambda: transformers.OPTConfig(**SIZES, ffn_dim=48, word_embed_proj_dim=32, attention_dropout=0.1), {},
+         "OPTForCausalLM has dropout"),
         (lambda: transformers.LlamaConfig(**SIZES, attention_dropout=0.2), {}, "has dropout with p = 0.2"),
         (
             lambda: transformers.MistralConfig(**SIZES, sliding_window=8),
@@ -258,12 +259,12 @@ def test_looking_into_a_model_names_each_call() -> None:
 def test_traffic_of_one_layer_by_hand() -> None:
     """K and V of 2 rows of 16 tokens, 24 wide, bf16: 2 x 2 x 16 x 24 x 2 = 3072 bytes whole, 4 ranks."""
     sizes = {"cp": 4, "blocks": 1, "rows": 2, "length": 16, "kv_width": 24, "width_bytes": 2}
-    found = context_traffic("all_gather", **sizes, microbatches=1, recompute=False)
+    found = context_traffic("all_gather", **sizes, microbatches=1)
     assert [(t.collective, t.count, t.payload_bytes, t.sent_bytes) for t in found] == [
         ("all-gather", 1, 3072, 2304),
-        ("reduce-scatter", 1, 3072, 2304),
+        ("all-to-all", 1, 3072, 2304),
     ]
-    found = context_traffic("ring", **sizes, microbatches=5, recompute=True)
+    found = context_traffic("ring", **sizes, microbatches=5, recomputes=1)
     assert [(t.what, t.count, t.payload_bytes) for t in found] == [
         ("keys and values", 5 * 3 * 3, 768),
         ("gradients of keys and values", 5 * 3, 1536),

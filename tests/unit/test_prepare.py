@@ -17,7 +17,8 @@ import pytest
 
 from shardwright.config import RunFile, load_run_file
 from shardwright.data.prepare import Prepared, prepare
-from shardwright.data.table import cut_rows, token_dtype
+from shardwright.data.rows import Cut, cut_rows
+from shardwright.data.table import token_dtype
 from shardwright.data.tokenise import load_tokenizer
 from shardwright.errors import ConfigError, DataError
 
@@ -61,7 +62,7 @@ def test_rows_are_the_bytes_of_the_documents_and_an_end(tmp_path: Path) -> None:
     assert found.counts["targets"] == 9 and found.counts["tokens"] == 12
     assert found.pad_id == EOS and found.largest_token_id == EOS
     assert found.notices == () and not found.cached
-    assert found.summary() == "train: 3 documents, 12 tokens -> 3 rows of 8, 9 targets, padding 50%"
+    assert found.summary() == "train: 3 documents of text, 12 tokens -> 3 rows of 8, 9 targets, padding 50%"
 
 
 def test_overlong_documents(tmp_path: Path) -> None:
@@ -73,7 +74,7 @@ def test_overlong_documents(tmp_path: Path) -> None:
     assert split.counts["targetless_rows"] == 1
     assert split.notices == (
         "train: 1 of 3 documents are longer than 8 tokens and split",
-        "train: 1 rows of a single token hold no target and are left out",
+        "train: 1 pieces of documents hold no target and are left out",
     )
     cut = ready(run_file(tmp_path, overlong="truncate"))
     assert cut.cached
@@ -98,8 +99,10 @@ def test_cut_rows_against_a_loop() -> None:
         single += sum(size == 1 for _, size in pieces)
         expected += [piece for piece in pieces if piece[1] > 1]
         start += length
-    found, counts = cut_rows(ends, 7, "split")
-    assert [tuple(row) for row in found.tolist()] == expected
+    rows = cut_rows(ends, Cut(7, "split"))
+    counts = rows.counts
+    assert [tuple(piece) for piece in rows.pieces.tolist()] == expected
+    assert rows.rows.tolist() == [[n + 1, size, size - 1] for n, (_, size) in enumerate(expected)]
     assert counts["targetless_rows"] == single
     assert counts["targets"] == sum(size - 1 for _, size in expected)
     assert counts["split_documents"] == int((lengths > 7).sum())
@@ -208,6 +211,20 @@ def test_several_processes_and_files_keep_the_order(tmp_path: Path) -> None:
     (tmp_path / "2.jsonl").write_text('{"text": "x"}\n{"text": 3}\n')
     with pytest.raises(DataError, match=r"2\.jsonl:2: `text` is a number"):
         prepare(run_file(tmp_path, train=[str(tmp_path / "*.jsonl")], num_proc=2, max_length=64))
+
+
+def test_tables_are_read_in_slices_by_several_processes(tmp_path: Path) -> None:
+    """2,500 rows of parquet in one row group, and of a saved data set: the tokens of JSON Lines, and the row of each."""
+    datasets = pytest.importorskip("datasets")
+    texts = [f"{number} {'x' * (number % 5)}" for number in range(2500)]
+    table = datasets.Dataset.from_dict({"id": list(range(2500)), "text": texts})
+    table.to_parquet(str(tmp_path / "a.parquet"), batch_size=2500)
+    table.save_to_disk(tmp_path / "set")
+    expected = [[*text.encode(), EOS] for text in texts]
+    for name in ("a.parquet", "set"):
+        found = ready(run_file(tmp_path, train=[str(tmp_path / name)], num_proc=2, max_length=16))
+        assert rows(found) == expected
+        assert found.table.documents.place(1700).endswith(":1701")
 
 
 def test_missing_tokenizers_are_named(tmp_path: Path) -> None:

@@ -7,12 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.data.sources import documents, find_files
+from shardwright.config.schema import Data, Source
+from shardwright.data import sources
+from shardwright.data.formats import sample_of
+from shardwright.data.sources import columns, find_files, records, slices, sources_of
 from shardwright.errors import DataError
 
 
 def read(path: Path, column: str = "text") -> list[tuple[str, int]]:
-    return [(found["text"], found["line"]) for found in documents([(0, str(path))], column)]
+    """Every document of a file of text with its line."""
+    data = Data(train=[str(path)], text_column=column)
+    found = (pair for part in slices(0, str(path)) for pair in records(part, column))
+    return [(sample_of(record, "text", data, f"{path}:{line}"), line) for line, record in found]
 
 
 def written(path: Path, content: str | bytes) -> Path:
@@ -94,7 +100,10 @@ def test_files_come_in_the_order_of_the_patterns_and_sorted_within_one(tmp_path:
     written(tmp_path / "sub" / "c.jsonl", "")
 
     def names(patterns: list[str]) -> list[str]:
-        return [path.name for path in find_files([str(tmp_path / name) for name in patterns], "data.train")]
+        return [
+            Path(file.path).name
+            for file in find_files(sources_of([str(tmp_path / name) for name in patterns]), "data.train")
+        ]
 
     assert names(["z.txt", "*.jsonl"]) == ["z.txt", "a.jsonl", "b.jsonl"]
     assert names(["."]) == ["a.jsonl", "b.jsonl", "z.txt"]
@@ -112,6 +121,47 @@ def test_patterns_that_are_refused(tmp_path: Path) -> None:
         ("notes.md", "is of no known kind"),
     ):
         with pytest.raises(DataError, match=message):
-            find_files([str(tmp_path / pattern)], "data.train")
+            find_files(sources_of([str(tmp_path / pattern)]), "data.train")
     with pytest.raises(DataError, match=r"a\.jsonl is named by .*a\.jsonl` and by .*\*\.jsonl`.*count twice"):
-        find_files([str(tmp_path / "a.jsonl"), str(tmp_path / "*.jsonl")], "data.train")
+        find_files(sources_of([str(tmp_path / "a.jsonl"), str(tmp_path / "*.jsonl")]), "data.train")
+
+
+def test_slices_join_to_the_file_and_count_its_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slices of 40 bytes and the rest of the line: the records and lines of one slice."""
+    lines = [json.dumps({"text": "x" * (number % 37)}) for number in range(100)]
+    path = written(tmp_path / "a.jsonl", "\n".join([*lines[:50], "", *lines[50:]]))
+    whole = read(path)
+    monkeypatch.setattr(sources, "_SLICE_BYTES", 40)
+    assert len(list(slices(0, str(path)))) > 20
+    assert read(path) == whole == [("x" * (n % 37), n + 1 + (n >= 50)) for n in range(100)]
+
+
+def test_a_saved_data_set_is_read_without_nulls_inside_columns(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": "a"},
+                {"role": "assistant", "content": "b", "train": True},
+            ]
+        },
+        {"messages": [{"role": "user", "content": str(number)} for number in range(3)]},
+    ]
+    whole = datasets.Dataset.from_list([row | {"text": None} for row in rows])
+    datasets.DatasetDict({"train": whole, "test": whole.select([1])}).save_to_disk(tmp_path / "set")
+    whole.select([1, 0]).save_to_disk(tmp_path / "one", num_shards=2)
+
+    def found(source: str | Source) -> list[tuple[int, object]]:
+        files = find_files(sources_of([source]), "data.train")
+        parts = (part for file in files for part in slices(0, file.path))
+        return [(line, record["messages"]) for part in parts for line, record in records(part)]
+
+    messages = [row["messages"] for row in rows]
+    assert found(str(tmp_path / "set")) == [(1, messages[0]), (2, messages[1])]
+    assert found(Source(path=str(tmp_path / "set"), split="test")) == [(1, messages[1])]
+    assert found(str(tmp_path / "one")) == [(1, messages[1]), (1, messages[0])]
+    assert columns(str(next((tmp_path / "one").glob("*.arrow")))) == ["messages", "text"]
+    with pytest.raises(DataError, match=r"has no split `dev`\. It has: train, test"):
+        found(Source(path=str(tmp_path / "set"), split="dev"))
+    with pytest.raises(DataError, match="`split: dev` has no effect"):
+        found(Source(path=str(tmp_path / "one"), split="dev"))

@@ -6,7 +6,7 @@ embedding is a lookup and costs none. Attention's two products have query heads,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -91,6 +91,18 @@ def recompute_flops(shape: Shape, length: int, mode: str, causal: bool = False) 
     if mode == "full":
         return 2.0 * shape.layers * block_matmul_weights(shape) + attention
     raise ValueError(f"no recomputation mode {mode!r}")
+
+
+def document_flops(
+    shape: Shape, documents: Mapping[int, int], mode: str = "none", causal: bool = False
+) -> tuple[float, float]:
+    """(FLOPs of forward and backward, of recomputation) of documents: {tokens: how many of that length}.
+
+    A token multiplies the keys of its own document, whatever else stands in its row.
+    """
+    useful = sum(count * n * model_flops(shape, n, causal).total for n, count in documents.items())
+    again = sum(count * n * recompute_flops(shape, n, mode, causal) for n, count in documents.items())
+    return useful, again
 
 
 def utilisation(

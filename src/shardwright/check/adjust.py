@@ -45,11 +45,11 @@ def adjust(
     device: str,
     updates: int,
     layouts: int = 1,
-    pipeline: bool = False,
+    split: bool = False,
 ) -> Adjusted:
     """What is checked of `run` on `data_ranks` data ranks. dtype: fp64, or run for the run file's own.
 
-    layouts: how many are recorded. pipeline: some layout has stages, which draw their own random numbers.
+    layouts: how many are recorded. split: some layout splits the model or its rows, and draws other random numbers.
     """
     lines = []
     if dtype == "fp64":
@@ -73,9 +73,14 @@ def adjust(
     if device != "cpu":
         changes = replace(changes, no_dropout=True)
         lines.append(f"Dropout is off: {device} and the reference on the CPU draw different random numbers.")
-    elif pipeline and has_dropout(build_model(run.model, torch.float32)):
+    elif run.data.batching != "pad" and has_dropout(build_model(run.model, torch.float32)):
         changes = replace(changes, no_dropout=True)
-        lines.append("Dropout is off: a pipeline stage and a single process draw different random numbers.")
+        lines.append("Dropout is off: rows and documents alone draw different random numbers.")
+    elif split and has_dropout(build_model(run.model, torch.float32)):
+        changes = replace(changes, no_dropout=True)
+        lines.append(
+            "Dropout is off: layouts with pp, cp or tp draw other random numbers than a single process."
+        )
     return Adjusted(run, changes, updates, tuple(lines))
 
 

@@ -174,7 +174,7 @@ def record_updates(spec: CandidateSpec, device: torch.device) -> None:
     started, run = clock.now(), RunFile.model_validate_json(json.dumps(spec.run))
     axes = resolve_axes(run.parallelism, dist.get_world_size())
     place = 0 if spec.fault == "same_rows" else axes.data_rank(dist.get_rank())
-    rows = CheckedRows(run, spec.changes, data_rank=place, data_ranks=axes.data_ranks)
+    rows = CheckedRows(run, spec.changes, data_rank=place, data_ranks=axes.data_ranks, axes=axes)
     engine = Engine(run, axes, device, rows.order.total_updates)
     if spec.changes.no_dropout:
         silence_dropout(engine.module)

@@ -64,14 +64,29 @@ def _target_tokens(facts: Facts) -> Iterable[Diagnosis]:
     )
 
 
+_MISTAKES = {
+    "shifted again": ("labels_shifted_twice", "with labels"),
+    "not shifted": ("labels_not_shifted", "with labels"),
+    "targets across": ("target_across_boundary", "with"),
+    "documents that see": ("documents_see_each_other", "with"),
+    "positions that run on": ("positions_run_on", "with"),
+}
+"""How a note of a mistaken loss begins -> (diagnosis, what is said before the note)."""
+
+_LOOK_AT = {
+    "labels_shifted_twice": "labels are shifted once, by the loader: neither the model nor the loss may shift them again",
+    "labels_not_shifted": "labels are shifted once, by the loader: neither the model nor the loss may shift them again",
+    "target_across_boundary": "the last token of a document has no target: its label is -100, before rows are packed",
+    "documents_see_each_other": "whether `documents` reaches the core attention of every block, in recomputation too",
+    "positions_run_on": "position_ids start at 0 in each document, on every rank and stage",
+}
+
+
 def _mistaken_losses(facts: Facts) -> Iterable[tuple[str, str, float]]:
     """(diagnosis, words, value) of the losses of update 1 under wrong labels, wrong means and missing reductions."""
     for words, value in facts.notes.other_losses.items():
-        yield (
-            "labels_not_shifted" if words.startswith("not shifted") else "labels_shifted_twice",
-            f"with labels {words}",
-            value,
-        )
+        name, before = next(found for start, found in _MISTAKES.items() if words.startswith(start))
+        yield name, f"{before} {words}", value
     counts, sums, d = facts.notes.microbatch_targets, facts.notes.microbatch_loss_sums, facts.data_ranks
     total = sum(counts)
     means = [s / max(c, 1) for s, c in zip(sums, counts)]
@@ -102,12 +117,16 @@ def _loss(facts: Facts) -> Iterable[Diagnosis]:
     report = "; only the report is wrong: the gradients are right" if gradients_right else ""
     if facts.update.update == 1:
         for name, words, value in _mistaken_losses(facts):
-            if facts.near(numbers.candidate, value):
-                look_at = (
-                    "the loss: one sum over all targets, divided once by the targets of the whole update"
+            apart = abs(numbers.candidate - value)
+            # some faults move the loss by less than what counts as near: then the nearer of the two says which it is
+            if (
+                facts.near(numbers.candidate, value)
+                and apart < abs(numbers.candidate - numbers.reference) / 2
+            ):
+                look_at = _LOOK_AT.get(
+                    name,
+                    "the loss: one sum over all targets, divided once by the targets of the whole update",
                 )
-                if name.startswith("labels"):
-                    look_at = "labels are shifted once, by the loader: neither the model nor the loss may shift them again"
                 yield Diagnosis(name, f"{shown}; {words} it is {value:.9g}{report}", look_at)
                 return
     ratio = numbers.candidate / numbers.reference if numbers.reference else 0.0

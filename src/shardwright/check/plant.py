@@ -10,12 +10,15 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.data.loader import Microbatch, UpdateBatch
 from shardwright.errors import ConfigError, did_you_mean
 from shardwright.models import find_parts
+from shardwright.models.packed_rows import PackedRows
 from shardwright.parallel.data_parallel import Replicated
+from shardwright.parallel.pipeline import Pipelined
 from shardwright.train.update import Engine
 
 Fault = Callable[[Engine], None]
@@ -65,14 +68,61 @@ def _targets(*microbatches: Microbatch) -> int:
 
 
 def _shifted_again(engine: Engine) -> None:
-    original = engine.loss_of
+    original = engine.targets_of
 
-    def loss_of(output: Any, microbatch: Microbatch) -> Tensor:
+    def targets_of(microbatch: Microbatch) -> tuple[Tensor, Tensor | None]:
         labels = torch.full_like(microbatch.labels, -100)
         labels[:, :-1] = microbatch.labels[:, 1:]
-        return original(output, replace(microbatch, labels=labels))
+        return original(replace(microbatch, labels=labels))
 
-    engine.loss_of = loss_of  # type: ignore[method-assign]
+    engine.targets_of = targets_of  # type: ignore[method-assign]
+
+
+def _change_inputs(change: Callable[[Engine, Microbatch, dict[str, Any]], None]) -> Fault:
+    """Changes what the model is told of packed rows beside their ids."""
+
+    def fault(engine: Engine) -> None:
+        if engine.run.data.batching != "pack":
+            raise ConfigError("This fault needs packed rows.", "", "Set data.batching to pack.")
+        original = engine._inputs
+
+        def inputs(microbatch: Microbatch) -> tuple[Tensor, dict[str, Any]]:
+            ids, arguments = original(microbatch)
+            change(engine, microbatch, arguments)
+            return ids, arguments
+
+        engine._inputs = inputs  # type: ignore[method-assign]
+
+    return fault
+
+
+def _one_document(engine: Engine, microbatch: Microbatch, arguments: dict[str, Any]) -> None:
+    assert microbatch.documents is not None
+    arguments["documents"] = PackedRows(microbatch.documents.clamp(max=0), engine.device)
+
+
+def _positions_of_rows(engine: Engine, microbatch: Microbatch, arguments: dict[str, Any]) -> None:
+    places = torch.arange(microbatch.input_ids.shape[1], device=engine.device).expand(
+        microbatch.input_ids.shape
+    )
+    arguments["position_ids"] = places if engine._place is None else engine._place.part(places)
+
+
+def _targets_across(engine: Engine) -> None:
+    original = engine.forward_backward
+
+    def crossing(microbatch: Microbatch) -> Microbatch:
+        numbers, labels = microbatch.documents, microbatch.labels.clone()
+        if numbers is None:
+            raise ConfigError("This fault needs packed rows.", "", "Set data.batching to pack.")
+        last = (numbers[:, :-1] != numbers[:, 1:]) & (numbers[:, 1:] >= 0)
+        labels[:, :-1] = torch.where(last, microbatch.input_ids[:, 1:], labels[:, :-1])
+        return replace(microbatch, labels=labels)
+
+    def forward_backward(batch: UpdateBatch) -> None:
+        original(replace(batch, microbatches=tuple(map(crossing, batch.microbatches))))
+
+    engine.forward_backward = forward_backward  # type: ignore[method-assign]
 
 
 def _real_tokens_as_targets(engine: Engine) -> None:
@@ -123,13 +173,23 @@ def _change_coefficient(change: Callable[[float], float]) -> Fault:
 
 
 def _one_use_of_a_tied_weight(engine: Engine) -> None:
-    parts = find_parts(engine.module)
-    if not parts.tied or parts.embedding is None:
+    """The embedding gives no gradient; in a pipeline with a copy at each end, the ends do not tell each other theirs."""
+    parts, parallel = find_parts(engine.module), engine.parallel
+    planted = torch.zeros(())
+    if isinstance(parallel, Pipelined) and parallel.ties.names:
+        parallel._exchange = lambda p: None  # type: ignore[method-assign]
+        planted += 1
+    elif parts.tied and parts.embedding is not None:
+        table: Any = engine.module.get_submodule(parts.embedding)
+        look_up = table.forward
+        table.forward = lambda ids: look_up(ids).detach()
+        planted += 1
+    planted = planted.to(engine.device)
+    dist.all_reduce(planted)
+    if not planted:
         raise ConfigError(
             "--plant tying_lost needs a model with tied weights.", "", "Use examples/gpt2-tiny.yaml."
         )
-    table: Any = engine.module.get_submodule(parts.embedding)
-    table.forward = lambda ids: torch.nn.functional.embedding(ids, table.weight.detach())
 
 
 def _weights_put_back(engine: Engine) -> None:
@@ -229,6 +289,9 @@ FAULTS: dict[str, Fault] = {
     "last_microbatch_only": _scale_losses(lambda e, m, b: float(m is b.microbatches[-1]), value=False),
     "no_reduction": _not_synchronised,
     "labels_shifted_twice": _shifted_again,
+    "documents_see_each_other": _change_inputs(_one_document),
+    "positions_run_on": _change_inputs(_positions_of_rows),
+    "target_across_boundary": _targets_across,
     "loss_report": _change_result(lambda e, result: replace(result, loss=result.loss / e.axes.data_ranks)),
     "norm_not_reduced": _change_norm(_local_norm),
     "norm_counted_twice": _change_norm(lambda e, norm: norm * e.axes.data_ranks**0.5),

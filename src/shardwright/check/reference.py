@@ -19,11 +19,13 @@ from transformers import get_scheduler
 
 from shardwright.check.changes import IGNORE, Changes, silence_dropout
 from shardwright.check.record import MicrobatchNote, Notes, Record, Scalars
+from shardwright.check.reference_documents import alone, mistaken_losses, targets_inside
 from shardwright.check.reference_muon import ReferenceMuon
 from shardwright.check.rows import CheckedRows
 from shardwright.config.schema import RunFile, Training
 from shardwright.data.loader import Microbatch, UpdateBatch
 from shardwright.models import build_model, find_parts, materialise
+from shardwright.models.adapters import is_transformers
 from shardwright.models.build import quiet_transformers
 from shardwright.train.rng import seed_microbatch
 
@@ -54,6 +56,8 @@ class Reference:
         self.named = dict(self.model.named_parameters())
         self.trained = {name: p for name, p in self.named.items() if p.requires_grad}
         self.limit = self.training.max_grad_norm
+        module, _, name = self.training.loss.partition(":")
+        self.own_loss = getattr(importlib.import_module(module), name) if name else None
         self.optimizer = self._optimizer()
         self.schedule = self._schedule(self.optimizer)
         self._limit_is_settled = False
@@ -117,39 +121,56 @@ class Reference:
             schedule.step()
         return tuple(rates)
 
-    def _logits(self, ids: Tensor) -> Tensor:
+    def _logits(self, ids: Tensor, **arguments: Tensor) -> Tensor:
         """[B, T, V] for input ids [B, T]."""
-        is_transformers = hasattr(self.model, "config") and hasattr(self.model, "generate")
-        output = self.model(input_ids=ids, use_cache=False) if is_transformers else self.model(ids)
+        if is_transformers(self.model):
+            output = self.model(input_ids=ids, use_cache=False, **arguments)
+        else:
+            output = self.model(ids, **arguments)
         if isinstance(output, Tensor):
             return output
         return output["logits"] if isinstance(output, dict) else output.logits
 
-    def _loss_sum(self, update: int, microbatch: Microbatch, labels: Tensor) -> Tensor:
-        """Sum of the cross entropy over the targets in `labels` [B, T], row by row."""
+    def _microbatch_logits(self, microbatch: Microbatch) -> Tensor:
+        """[B, T, V]: with `pad` of the rows as they are, else of each document run alone, without padding."""
+        if self.run.data.batching == "pad":
+            return self._logits(microbatch.input_ids)
+        return alone(microbatch, self._logits)
+
+    def _loss_sum(
+        self, update: int, microbatch: Microbatch, labels: Tensor, weights: Tensor | None
+    ) -> tuple[Tensor, float]:
+        """(sum of weight x cross entropy over the targets in `labels` [B, T], row by row, sum of their weights).
+
+        Or what the user's own loss gives.
+        """
         seed_microbatch(self.training.seed, update, microbatch.index)
-        logits = self._logits(microbatch.input_ids)
+        logits = self._microbatch_logits(microbatch)
+        if self.own_loss is not None:
+            loss, count = self.own_loss(logits, labels, weights)
+            return loss, float(count)
+        each = torch.ones(labels.shape) if weights is None else weights
         rows = (
-            nn.functional.cross_entropy(own, targets, ignore_index=IGNORE, reduction="sum")
-            for own, targets in zip(logits.double(), labels)
+            nn.functional.cross_entropy(own, targets, ignore_index=IGNORE, reduction="none") @ weight
+            for own, targets, weight in zip(logits.double(), labels, each.double())
         )
-        return torch.stack(list(rows)).sum()
+        return torch.stack(list(rows)).sum(), each.double()[labels != IGNORE].sum().item()
 
     def _gradients(
-        self, batch: UpdateBatch, count: int
-    ) -> Iterator[tuple[Microbatch, float, dict[str, Tensor]]]:
-        """(microbatch, its loss sum, the gradient of that sum / count) one after another.
+        self, batch: UpdateBatch, count: float
+    ) -> Iterator[tuple[Microbatch, float, float, dict[str, Tensor]]]:
+        """(microbatch, its loss sum, its divisor, the gradient of that sum / count) one after another.
 
         The division comes before backward, not after: Transformers' RMSNorm computes in float32 whatever the dtype, so
         that a gradient scaled otherwise on its way through would be rounded otherwise (4e-9 of a gradient, measured).
         """
         for microbatch in batch.microbatches:
             self.model.zero_grad()
-            loss = self._loss_sum(batch.update, microbatch, microbatch.labels)
+            loss, own_count = self._loss_sum(batch.update, microbatch, microbatch.labels, microbatch.weights)
             if loss.requires_grad:
                 (loss / count).backward()
             own = {name: p.grad for name, p in self.trained.items() if p.grad is not None}
-            yield microbatch, loss.item(), own
+            yield microbatch, loss.item(), own_count, own
 
     def _probe_names(self, microbatches: int) -> set[str]:
         """The smallest parameters, as many as `PROBE_ELEMENTS` allows for every microbatch."""
@@ -173,7 +194,7 @@ class Reference:
         return self.limit
 
     def _update(self, record: Record, number: int) -> None:
-        batch = self.rows.update(number)
+        batch = targets_inside(self.rows.update(number))
         targets = tuple(int((m.labels != IGNORE).sum()) for m in batch.microbatches)
         total: dict[str, Tensor] = {name: torch.zeros_like(p) for name, p in self.trained.items()}
         probe: dict[int, dict[str, Tensor]] = {}
@@ -181,15 +202,18 @@ class Reference:
         sums: list[float] = []
         if number == 0:
             self._note_first(batch, targets)
-        count = sum(targets)
-        for microbatch, loss, gradients in self._gradients(batch, count):
+        count, likely = 0.0, float(sum(targets))
+        for microbatch, loss, own_count, gradients in self._gradients(batch, likely):
             sums.append(loss)
+            count += own_count
             for name, gradient in gradients.items():
                 total[name] += gradient
             if number == 0:
                 zero = {n: torch.zeros_like(self.trained[n]) for n in chosen - gradients.keys()}
-                probe[microbatch.index] = zero | {n: g * count for n, g in gradients.items() if n in chosen}
+                probe[microbatch.index] = zero | {n: g * likely for n, g in gradients.items() if n in chosen}
         for name, p in self.trained.items():
+            if count != likely:
+                total[name] *= likely / count
             p.grad = total[name]
         record.write_tensors(number + 1, "grad", total)
         if number == 0:
@@ -201,7 +225,7 @@ class Reference:
         self.schedule.step()
         notes = (MicrobatchNote(0, m.index, m.row_ids, n) for m, n in zip(batch.microbatches, targets))
         record.write_scalars(
-            number + 1, Scalars(count, sum(sums) / count, norm, coefficient, rate, tuple(notes))
+            number + 1, Scalars(sum(targets), sum(sums) / count, norm, coefficient, rate, tuple(notes))
         )
         record.write_tensors(number + 1, "param", self.named)
         for kind, tensors in self._states().items():
@@ -240,10 +264,13 @@ class Reference:
                     labels[:, :-1] = microbatch.labels[:, 1:]
                 else:
                     labels[:, 1:] = microbatch.labels[:, :-1]
-                total += self._loss_sum(batch.update, microbatch, labels).item()
+                total += self._loss_sum(batch.update, microbatch, labels, microbatch.weights)[0].item()
                 own += int((labels != IGNORE).sum())
             losses[words] = total / count
             losses[f"{words}, divided by their own {own}"] = total / max(own, 1)
+        if is_transformers(self.model):
+            positions = getattr(self.model.config, "max_position_embeddings", None)
+            losses |= dict(mistaken_losses(batch, self._logits, positions, count))
         counts = {
             "tokens that are not padding (labels before the shift)": batch.real_tokens,
             "positions (rows x max_length)": batch.slots,

@@ -13,14 +13,18 @@ from shardwright.check.changes import IGNORE, Changes, thinned
 from shardwright.config.schema import RunFile
 from shardwright.data.loader import Loader, Microbatch, UpdateBatch
 from shardwright.data.prepare import prepare
+from shardwright.data.updates import make_order
 from shardwright.errors import DataError
-from shardwright.train.run_data import make_order
+from shardwright.layout.axes import Axes
+from shardwright.train.run_data import widths
 
 
 class CheckedRows:
-    """The updates of a run as data rank `data_rank` of `data_ranks` sees them, with `changes`."""
+    """The updates of a run as data rank `data_rank` of `data_ranks` sees them, with `changes`. axes: None for one process."""
 
-    def __init__(self, run: RunFile, changes: Changes, *, data_rank: int, data_ranks: int) -> None:
+    def __init__(
+        self, run: RunFile, changes: Changes, *, data_rank: int, data_ranks: int, axes: Axes | None = None
+    ) -> None:
         prepared = prepare(_with_own_vocabulary(run) if changes.vocabulary is not None else run)
         if prepared is None:
             raise DataError("data.train names no files.")
@@ -34,7 +38,7 @@ class CheckedRows:
             data_ranks=data_ranks,
             microbatch_rows=t.per_device_train_batch_size,
             pad_id=prepared.pad_id,
-            max_length=run.data.max_length,
+            **widths(run, axes or Axes()),
         )
 
     def update(self, number: int) -> UpdateBatch:

@@ -70,7 +70,7 @@ def run_check(
             "Call it once, without torchrun or srun.",
         )
     fault = known_fault(plant) if plant else ""
-    names, data_ranks, pipeline = _possible(loaded, layouts, nproc_per_node, console)
+    names, data_ranks, split = _possible(loaded, layouts, nproc_per_node, console)
     device = device_kind(loaded.run.hardware.device, nproc_per_node)
     adjusted = adjust(
         loaded.run,
@@ -79,7 +79,7 @@ def run_check(
         device=device,
         updates=updates,
         layouts=len(names),
-        pipeline=pipeline,
+        split=split,
     )
     with tempfile.TemporaryDirectory(prefix="shardwright-check-") as directory:
         return _check(
@@ -97,13 +97,13 @@ def run_check(
 def _possible(
     loaded: Loaded, layouts: str, ranks: int, console: Console
 ) -> tuple[tuple[str, ...], int, bool]:
-    """The layouts that can run, the most data ranks that one of them has, and whether one has pipeline stages.
+    """The layouts that can run, the most data ranks that one of them has, and whether one splits the model or its rows.
 
     One that was named must be possible; of `all`, those that are not are listed with the reason.
     """
     asked = {part.strip() for part in layouts.split(",")}
     model = build_model(loaded.run.model, torch.float64)
-    names, data_ranks, pipeline = [], 1, False
+    names, data_ranks, split = [], 1, False
     for name in expand_layouts(layouts, ranks):
         try:
             chosen = with_layout(loaded, name)
@@ -115,8 +115,9 @@ def _possible(
             _say(console, f"{name} left out: {error.what} {error.why}".rstrip())
             continue
         names.append(name)
-        data_ranks, pipeline = max(data_ranks, axes.data_ranks), pipeline or axes.pp > 1
-    return tuple(names), data_ranks, pipeline
+        data_ranks = max(data_ranks, axes.data_ranks)
+        split = split or axes.pp * axes.cp * axes.tp > 1
+    return tuple(names), data_ranks, split
 
 
 def _check(

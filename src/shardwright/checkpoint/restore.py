@@ -6,16 +6,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from shardwright.checkpoint import state, store
+from shardwright.checkpoint import reader, state
+from shardwright.checkpoint.directory import read_index
+from shardwright.checkpoint.parts import Value
 
 
 def current_state(
     module: nn.Module, optimizer: torch.optim.Optimizer, parameters: Sequence[state.LocalParameter]
-) -> dict[str, Tensor]:
+) -> dict[str, Value]:
     """Everything of a model and its optimizer that a checkpoint holds."""
-    return state.model_state(module) | state.optimizer_state(optimizer, list(parameters))
+    return {**state.model_state(module), **state.optimizer_values(optimizer, parameters)}
 
 
 def restore(
@@ -23,15 +25,25 @@ def restore(
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
     parameters: Sequence[state.LocalParameter],
-) -> None:
+    partial: Sequence[str] = (),
+) -> list[str]:
     """Fills weights and optimizer from the checkpoint at `path`, whatever layout wrote it; collective.
 
-    Raises `CheckpointError` where names, shapes or dtypes differ.
+    partial: patterns of names that may be missing on either side or differ; they keep their first values, and a fresh
+    optimizer state. Returns the keys of this rank that were left so. Raises `CheckpointError` where names, shapes or
+    dtypes differ, `DamagedCheckpointError` where a byte is not what was written.
     """
-    own, prefix = list(parameters), state.STATE_OPTIMIZER
-    stored = [key.removeprefix(prefix) for key in store.stored_keys(path) if key.startswith(prefix)]
-    names = {local.name for local in own if any(key.startswith(f"{local.name}.") for key in stored)}
-    state.materialise_optimizer_state(optimizer, own, names)
+    index = reader.agreed(lambda: read_index(path))
+    shapes, own = index.shapes, list(parameters)
+    fits = [
+        local
+        for local in own
+        if shapes.get(f"{state.STATE_MODEL}{local.name}")
+        == (local.parameter.dtype, tuple(local.parameter.shape))
+        or not reader.covers(partial, f"{state.STATE_MODEL}{local.name}")
+    ]
+    state.allocate_optimizer_state(optimizer, fits, shapes, index.numbers)
     found = current_state(module, optimizer, own)
-    store.load(path, found)
-    state.restore_numbers(optimizer, own, found)
+    numbers = reader.load_index(path, index, found, partial)
+    state.restore_numbers(optimizer, own, numbers)
+    return reader.unread(index, found)

@@ -1,25 +1,36 @@
-"""The state of training as one flat mapping that `torch.distributed.checkpoint` can reshard.
+"""The state of training as one flat mapping that can be saved and resharded.
 
-Keys are `model.<name>` and `optimizer.<name>.<entry>`, names being those of the unsplit model, values DTensors where a
-parameter is sharded and plain tensors elsewhere. So every data-parallel kind and every world size reads any other's.
+Keys are `model.<name>`, `optimizer.<name>.<entry>` and `optimizer_group.<name>.<entry>`, names being those of the unsplit
+model; values are DTensors where a parameter is sharded, plain tensors elsewhere, and numbers. So every data-parallel kind
+and every world size reads any other's. What an optimizer keeps for a whole group (schedule-free and D-adapting ones do)
+stands under each parameter of the group, since groups differ between layouts.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from shardwright.checkpoint.parts import Value
 from shardwright.errors import CheckpointError
 
-STATE_MODEL, STATE_OPTIMIZER = "model.", "optimizer."
+STATE_MODEL, STATE_OPTIMIZER, STATE_GROUP = "model.", "optimizer.", "optimizer_group."
+FROM_THE_RUN_FILE = ("params", "lr", "weight_decay", "orthogonal")
+"""Entries of groups that are set by the run file and the schedule, not by the optimizer."""
+Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 class LocalParameter(Protocol):
     """What the state needs to know of a trainable parameter (see `train.optimizer.Local`)."""
 
     name: str
+    parameter: nn.Parameter
     tensor: nn.Parameter
 
     def wrap(self, local: Tensor) -> Tensor:
@@ -30,17 +41,52 @@ class LocalParameter(Protocol):
 def model_state(module: nn.Module) -> dict[str, Tensor]:
     """Every parameter (frozen ones too) and persistent buffer once; tied parameters under their first name."""
     state = {name: p.detach() for name, p in module.named_parameters()}
+    return {f"{STATE_MODEL}{name}": value for name, value in {**state, **_buffers(module)}.items()}
+
+
+def _buffers(module: nn.Module) -> dict[str, Tensor]:
     persistent = module.state_dict()
-    buffers = {name: b for name, b in module.named_buffers() if name in persistent}
-    return {f"{STATE_MODEL}{name}": value for name, value in {**state, **buffers}.items()}
+    return {name: b for name, b in module.named_buffers() if name in persistent}
 
 
-def optimizer_state(optimizer: torch.optim.Optimizer, parameters: list[LocalParameter]) -> dict[str, Tensor]:
-    """Every tensor of the optimizer's state, shards as DTensors, and every number as a 0-dim tensor (a copy).
+def buffer_keys(module: nn.Module) -> set[str]:
+    """Keys of the persistent buffers: what forward may change."""
+    return {f"{STATE_MODEL}{name}" for name in _buffers(module)}
+
+
+def check_buffers(module: nn.Module) -> None:
+    """Raises `CheckpointError` on all ranks where ranks hold different values of a persistent buffer; collective.
+
+    One rank's are stored and all would go on from them: the resumed run would be another one. Running statistics of
+    BatchNorm, which each rank takes from its own rows, are such buffers.
+    """
+    own = {}
+    for name, buffer in _buffers(module).items():
+        if not isinstance(buffer, DTensor):
+            data = buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            own[name] = hashlib.blake2b(data.numpy().tobytes(), digest_size=8).digest()
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    seen: dict[str, tuple[int, bytes]] = {}
+    for rank, digests in enumerate(everyone):
+        for name, digest in digests.items():
+            first, right = seen.setdefault(name, (rank, digest))
+            if digest != right:
+                raise CheckpointError(
+                    f"The buffer {name} differs between ranks {first} and {rank}.",
+                    "A checkpoint holds one value of it, so a resumed run would not be the one that was saved.",
+                    "Use a layer without running statistics, or one that takes them over all ranks (SyncBatchNorm).",
+                )
+
+
+def optimizer_values(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[LocalParameter]
+) -> dict[str, Value]:
+    """Everything in the optimizer's state: tensors, shards as DTensors, and numbers, those of groups too.
 
     Parameters without state have no entries. Raises `CheckpointError` for a value that is neither.
     """
-    found: dict[str, Tensor] = {}
+    found: dict[str, Value] = {}
     for local in parameters:
         for entry, value in optimizer.state.get(local.tensor, {}).items():
             key = f"{STATE_OPTIMIZER}{local.name}.{entry}"
@@ -48,39 +94,142 @@ def optimizer_state(optimizer: torch.optim.Optimizer, parameters: list[LocalPara
                 same_shape = value.shape == local.tensor.shape and value.dim() > 0
                 found[key] = local.wrap(value) if same_shape else value
             elif isinstance(value, int | float):
-                found[key] = torch.tensor(
-                    value, dtype=torch.float64 if isinstance(value, float) else torch.int64
-                )
+                found[key] = value
             elif value is not None:
                 raise CheckpointError(
                     f"{type(optimizer).__name__} keeps {entry} of {local.name} as {type(value).__name__}.",
                     "A checkpoint holds tensors and numbers; without this value the run could not go on as it was.",
                     "Use an optimizer whose state is tensors and numbers.",
                 )
+    names = {id(local.tensor): local.name for local in parameters}
+    for group in optimizer.param_groups:
+        changed = _changed(group, optimizer.defaults)
+        for tensor in group["params"]:
+            name = names[id(tensor)]
+            found |= {f"{STATE_GROUP}{name}.{entry}": value for entry, value in changed.items()}
+    return found
+
+
+def optimizer_state(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[LocalParameter]
+) -> dict[str, Tensor]:
+    """`optimizer_values` of single parameters, with numbers as 0-dim tensors."""
+    return {
+        key: value if isinstance(value, Tensor) else torch.tensor(value, dtype=_wide(value))
+        for key, value in optimizer_values(optimizer, parameters).items()
+        if key.startswith(STATE_OPTIMIZER)
+    }
+
+
+def _wide(value: float) -> torch.dtype:
+    return torch.float64 if isinstance(value, float) else torch.int64
+
+
+def _changed(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, int | float]:
+    """The numbers of a group that the optimizer has made or changed."""
+    found = {}
+    for entry, value in group.items():
+        number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        if entry in FROM_THE_RUN_FILE or not isinstance(number, int | float):
+            continue
+        if entry not in defaults or number != defaults[entry]:
+            found[entry] = number
     return found
 
 
 def restore_numbers(
-    optimizer: torch.optim.Optimizer, parameters: list[LocalParameter], state: dict[str, Tensor]
+    optimizer: torch.optim.Optimizer,
+    parameters: Sequence[LocalParameter],
+    numbers: Mapping[str, int | float],
 ) -> None:
-    """Puts the numbers of a loaded `optimizer_state` back; its tensors were filled in place."""
+    """Puts the numbers of a checkpoint back, of parameters and of groups.
+
+    Raises `CheckpointError` where parameters of one group had different ones: these layouts group them otherwise.
+    """
     for local in parameters:
         entries = optimizer.state.get(local.tensor, {})
-        for entry, value in entries.items():
-            if isinstance(value, int | float):
-                entries[entry] = type(value)(state[f"{STATE_OPTIMIZER}{local.name}.{entry}"].item())
+        for entry in entries:
+            key = f"{STATE_OPTIMIZER}{local.name}.{entry}"
+            if key in numbers:
+                entries[entry] = numbers[key]
+    names = {id(local.tensor): local.name for local in parameters}
+    of_parameter: dict[str, dict[str, int | float]] = {}
+    for key, value in numbers.items():
+        if key.startswith(STATE_GROUP):
+            name, _, entry = key.removeprefix(STATE_GROUP).rpartition(".")
+            of_parameter.setdefault(name, {})[entry] = value
+    for group in optimizer.param_groups:
+        found = [of_parameter.get(names[id(tensor)], {}) for tensor in group["params"]]
+        if any(entries != found[0] for entries in found):
+            raise CheckpointError(
+                f"The checkpoint has different numbers for parameters that {type(optimizer).__name__} steps as one group.",
+                "",
+                "Resume with the layout that wrote it.",
+            )
+        for entry, value in found[0].items() if found else ():
+            held = group.get(entry)
+            if isinstance(held, Tensor):
+                held.fill_(value)
+            else:
+                group[entry] = value
+
+
+def allocate_optimizer_state(
+    optimizer: torch.optim.Optimizer,
+    parameters: Sequence[LocalParameter],
+    shapes: Shapes,
+    numbers: Mapping[str, int | float],
+) -> None:
+    """Gives a fresh optimizer the entries that the checkpoint has, for loading to fill; replaces what it had.
+
+    An entry of the parameter's shape is divided as the parameter is; `step` lies on the CPU unless the optimizer is fused
+    or capturable, as in torch. Where parameters are DTensors to the optimizer and it keeps other shapes (rows and
+    columns), only the optimizer knows how these are divided: then it makes them in a step (`materialise_optimizer_state`).
+    """
+    entries: dict[str, list[str]] = {}
+    for key in (*shapes, *numbers):
+        if key.startswith(STATE_OPTIMIZER):
+            name, _, entry = key.removeprefix(STATE_OPTIMIZER).rpartition(".")
+            entries.setdefault(name, []).append(entry)
+    optimizer.state.clear()
+    groups = {id(tensor): group for group in optimizer.param_groups for tensor in group["params"]}
+    by_step = set()
+    for local in parameters:
+        whole, tensor = tuple(local.parameter.shape), local.tensor
+        state: dict[str, Value] = {}
+        for entry in entries.get(local.name, ()):
+            key = f"{STATE_OPTIMIZER}{local.name}.{entry}"
+            if key in numbers:
+                state[entry] = numbers[key]
+                continue
+            dtype, shape = shapes[key]
+            if shape == whole and shape:
+                state[entry] = torch.empty_like(tensor, dtype=dtype, requires_grad=False)
+            elif shape and isinstance(tensor, DTensor):
+                by_step.add(local.name)
+            else:
+                group = groups[id(tensor)]
+                on_device = entry != "step" or group.get("fused") or group.get("capturable")
+                place = tensor.device if on_device else torch.device("cpu")
+                state[entry] = torch.empty(shape, dtype=dtype, device=place)
+        if state:
+            optimizer.state[tensor] = state
+    if by_step:
+        optimizer.state.clear()
+        materialise_optimizer_state(
+            optimizer, parameters, {local.name for local in parameters} & entries.keys()
+        )
 
 
 def materialise_optimizer_state(
-    optimizer: torch.optim.Optimizer, parameters: list[LocalParameter], names: set[str]
+    optimizer: torch.optim.Optimizer, parameters: Sequence[LocalParameter], names: set[str]
 ) -> None:
-    """Gives a fresh optimizer the state entries that loading will fill, for the parameters called `names`.
+    """Gives a fresh optimizer its state entries by a step, for the parameters called `names`.
 
-    Optimizers make their state in the first step: one step with zero gradients and a learning rate of zero makes it
-    without moving a weight. Weights are put back bit for bit (decoupled decay of a zero rate changes nothing, but other
-    optimizers may differ).
+    One step with zero gradients and a learning rate of zero makes them without moving a weight. Weights are put back bit
+    for bit (decoupled decay of a zero rate changes nothing, but other optimizers may differ), and what it changed in groups.
     """
-    rates = [group["lr"] for group in optimizer.param_groups]
+    before = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     chosen = [local for local in parameters if local.name in names]
     with torch.no_grad():
         kept = [local.tensor.detach().clone() for local in chosen]
@@ -92,5 +241,7 @@ def materialise_optimizer_state(
         for local, value in zip(chosen, kept):
             local.tensor.copy_(value)
             local.tensor.grad = None
-    for group, rate in zip(optimizer.param_groups, rates):
-        group["lr"] = rate
+    for group, values in zip(optimizer.param_groups, before):
+        for entry in [k for k in group if k != "params" and k not in values]:
+            del group[entry]
+        group.update(values)

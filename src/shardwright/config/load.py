@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from shardwright.config.schema import RunFile
+from shardwright.config.schema import RunFile, Source
 from shardwright.errors import ConfigError, did_you_mean
 
 
@@ -29,12 +29,16 @@ class Loaded:
         lines = []
         for section in sections():
             lines.append(f"{section}:")
-            for key, value in getattr(self.run, section):
+            for key, value in getattr(self.run, section).model_dump().items():
                 text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=10**6)
                 flow = text.removesuffix("\n").removesuffix("\n...")
                 line = f"  {key}: {flow}"
                 lines.append(f"{line:<56}  # {self.origin[f'{section}.{key}']}" if origins else line)
         return "\n".join(lines) + "\n"
+
+    def settings(self) -> dict[str, Any]:
+        """{dotted key: value} of the whole run file."""
+        return {f"{name}.{key}": value for name in sections() for key, value in getattr(self.run, name)}
 
     def to_json(self) -> str:
         """Run file and origins, for a process that this one starts."""
@@ -133,6 +137,18 @@ def _value(text: str) -> Any:
     return yaml.load(text, Loader=_Loader)
 
 
+def read_settings(text: str) -> dict[str, Any]:
+    """{dotted key: value} of a resolved run file (`Loaded.to_yaml`), of this version or another.
+
+    Raises `ConfigError` where it is none.
+    """
+    try:
+        data = yaml.load(text, Loader=_Loader) or {}
+        return {f"{name}.{key}": value for name, part in data.items() for key, value in (part or {}).items()}
+    except (yaml.YAMLError, AttributeError) as error:
+        raise ConfigError(f"The saved run file cannot be read: {' '.join(str(error).split())}.") from None
+
+
 @cache
 def sections() -> dict[str, type[BaseModel]]:
     """Section name -> its model, in the order of the run file."""
@@ -205,9 +221,11 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
 
 def _describe(error: Any, origin: dict[str, str], data: dict[str, Any]) -> ConfigError:
     """One pydantic error as what, why and fix."""
-    path = [str(part) for part in error["loc"]]
+    path = [str(part) for part in error["loc"] if part != "source"]
     full = ".".join(path[:2])
     where = origin.get(full) or origin.get(path[0]) or "run file"
+    if len(path) > 3:
+        return _describe_entry(error, f"{where}: `{full}[{path[2]}].{path[3]}`")
     if error["type"] == "extra_forbidden":
         return _refuse_unknown(full, where)
     if error["type"] == "missing":
@@ -224,6 +242,17 @@ def _describe(error: Any, origin: dict[str, str], data: dict[str, Any]) -> Confi
     return ConfigError(
         f"{where}: `{full}` = {given!r}: {error['msg'][0].lower()}{error['msg'][1:]}.", "", meaning
     )
+
+
+def _describe_entry(error: Any, what: str) -> ConfigError:
+    """An error in a mapping that stands in a list, such as an entry of data.train."""
+    if error["type"] == "extra_forbidden":
+        hint = did_you_mean(str(error["loc"][-1]), Source.model_fields)
+        return ConfigError(f"{what} is not a key of a source.", "", hint)
+    if error["type"] == "missing":
+        return ConfigError(f"{what} is missing.", "It has no default.")
+    given = error["input"] if isinstance(error["input"], str | int | float | bool) else "a mapping or list"
+    return ConfigError(f"{what} = {given!r}: {error['msg'][0].lower()}{error['msg'][1:]}.")
 
 
 def _validate(data: dict[str, Any], origin: dict[str, str]) -> RunFile:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -48,19 +48,69 @@ class Model(Section):
     freeze: list[str] = Field([], description="Patterns of parameter names that are not trained (fnmatch)")
 
 
+class Source(Section):
+    """One entry of data.train or data.validation with more than a path."""
+
+    path: str
+    weight: PositiveFloat = Field(1.0, description="Passes over its rows per epoch; data.train only")
+    split: str | None = Field(None, description="Of a saved DatasetDict; default: train or validation")
+
+
+def _entry_kind(value: object) -> str:
+    return "source" if isinstance(value, dict | Source) else "path"
+
+
+Entry = Annotated[Annotated[str, Tag("path")] | Annotated[Source, Tag("source")], Discriminator(_entry_kind)]
+Format = Literal["auto", "text", "messages", "prompt_completion", "tokens", "alpaca", "sharegpt"]
+
+
 class Data(Section):
     """What is read, and how it becomes rows of `max_length` tokens."""
 
-    train: list[str] = Field(min_length=1, description="Files or globs: JSONL, text or parquet")
-    validation: list[str] = []
-    text_column: str = "text"
-    max_length: Positive = 1024
-    overlong: Literal["split", "truncate", "error"] = Field(
-        "split", description="A document of more than max_length tokens: cut into rows, cut off, or refused"
+    train: list[Entry] = Field(
+        min_length=1,
+        description="Files, globs or directories (JSONL, text, parquet, save_to_disk), or {path, weight, split}",
     )
-    append_eos: bool = True
-    batching: Literal["pad"] = "pad"
+    validation: list[Entry] = []
+    format: Format = Field("auto", description="auto: by the columns of each file")
+    text_column: str = Field("text", description="The column of format text")
+    chat_template: str | None = Field(
+        None, description="File with a Jinja template in place of the tokenizer's own"
+    )
+    assistant_only_loss: bool | None = Field(
+        None, description="Messages: train only what the assistant writes; default true"
+    )
+    completion_only_loss: bool | None = Field(
+        None, description="Prompt and completion: train only the completion; default true"
+    )
+    max_length: Positive = 1024
+    overlong: Literal["split", "truncate", "error"] | None = Field(
+        None,
+        description="A document of more than max_length tokens: cut into rows (default for text and tokens), cut "
+        "off (default for all else), or refused",
+    )
+    append_eos: bool = Field(
+        True, description="End token after text and completions; chat templates end turns"
+    )
+    batching: Literal["pad", "bucket", "pack"] = Field(
+        "pad",
+        description="pad: a document to a row of max_length. bucket: a document to a row, microbatches as wide as their "
+        "longest. pack: documents share rows",
+    )
+    packing_strategy: Literal["bfd", "wrapped"] = Field(
+        "bfd",
+        description="pack only. bfd: whole documents (no_split), by best fit decreasing. wrapped: one after the other, cut "
+        "where a row is full (split)",
+    )
+    bucket_updates: Positive = Field(
+        1,
+        description="bucket only: the rows of so many updates, at most half an epoch, are sorted by length together. "
+        "1: updates hold the rows of pad",
+    )
     shuffle: bool = True
+    drop_last: bool = Field(
+        False, description="With num_train_epochs: leave out a last update that would be part-filled"
+    )
     num_proc: Positive | None = Field(None, description="Tokenising processes; default: all cores")
     cache_dir: str | None = Field(None, description="Tokenised data; default: `.cache` beside output_dir")
 
@@ -76,6 +126,10 @@ class Training(Section):
     )
     per_device_eval_batch_size: Positive | None = Field(
         None, description="Default: per_device_train_batch_size"
+    )
+    loss: str = Field(
+        "cross_entropy",
+        description="cross_entropy, or package.module:function(logits, labels, weights) -> (loss_sum, target_count)",
     )
     learning_rate: PositiveFloat = 3e-4
     optimizer: str = Field("adamw", description="adamw, sgd, muon or package.module:Class")
@@ -101,6 +155,10 @@ class Training(Section):
     on_non_finite: Literal["stop", "skip"] = Field(
         "stop",
         description="A loss or gradient that is not finite: stop all ranks, or skip the update on all ranks",
+    )
+    on_spike: Literal["continue", "warn", "stop"] = Field(
+        "warn",
+        description="A loss 10 robust deviations above, or a gradient norm 20 times, the median of the last 64 updates",
     )
 
 
@@ -171,6 +229,10 @@ class Memory(Section):
         "none", description="Shards and optimizer on the host (zero* on a GPU only)"
     )
     compile: bool = Field(False, description="torch.compile each block")
+    loss_chunk_tokens: Literal["auto"] | NonNegative = Field(
+        "auto",
+        description="Make logits and their loss for so many targets at a time; 0: whole. auto: where they are large",
+    )
 
 
 class Checkpoint(Section):
@@ -179,8 +241,30 @@ class Checkpoint(Section):
     output_dir: str = "runs/run"
     save_steps: Positive | None = Field(None, description="Default: only at the end and when stopped")
     save_total_limit: Positive | None = Field(None, description="Newest checkpoints kept; default: all")
+    keep_every: Positive | None = Field(
+        None, description="With save_total_limit: those of every so many updates are kept too"
+    )
+    keep_best: bool = Field(
+        False, description="Keep the one with the lowest eval/loss, and point the link `best` to it"
+    )
+    on_save_error: Literal["stop", "warn"] = Field(
+        "stop", description="A checkpoint that cannot be written: stop all ranks, or say so and go on"
+    )
+    async_save: bool = Field(
+        False, description="Write while training goes on; takes a copy of each rank's state in host memory"
+    )
+    async_when_busy: Literal["wait", "skip"] = Field(
+        "wait", description="With async_save, when the one before is still being written"
+    )
     resume: Literal["auto", "never"] | str = Field(
-        "auto", description="auto: the newest complete one; or a checkpoint directory"
+        "auto", description="auto: the newest good one; or a checkpoint directory"
+    )
+    partial: list[str] = Field(
+        [],
+        description="Patterns of names that the checkpoint may lack, have too much, or have in another shape",
+    )
+    accept_changes: list[str] = Field(
+        [], description="Keys of the objective that may differ from those the checkpoint was saved with"
     )
     export_hf: Literal["none", "final"] = Field(
         "final", description="Write a Hugging Face directory at the end"
@@ -194,7 +278,12 @@ class Hardware(Section):
     threads_per_rank: Positive | None = Field(
         None, description="CPU threads; default max(1, cores // local ranks)"
     )
-    timeout_seconds: Positive = Field(600, description="A collective that takes longer ends the run")
+    timeout_seconds: Positive = Field(
+        600, description="A collective, or a phase of a rank without progress, that takes longer ends the run"
+    )
+    grace_seconds: Positive = Field(
+        30, description="How long ranks may take to save after a request to stop; they are then killed"
+    )
 
 
 class Logging(Section):

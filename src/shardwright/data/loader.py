@@ -1,46 +1,36 @@
 """The batches of each update, made by the rank that needs them from the memory-mapped table.
 
-G rows of an update, B rows of a microbatch, D data ranks, K microbatches per data rank (G = B K D), T =
-max_length. Microbatch k of data rank d has index k * D + d and holds rows [index * B, (index + 1) * B) of the
+G rows of an update, B rows of a microbatch, D data ranks, K microbatches per data rank (G = B K D), T the width of a
+microbatch. Microbatch k of data rank d has index k * D + d and holds rows [index * B, (index + 1) * B) of the
 update.
+
+T is max_length, or with bucketing the longest row of the microbatch, rounded up to what the layout divides. For that the
+rows of the update are sorted from long to short, so that rows of similar lengths meet in a microbatch, and in the D
+microbatches that the data ranks run at the same time. Which rows an update holds is not the loader's matter.
 """
 
 from __future__ import annotations
 
+import signal
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from shardwright.data.bucketing import bucketed
 from shardwright.data.order import FILLER, Int64, Order
-from shardwright.errors import DataError
+from shardwright.data.table import Table
 from shardwright.layout.batch import accumulation_steps
 
-IGNORE = -100
-
-
-class Rows(Protocol):
-    """What a loader needs of a table: row contents, and their counts without reading the contents."""
-
-    def __len__(self) -> int: ...
-
-    def row(self, row: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """(input ids, labels shifted by one with -100 where there is no target), each of the row's length."""
-        ...
-
-    def real_tokens(self, rows: Int64) -> Int64:
-        """Tokens of each of `rows`."""
-        ...
-
-    def target_tokens(self, rows: Int64) -> Int64:
-        """Targets of each of `rows`."""
-        ...
+EVALUATION_BATCHES = 64
+"""Evaluation batches whose rows are sorted by length together."""
+AHEAD = 3
+"""Updates made ahead of the one that is trained on."""
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 @dataclass(frozen=True)
@@ -68,7 +58,8 @@ class Microbatch:
 class UpdateBatch:
     """One data rank's microbatches of an update, and the counts of the whole update over all data ranks.
 
-    target_tokens: tokens that enter the loss. real_tokens: tokens that are not padding. slots: rows x T.
+    target_tokens: tokens that enter the loss. real_tokens: tokens that are not padding. slots: rows x T, summed over the
+    microbatches of all data ranks.
     row_ids: the rows of the whole update in order, the same on every rank.
     target_weight: sum of the weights of the update's targets. None: all are 1.
     """
@@ -90,23 +81,26 @@ class UpdateBatch:
 class Loader:
     """The updates of a run as one data rank sees them. Stateless: any `update(number)` costs the same.
 
+    bucket_multiple: None: every microbatch has the table's max_length. Else bucketing: the width of a microbatch is the next
+    multiple of this. one_width: bucketing with one width for all microbatches of an update, as a pipeline needs it.
     Raises `ConfigError` when the order's global batch is no whole number of microbatches on each data rank.
     """
 
     def __init__(
         self,
-        table: Rows,
+        table: Table,
         order: Order,
         *,
         data_rank: int,
         data_ranks: int,
         microbatch_rows: int,
         pad_id: int,
-        max_length: int,
+        bucket_multiple: int | None = None,
+        one_width: bool = False,
     ) -> None:
         self.table, self.order = table, order
         self.data_rank, self.data_ranks, self.microbatch_rows = data_rank, data_ranks, microbatch_rows
-        self.pad_id, self.max_length = pad_id, max_length
+        self.pad_id, self.bucket_multiple, self.one_width = pad_id, bucket_multiple, one_width
         self.accumulation_steps = accumulation_steps(order.global_batch_size, microbatch_rows, data_ranks)
 
     def __len__(self) -> int:
@@ -116,71 +110,134 @@ class Loader:
         return (self.update(number) for number in range(len(self)))
 
     def update(self, number: int) -> UpdateBatch:
-        """Update `number` (0-based). Raises `DataError` when it holds no target at all."""
-        ids = self.order.update_rows(number)
-        present = ids[ids != FILLER]
-        targets = int(self.table.target_tokens(present).sum())
-        if not targets:
-            shown = ", ".join(map(str, present[:8])) + (", ..." if len(present) > 8 else "")
-            raise DataError(
-                f"Update {number} has no target token (rows {shown}).",
-                "Its loss would be 0 / 0.",
-                "Remove such rows from the data, or raise training.global_batch_size.",
-            )
-        indices = range(self.data_rank, self.accumulation_steps * self.data_ranks, self.data_ranks)
-        size = self.microbatch_rows
-        return UpdateBatch(
-            update=number,
-            microbatches=tuple(self._microbatch(k, ids[k * size : (k + 1) * size].tolist()) for k in indices),
-            target_tokens=targets,
-            real_tokens=int(self.table.real_tokens(present).sum()),
-            slots=len(ids) * self.max_length,
-            row_ids=tuple(ids.tolist()),
-        )
+        """Update `number` (0-based)."""
+        counts, widths = self.counts(number)
+        own, size = range(self.data_rank, len(widths), self.data_ranks), self.microbatch_rows
+        parts = (self._microbatch(k, counts.row_ids[k * size : (k + 1) * size], widths[k]) for k in own)
+        return replace(counts, microbatches=tuple(parts))
 
-    def _microbatch(self, index: int, row_ids: Sequence[int]) -> Microbatch:
-        shape = (len(row_ids), self.max_length)
-        input_ids, labels = np.full(shape, self.pad_id, np.int64), np.full(shape, IGNORE, np.int64)
-        for b, row in enumerate(row_ids):
-            if row != FILLER:
-                tokens, targets = self.table.row(row)
-                input_ids[b, : len(tokens)] = tokens
-                labels[b, : len(targets)] = targets
-        return Microbatch(index, torch.from_numpy(input_ids), torch.from_numpy(labels), tuple(row_ids))
+    def counts(self, number: int) -> tuple[UpdateBatch, list[int]]:
+        """Update `number` without contents, and the width of each microbatch of all data ranks."""
+        ids, table = self.order.update_rows(number), self.table
+        present = ids[ids != FILLER]
+        tokens = table.real_tokens(present)
+        widths = [table.max_length] * (len(ids) // self.microbatch_rows)
+        if self.bucket_multiple is not None:
+            by_length = np.argsort(-tokens, kind="stable")
+            ids[: len(present)], ids[len(present) :] = present[by_length], FILLER
+            widths = self._widths(tokens[by_length], len(widths))
+        batch = UpdateBatch(
+            update=number,
+            microbatches=(),
+            target_tokens=int(table.target_tokens(present).sum()),
+            real_tokens=int(tokens.sum()),
+            slots=sum(widths) * self.microbatch_rows,
+            row_ids=tuple(ids.tolist()),
+            target_weight=float(table.target_weights(present).sum()) if table.weighted else None,
+        )
+        return batch, widths
+
+    def _widths(self, tokens: Int64, count: int) -> list[int]:
+        """Widths of `count` microbatches that are filled with rows of `tokens`, from long to short."""
+        assert self.bucket_multiple is not None
+        longest = np.zeros(count, np.int64)
+        found = tokens[:: self.microbatch_rows]
+        longest[: len(found)] = found
+        if self.one_width:
+            longest[:] = longest[0]
+        multiples = np.maximum(1, -(-longest // self.bucket_multiple))
+        return [int(width) for width in multiples * self.bucket_multiple]
+
+    def _microbatch(self, index: int, rows: tuple[int, ...], width: int) -> Microbatch:
+        block = self.table.block(rows, width, self.pad_id)
+        return Microbatch(
+            index,
+            torch.from_numpy(block.input_ids),
+            torch.from_numpy(block.labels),
+            rows,
+            None if block.documents is None else torch.from_numpy(block.documents),
+            None if block.weights is None else torch.from_numpy(block.weights),
+        )
 
 
 def evaluation_loader(
-    table: Rows, *, data_rank: int, data_ranks: int, microbatch_rows: int, pad_id: int, max_length: int
+    table: Table,
+    *,
+    data_rank: int,
+    data_ranks: int,
+    microbatch_rows: int,
+    pad_id: int,
+    bucket_multiple: int | None = None,
+    one_width: bool = False,
 ) -> Loader:
-    """Every row of `table` once, in file order; each "update" is one microbatch on each data rank.
+    """Every row of `table` once; each "update" is one microbatch on each data rank.
 
-    All ranks run the same number of microbatches: filler rows, without targets, complete the last ones. Sum
-    the loss over all of them and divide by the sum of `target_tokens`.
+    Rows come in file order, with bucketing sorted by length within `EVALUATION_BATCHES` batches. All ranks run the same number
+    of microbatches: filler rows, without targets, complete the last ones. Sum the loss over all of them and divide by the sum
+    of the divisors.
     """
-    order = Order(
-        len(table), global_batch_size=microbatch_rows * data_ranks, shuffle=False, num_train_epochs=1
-    )
     return Loader(
         table,
-        order,
+        bucketed(
+            Order(
+                len(table), global_batch_size=microbatch_rows * data_ranks, shuffle=False, num_train_epochs=1
+            ),
+            table.real_tokens,
+            1 if bucket_multiple is None else EVALUATION_BATCHES,
+        ),
         data_rank=data_rank,
         data_ranks=data_ranks,
         microbatch_rows=microbatch_rows,
         pad_id=pad_id,
-        max_length=max_length,
+        bucket_multiple=bucket_multiple,
+        one_width=one_width,
     )
 
 
-def prefetch(loader: Loader, first: int = 0, depth: int = 1) -> Iterator[UpdateBatch]:
+def prefetch(
+    loader: Loader, first: int = 0, depth: int = AHEAD, device: torch.device | None = None
+) -> Iterator[UpdateBatch]:
     """Updates `first`, `first` + 1, ... of `loader`, made in a thread while earlier ones are trained on.
 
-    `depth` are held ahead. An error is raised where its update would have come. `close()` stops the thread.
+    `depth` are held ahead, in pinned memory where `device` is a GPU. The thread receives no request to stop, so a signal
+    always interrupts the main thread. An error is raised where its update would have come. `close()` stops the thread.
     """
+    pinned = device is not None and device.type == "cuda"
+
+    def begin() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+        if pinned:  # a thread starts on GPU 0, where pinning memory would make a context
+            torch.cuda.set_device(device)
+
+    def make(number: int) -> UpdateBatch:
+        batch = loader.update(number)
+        return _pinned(batch) if pinned else batch
+
     ahead: deque[Future[UpdateBatch]] = deque()
-    with ThreadPoolExecutor(1, thread_name_prefix="batches") as pool:
+    pool = ThreadPoolExecutor(1, thread_name_prefix="batches", initializer=begin)
+    try:
         for number in range(first, len(loader)):
-            ahead.append(pool.submit(loader.update, number))
+            ahead.append(pool.submit(make, number))
             if len(ahead) > depth:
                 yield ahead.popleft().result()
         while ahead:
             yield ahead.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _pinned(batch: UpdateBatch) -> UpdateBatch:
+    def pin(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.pin_memory()
+
+    parts = (
+        replace(
+            part,
+            input_ids=part.input_ids.pin_memory(),
+            labels=part.labels.pin_memory(),
+            documents=pin(part.documents),
+            weights=pin(part.weights),
+        )
+        for part in batch.microbatches
+    )
+    return replace(batch, microbatches=tuple(parts))

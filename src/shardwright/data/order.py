@@ -27,6 +27,7 @@ Int64 = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]
 
 FILLER = -1
+_BLOCK_ROWS = 4096
 _ROUNDS = 12
 _MIN_HALF_BITS = 3  # over fewer bits a Feistel network reaches only some of the permutations
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -64,6 +65,7 @@ class Order:
     Give `max_steps`, or `num_train_epochs` (a fraction is allowed; it is read as the decimal that it prints
     as). The last update of a run counted in epochs may be part-filled: the ids missing are `FILLER`, and its
     rows still weigh what their targets weigh, since an update's loss is divided by its own number of targets.
+    With `drop_last` it is left out; `dropped` is how many rows it had.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class Order:
         shuffle: bool = True,
         max_steps: int | None = None,
         num_train_epochs: float | None = None,
+        drop_last: bool = False,
     ) -> None:
         if rows < 1:
             raise DataError("The data has no rows.", "There is nothing to train on.", "Look at data.train.")
@@ -90,7 +93,18 @@ class Order:
             self.positions = max_steps * global_batch_size
         else:
             self.positions = math.ceil(Fraction(repr(num_train_epochs)) * rows)
+        self.dropped = self.positions % global_batch_size if drop_last else 0
+        self.positions -= self.dropped
+        if not self.positions:
+            raise ConfigError(
+                f"data.drop_last leaves no update: {self.dropped} rows, training.global_batch_size {global_batch_size}.",
+                "The only update would be part-filled.",
+                "Lower training.global_batch_size, raise training.num_train_epochs, or remove data.drop_last.",
+            )
         self.total_updates = -(-self.positions // global_batch_size)
+        # Neighbouring updates are asked for one after the other: made in blocks, they cost a hundredth.
+        self._block_updates = max(1, _BLOCK_ROWS // global_batch_size)
+        self._block: tuple[int, Int64] = (-1, np.empty(0, np.int64))
 
     def epoch(self, update: int) -> float:
         """Passes over the data completed before `update` begins."""
@@ -103,9 +117,18 @@ class Order:
         """
         if not 0 <= update < self.total_updates:
             raise IndexError(f"update {update} of a run of {self.total_updates} updates")
-        first = update * self.global_batch_size
-        result = np.full(self.global_batch_size, FILLER, np.int64)
-        count = min(self.global_batch_size, self.positions - first)
+        block, place = divmod(update, self._block_updates)
+        first, ids = self._block
+        if first != block:
+            ids = self._rows_at(block * self._block_updates * self.global_batch_size)
+            self._block = (block, ids)
+        size = self.global_batch_size
+        return ids[place * size : (place + 1) * size].copy()
+
+    def _rows_at(self, first: int) -> Int64:
+        """The row ids of a block of updates from position `first` on."""
+        result = np.full(self._block_updates * self.global_batch_size, FILLER, np.int64)
+        count = min(len(result), self.positions - first)
         epochs, offsets = np.divmod(np.arange(first, first + count, dtype=np.int64), self.rows)
         if not self.shuffle:
             result[:count] = offsets

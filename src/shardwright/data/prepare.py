@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from shardwright.config.schema import RunFile
-from shardwright.data.sources import find_files
-from shardwright.data.table import FORMAT, Documents, Table
-from shardwright.data.tokenise import tokenizer_directory, tokenizer_files, write_documents
-from shardwright.errors import ConfigError, DataError
+import numpy as np
 
-Split = Literal["train", "validation"]
+from shardwright.config.schema import Data, RunFile
+from shardwright.data.mixture import Mixture
+from shardwright.data.read import Read, Split, read_documents
+from shardwright.data.rows import Cut, Overlong, PackingStrategy
+from shardwright.data.sources import sources_of
+from shardwright.data.table import Table
+from shardwright.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -26,8 +24,10 @@ class Prepared:
 
     path: the documents' directory. fingerprint: of the rows' tokens, the same wherever training is the same.
     pad_id: fills up rows; no position after it is a target. largest_token_id: below the model's vocabulary.
-    counts: documents_read, empty_documents, documents, tokens, and those of `table.cut_rows`.
-    cached: nothing had to be tokenised. notices: what a person should know, one line each.
+    tokenizer_path: its directory; None: the data was tokenised already. counts: documents_read, empty_documents,
+    masked_documents, crossing_tokens, documents, tokens, and those of `rows.cut_rows`. formats: of its files. mixture: the
+    rows of an epoch where sources have weights. cached: nothing had to be tokenised. notices: what a person should know,
+    one line each.
     """
 
     split: Split
@@ -36,19 +36,30 @@ class Prepared:
     fingerprint: str
     pad_id: int
     largest_token_id: int
+    tokenizer_path: Path | None
     counts: dict[str, int]
+    formats: tuple[str, ...]
+    mixture: Mixture | None
     cached: bool
     notices: tuple[str, ...]
 
     def summary(self) -> str:
-        """`train: 40 documents, 3,155 tokens -> 58 rows of 96, 3,096 targets, padding 43% (cached)`."""
+        """`train: 40 documents of text, 3,155 tokens -> 58 rows of 96, 3,096 targets, padding 43% (cached)`.
+
+        Rows that may hold several documents are `packed rows`; the padding of whole rows of max_length is said of all.
+        """
         counts, length = self.counts, self.table.max_length
-        padding = 1 - counts["row_tokens"] / (counts["rows"] * length)
+        padding = f"{self.padding:.0%}" if self.padding >= 0.1 else f"{self.padding:.2%}"
         return (
-            f"{self.split}: {counts['documents']:,} documents, {counts['tokens']:,} tokens -> "
-            f"{counts['rows']:,} rows of {length}, {counts['targets']:,} targets, "
-            f"padding {padding:.0%}{' (cached)' if self.cached else ''}"
+            f"{self.split}: {counts['documents']:,} documents of {' and '.join(self.formats)}, {counts['tokens']:,} tokens -> "
+            f"{counts['rows']:,} {'packed ' if self.table.packed else ''}rows of {length}, "
+            f"{counts['targets']:,} targets, padding {padding}{' (cached)' if self.cached else ''}"
         )
+
+    @property
+    def padding(self) -> float:
+        """Padding among the slots of rows that are all max_length wide."""
+        return 1 - self.counts["row_tokens"] / (self.counts["rows"] * self.table.max_length)
 
 
 def prepare(run: RunFile, split: Split = "train") -> Prepared | None:
@@ -57,41 +68,18 @@ def prepare(run: RunFile, split: Split = "train") -> Prepared | None:
     Call it in the parent before ranks start, or on rank 0 before the others: a second call, in any process,
     only maps the result. Raises `ConfigError` or `DataError` with file and line where there is one.
     """
-    data = run.data
-    patterns = data.train if split == "train" else data.validation
-    if not patterns:
+    read = read_documents(run, split)
+    if read is None:
         return None
-    name, key = run.model.tokenizer_name_or_path, "model.tokenizer_name_or_path"
-    if name is None:
-        name, key = run.model.model_name_or_path, "model.model_name_or_path"
-    tokenizer_path = tokenizer_directory(name, key)
-    files = find_files(patterns, f"data.{split}")
-    path = cache_directory(run) / _key(files, tokenizer_path, data.text_column, data.append_eos)
-    cached = (path / "meta.json").is_file()
-    if cached:
-        documents = Documents.open(path)
-    else:
-        documents = write_documents(
-            path,
-            files,
-            tokenizer_path,
-            text_column=data.text_column,
-            append_eos=data.append_eos,
-            num_proc=data.num_proc or os.cpu_count() or 1,
-            split=split,
-        )
-    meta = documents.meta
-    if not meta["documents"]:
-        raise DataError(
-            f"data.{split}: all {meta['documents_read']} documents are empty.",
-            "",
-            f"Files: {', '.join(patterns)}.",
-        )
-    _check_vocabulary(run, tokenizer_path, meta)
-    table = Table.make(documents, data.max_length, data.overlong)
+    documents, meta = read.documents, read.documents.meta
+    _check_vocabulary(run, read.tokenizer_path, meta)
+    table = Table.make(documents, _cut(run, split, read))
+    mixture = _mixture(run, split, table)
     counts = {
-        "documents_read": meta["documents_read"],
-        "empty_documents": meta["documents_read"] - meta["documents"],
+        "documents_read": meta["counts"]["read"],
+        "empty_documents": meta["counts"].get("empty", 0),
+        "masked_documents": meta["counts"].get("masked", 0),
+        "crossing_tokens": meta["counts"].get("crossing", 0),
         "documents": meta["documents"],
         "tokens": meta["tokens"],
         **table.counts,
@@ -99,32 +87,78 @@ def prepare(run: RunFile, split: Split = "train") -> Prepared | None:
     pad_id = next(i for i in (meta["pad_id"], meta["eos_id"], 0) if i is not None)
     return Prepared(
         split=split,
-        path=path,
+        path=documents.path,
         table=table,
-        fingerprint=table.fingerprint,
+        fingerprint=table.fingerprint if mixture is None else mixture.fingerprint(table.fingerprint),
         pad_id=pad_id if pad_id < _vocabulary(run, pad_id + 1) else 0,
         largest_token_id=meta["largest_token_id"],
+        tokenizer_path=read.tokenizer_path,
         counts=counts,
-        cached=cached,
-        notices=tuple(_notices(run, split, tokenizer_path, meta, counts)),
+        formats=read.formats,
+        mixture=mixture,
+        cached=read.cached,
+        notices=(
+            *_notices(run, split, read.tokenizer_path, meta, counts),
+            *(() if mixture is None else _mixture_notice(run, mixture)),
+        ),
     )
 
 
-def cache_directory(run: RunFile) -> Path:
-    """data.cache_dir, or `.cache` beside output_dir, so that runs side by side share tokenised data."""
-    return (
-        Path(run.data.cache_dir) if run.data.cache_dir else Path(run.checkpoint.output_dir).parent / ".cache"
+def _weights(run: RunFile, split: Split) -> list[float] | None:
+    """The weight of each source; None where all are 1."""
+    weights = [
+        source.weight for source in sources_of(run.data.train if split == "train" else run.data.validation)
+    ]
+    if split == "validation" and set(weights) != {1.0}:
+        raise ConfigError(
+            "A weight in data.validation has no effect.", "Each row is evaluated once.", "Remove it."
+        )
+    return None if set(weights) == {1.0} else weights
+
+
+def _mixture(run: RunFile, split: Split, table: Table) -> Mixture | None:
+    weights = _weights(run, split)
+    return None if weights is None else Mixture(table.bounds, weights, run.training.seed)
+
+
+def _mixture_notice(run: RunFile, mixture: Mixture) -> list[str]:
+    parts = ", ".join(
+        f"{count:,} of {size:,} of {source.path}"
+        for source, count, size in zip(
+            sources_of(run.data.train), mixture.counts.tolist(), np.diff(mixture.bounds).tolist()
+        )
     )
+    return [f"train: the weights of the sources make epochs of {len(mixture):,} rows: {parts}"]
 
 
-def _key(files: Sequence[Path], tokenizer_path: Path, text_column: str, append_eos: bool) -> str:
-    """Name of the cache entry: files by path, size, mtime; tokenizer by content; settings; versions."""
-    digest = hashlib.blake2b(digest_size=12)
-    stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    digest.update(json.dumps([FORMAT, version("tokenizers"), text_column, append_eos, stats]).encode())
-    for file in tokenizer_files(tokenizer_path):
-        digest.update(file.name.encode() + hashlib.blake2b(file.read_bytes()).digest())
-    return f"tokens-{digest.hexdigest()}"
+def packing_of(run: RunFile, split: Split) -> tuple[PackingStrategy | None, int | None]:
+    """(which documents share a row, the seed that shuffles them first); rows of the validation split need no seed."""
+    packing = run.data.packing_strategy if run.data.batching == "pack" else None
+    return packing, run.training.seed if packing and run.data.shuffle and split == "train" else None
+
+
+def _cut(run: RunFile, split: Split, read: Read) -> Cut:
+    """How `run` makes rows."""
+    bounds = None
+    if _weights(run, split) is not None:  # rows of one source each, so that a source can be passed more often
+        files = np.asarray(read.sources)[np.asarray(read.documents.ends[:, 1])]
+        bounds = tuple(np.searchsorted(files, np.arange(max(read.sources) + 2)).tolist())
+    return Cut(run.data.max_length, _overlong(run.data, read), *packing_of(run, split), bounds)
+
+
+def _overlong(data: Data, read: Read) -> Overlong:
+    """data.overlong, or what its default is for the formats that were read."""
+    if data.overlong is not None:
+        return data.overlong
+    cut = {"split" if form in ("text", "tokens") else "truncate" for form in read.formats}
+    longest = int(np.diff(np.asarray(read.documents.ends[:, 0]), prepend=0).max())
+    if len(cut) > 1 and longest > data.max_length:
+        raise ConfigError(
+            f"data.overlong is not set, and {' and '.join(read.formats)} have no common default.",
+            f"The longest document has {longest} tokens, and data.max_length is {data.max_length}.",
+            "Set data.overlong to split, truncate or error.",
+        )
+    return "split" if "split" in cut else "truncate"
 
 
 def _vocabulary(run: RunFile, default: int) -> int:
@@ -137,28 +171,41 @@ def _vocabulary(run: RunFile, default: int) -> int:
     return int(config.get("vocab_size", text.get("vocab_size", default)))
 
 
-def _check_vocabulary(run: RunFile, tokenizer_path: Path, meta: dict[str, Any]) -> None:
+def _check_vocabulary(run: RunFile, tokenizer_path: Path | None, meta: dict[str, Any]) -> None:
     largest = meta["largest_token_id"]
     vocabulary = _vocabulary(run, largest + 1)
     if largest >= vocabulary:
         raise ConfigError(
             f"The data holds token id {largest}, but the model's vocab_size is {vocabulary}.",
-            f"The tokenizer in {tokenizer_path} has {meta['vocabulary']} tokens.",
+            f"The tokenizer in {tokenizer_path} has {meta['vocabulary']} tokens."
+            if tokenizer_path is not None
+            else "The data was tokenised for another model.",
             "Use the model's own tokenizer, or for a new model set model.config_overrides to "
-            f"{{vocab_size: {meta['vocabulary']}}}.",
+            f"{{vocab_size: {max(largest + 1, meta['vocabulary'] or 0)}}}.",
         )
 
 
 def _notices(
-    run: RunFile, split: str, tokenizer_path: Path, meta: dict[str, Any], counts: dict[str, int]
+    run: RunFile, split: str, tokenizer_path: Path | None, meta: dict[str, Any], counts: dict[str, int]
 ) -> list[str]:
     """Lines for what was left out, cut or has no effect."""
     length, read, documents = run.data.max_length, counts["documents_read"], counts["documents"]
     lines = []
-    if run.data.append_eos and meta["eos_id"] is None:
+    reads_eos = {"text", "prompt_completion"} & set(meta["formats"])
+    if run.data.append_eos and meta["eos_id"] is None and reads_eos:
         lines.append(f"the tokenizer in {tokenizer_path} has no eos token: data.append_eos has no effect")
     if counts["empty_documents"]:
         lines.append(f"{counts['empty_documents']} of {read} documents are empty and left out")
+    if counts["masked_documents"]:
+        lines.append(
+            f"{counts['masked_documents']} of {read} documents have no token that is trained and are left out; "
+            f"the first is {meta['first']['masked']}"
+        )
+    if counts["crossing_tokens"]:
+        lines.append(
+            f"in {counts['crossing_tokens']} of {read} documents a token holds characters of what is given and of "
+            f"what is trained, and is trained; the first is {meta['first']['crossing']}"
+        )
     if counts["split_documents"]:
         lines.append(
             f"{counts['split_documents']} of {documents} documents are longer than {length} tokens and split"
@@ -169,5 +216,11 @@ def _notices(
             f"cut off; {counts['truncated_tokens']} of {counts['tokens']} tokens are lost"
         )
     if counts["targetless_rows"]:
-        lines.append(f"{counts['targetless_rows']} rows of a single token hold no target and are left out")
+        lines.append(f"{counts['targetless_rows']} pieces of documents hold no target and are left out")
+    full = -(-counts["row_tokens"] // length)
+    if run.data.batching == "pad" and counts["rows"] > 2 * full:
+        lines.append(
+            f"more than half of the slots are padding; with data.batching pack about {full:,} rows hold what these "
+            f"{counts['rows']:,} do, with bucket they are no wider than the longest beside them"
+        )
     return [f"{split}: {line}" for line in lines]

@@ -5,32 +5,39 @@ A directory holds, for one set of files and one tokenizer:
   documents.npy   int64 [documents, 3]: where the document ends in tokens.bin, its file, its line
   weights.bin     float32, one for each token: its weight as a target, 0 for one that is not trained; absent where all are 1
   meta.json       files, counts, special tokens
-and, for each way of cutting rows,
-  rows-<overlong>-<max_length>/rows.npy   int64 [rows, 2]: start in tokens.bin, length
-  rows-<overlong>-<max_length>/meta.json  counts, fingerprint
+and, for each way of making rows, a directory rows-... with
+  pieces.npy      int64 [pieces, 2]: start in tokens.bin and length of each piece of a document, row by row
+  rows.npy        int64 [rows, 3]: where the row ends among the pieces, its tokens, its targets
+  weights.npy     float64, one for each row: sum of the weights of its targets; absent where each is 0 or 1
+  meta.json       counts, fingerprint
 Directories are written under a temporary name and renamed, so one that exists is complete.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from shardwright.data.order import FILLER, Int64
+from shardwright.data.rows import Cut, CutRows, Float64, cut_rows
 from shardwright.errors import DataError
 
-FORMAT = 1
-Overlong = Literal["split", "truncate", "error"]
-Int64 = npt.NDArray[np.int64]
+_T = TypeVar("_T", bound=np.generic)
+
+FORMAT = 2
+IGNORE = -100
+_BLOCK = 2**22  # weights hashed at a time
 
 
 def token_dtype(vocabulary: int) -> type[np.uint16] | type[np.uint32]:
@@ -94,67 +101,44 @@ class Documents:
         return f"{self.meta['files'][file]}:{line}"
 
 
-def cut_rows(ends: Int64, max_length: int, overlong: Overlong) -> tuple[Int64, dict[str, int]]:
-    """Rows of at most `max_length` tokens as (start, length) pairs [rows, 2], and counts.
-
-    A row never spans two documents. A row of n tokens has n - 1 targets, the tokens whose predecessor is in
-    the same row. Rows of one token have none and are left out (`targetless_rows`). Counts: rows, row_tokens,
-    targets, split_documents, truncated_documents, truncated_tokens, targetless_rows.
-    """
-    starts = np.concatenate([np.zeros(1, np.int64), ends[:-1]])
-    lengths = ends - starts
-    long = lengths > max_length
-    counts = {"split_documents": 0, "truncated_documents": 0, "truncated_tokens": 0}
-    if overlong == "truncate":
-        counts["truncated_documents"] = int(long.sum())
-        counts["truncated_tokens"] = int((lengths[long] - max_length).sum())
-        lengths = np.minimum(lengths, max_length)
-    else:
-        counts["split_documents"] = int(long.sum())
-        pieces = -(-lengths // max_length)
-        piece = np.arange(int(pieces.sum()), dtype=np.int64) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-        starts = np.repeat(starts, pieces) + piece * max_length
-        lengths = np.minimum(np.repeat(lengths, pieces) - piece * max_length, max_length)
-    rows = np.stack([starts, lengths], axis=1)
-    kept = rows[lengths > 1]
-    counts |= {
-        "rows": len(kept),
-        "row_tokens": int(kept[:, 1].sum()),
-        "targets": int((kept[:, 1] - 1).sum()),
-        "targetless_rows": len(rows) - len(kept),
-    }
-    return kept, counts
-
-
 @dataclass(frozen=True)
-class Table:
-    """Rows over memory-mapped documents; `fingerprint` is of their content, wherever the files lie."""
+class Block:
+    """Rows as arrays [rows, width]: what a microbatch is made of (`loader.Microbatch` says what each is)."""
 
-    documents: Documents
-    max_length: int
-    rows: Int64
-    counts: dict[str, int]
-    fingerprint: str
+    input_ids: Int64
+    labels: Int64
+    documents: npt.NDArray[np.int32] | None
+    weights: npt.NDArray[np.float32] | None
+
+
+class Table:
+    """Rows over memory-mapped documents; `fingerprint` is of their content, wherever the files lie.
+
+    packed: a row may hold several documents. max_length: tokens that a row has room for. bounds: first row of each source
+    whose rows were cut apart, and the number of rows.
+    """
+
+    def __init__(self, documents: Documents, cut: Cut, found: CutRows, fingerprint: str) -> None:
+        self.documents, self.cut, self.counts, self.fingerprint = documents, cut, found.counts, fingerprint
+        self.max_length, self.packed, self.bounds = cut.max_length, cut.packing is not None, found.bounds
+        # plain views: a slice of a memmap costs several times as much
+        self._pieces, self._rows = np.asarray(found.pieces), np.asarray(found.rows)
+        self._row_weights = None if found.weights is None else np.asarray(found.weights)
+        self._tokens = np.asarray(documents.tokens)
+        self._weights = None if documents.weights is None else np.asarray(documents.weights)
 
     @classmethod
-    def make(cls, documents: Documents, max_length: int, overlong: Overlong) -> Table:
-        """Opens the rows of `documents`, cutting them first where that was not done before.
+    def make(cls, documents: Documents, cut: Cut) -> Table:
+        """Opens the rows of `documents`, making them first where that was not done before.
 
         Raises `DataError` for a document that is too long with overlong = error, and when no row holds a
         target.
         """
-        path = documents.path / f"rows-{overlong}-{max_length}"
-        if overlong == "error":
-            _refuse_long(documents, max_length)
+        path = documents.path / cut.name
+        if cut.overlong == "error":
+            _refuse_long(documents, cut.max_length)
         if not path.exists():
-            rows, counts = cut_rows(np.asarray(documents.ends[:, 0]), max_length, overlong)
-            fingerprint = hashlib.blake2b(
-                documents.meta["tokens_digest"].encode() + rows.tobytes(), digest_size=16
-            )
-            with new_directory(path) as work:
-                np.save(work / "rows.npy", rows)
-                meta = {"counts": counts, "fingerprint": fingerprint.hexdigest()}
-                (work / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+            _write_rows(path, documents, cut)
         meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
         if not meta["counts"]["rows"]:
             raise DataError(
@@ -162,24 +146,102 @@ class Table:
                 "A row needs two tokens: one to read and one to predict.",
                 "Look at data.text_column, data.max_length and the files.",
             )
-        return cls(documents, max_length, np.load(path / "rows.npy", mmap_mode="r"), **meta)
+        pieces, rows = (np.load(path / name, mmap_mode="r") for name in ("pieces.npy", "rows.npy"))
+        weights = np.load(path / "weights.npy", mmap_mode="r") if (path / "weights.npy").is_file() else None
+        return cls(
+            documents,
+            cut,
+            CutRows(pieces, rows, weights, meta["counts"], tuple(meta["bounds"])),
+            meta["fingerprint"],
+        )
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self._rows)
+
+    @property
+    def weighted(self) -> bool:
+        """Whether some target has a weight other than 1."""
+        return self._row_weights is not None
+
+    def pieces(self, row: int) -> Int64:
+        """[n, 2], start in tokens.bin and length of each piece of a row, in order; none of a `FILLER` row."""
+        if row == FILLER:
+            return self._pieces[:0]
+        return self._pieces[self._rows[row - 1, 0] if row else 0 : self._rows[row, 0]]
 
     def row(self, row: int) -> tuple[Int64, Int64]:
-        """(input ids, labels) of a row; labels[t] is input_ids[t + 1], and -100 at the end."""
-        start, length = self.rows[row]
-        tokens = self.documents.tokens[start : start + length].astype(np.int64)
-        return tokens, np.append(tokens[1:], np.int64(-100))
+        """(input ids, labels) of a row; labels[t] is input_ids[t + 1], and -100 where that is no target."""
+        block = self.block([row], int(self._rows[row, 1]), 0)
+        return block.input_ids[0], block.labels[0]
+
+    def block(self, rows: Sequence[int], width: int, pad_id: int) -> Block:
+        """The contents of `rows` in `width` positions each; a `FILLER` row is padding throughout."""
+        found = [self.pieces(row) for row in rows]
+        pieces = np.concatenate(found)
+        inside = pieces.tolist()
+        ends = np.cumsum(pieces[:, 1])  # of each piece, among the tokens of all rows
+        bounds = np.concatenate([[0], ends])[np.cumsum([0, *map(len, found)])].tolist()
+        tokens = _joined(self._tokens, inside)
+        ids = _spread(tokens.astype(np.int64), bounds, width, pad_id)
+        labels = np.empty(len(tokens), np.int64)
+        labels[:-1] = tokens[1:]
+        labels[ends - 1] = IGNORE
+        documents = weights = None
+        if self._weights is not None:
+            weight = np.zeros(len(tokens), np.float32)
+            weight[:-1] = _joined(self._weights, inside)[1:]
+            weight[ends - 1] = 0
+            labels[weight == 0] = IGNORE
+            weights = _spread(weight, bounds, width, 0) if self.weighted else None
+        if self.packed:
+            numbers = np.concatenate([np.arange(len(own), dtype=np.int32) for own in found])
+            documents = _spread(np.repeat(numbers, pieces[:, 1]), bounds, width, -1)
+        return Block(ids, _spread(labels, bounds, width, IGNORE), documents, weights)
 
     def real_tokens(self, rows: Int64) -> Int64:
         """Tokens of each of `rows`."""
-        return np.asarray(self.rows[rows, 1])
+        return np.asarray(self._rows[rows, 1])
 
     def target_tokens(self, rows: Int64) -> Int64:
         """Targets of each of `rows`."""
-        return np.asarray(self.rows[rows, 1]) - 1
+        return np.asarray(self._rows[rows, 2])
+
+    def target_weights(self, rows: Int64) -> Float64:
+        """The sum of the weights of the targets of each of `rows`."""
+        if self._row_weights is None:
+            return self.target_tokens(rows).astype(np.float64)
+        return np.asarray(self._row_weights[rows])
+
+
+def _joined(source: npt.NDArray[_T], pieces: list[list[int]]) -> npt.NDArray[_T]:
+    """The values of `source` in `pieces`, one after the other."""
+    return np.concatenate([source[:0], *(source[start : start + length] for start, length in pieces)])
+
+
+def _spread(values: npt.NDArray[_T], bounds: list[int], width: int, rest: int) -> npt.NDArray[_T]:
+    """`values` in rows [n, width]: row b holds those from bounds[b] to bounds[b + 1], then `rest`."""
+    result = np.empty((len(bounds) - 1, width), values.dtype)
+    for b, (first, last) in enumerate(itertools.pairwise(bounds)):
+        result[b, : last - first] = values[first:last]
+        result[b, last - first :] = rest
+    return result
+
+
+def _write_rows(path: Path, documents: Documents, cut: Cut) -> None:
+    found = cut_rows(np.asarray(documents.ends[:, 0]), cut, documents.weights)
+    arrays: dict[str, npt.NDArray[Any]] = {"pieces": found.pieces, "rows": found.rows}
+    if found.weights is not None:
+        arrays["weights"] = found.weights
+    digest = hashlib.blake2b(documents.meta["tokens_digest"].encode(), digest_size=16)
+    if documents.weights is not None:
+        for first in range(0, len(documents.weights), _BLOCK):
+            digest.update(documents.weights[first : first + _BLOCK].tobytes())
+    with new_directory(path) as work:
+        for name, array in arrays.items():
+            np.save(work / f"{name}.npy", array)
+            digest.update(array.tobytes())
+        meta = {"counts": found.counts, "bounds": found.bounds, "fingerprint": digest.hexdigest()}
+        (work / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
 
 
 def _refuse_long(documents: Documents, max_length: int) -> None:

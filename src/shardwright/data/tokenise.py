@@ -1,24 +1,36 @@
-"""Tokenises documents in parallel through `datasets` and writes them as one memory-mappable directory."""
+"""Tokenises slices of files in as many processes as asked for, and writes them as one memory-mappable directory.
+
+The processes are forked after the tokenizer is loaded. Each reads its slice itself, so that reading JSON and rendering
+chat templates are divided too; results are written in the order of the files.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import sys
-import tempfile
-from collections.abc import Sequence
+import multiprocessing
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.console import Console
 
-from shardwright.data import sources
+from shardwright.config.schema import Data
+from shardwright.data.encode import Encoded, Encoder
+from shardwright.data.sources import DataFile, Slice, slices
 from shardwright.data.table import FORMAT, Documents, new_directory, token_dtype
 from shardwright.errors import ConfigError, DataError
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/*.jinja",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
@@ -27,8 +39,10 @@ _TOKENIZER_FILES = (
     "*.model",
     "*.tiktoken",
 )
-_DOCUMENTS_PER_PROCESS = 500  # below that, starting a process takes longer than the tokenising
-_BATCH = 1000
+_AHEAD = 4  # slices in work or waiting to be written, for each process
+_ONES = 1 << 22  # weights written at a time
+_HERE: dict[str, Encoder] = {}
+"""The encoder of a tokenising process."""
 
 
 def tokenizer_directory(name: str, key: str) -> Path:
@@ -75,124 +89,134 @@ def load_tokenizer(path: Path) -> Any:
         ) from error
 
 
-def _tokenise(table: Any, *, tokenizer: Any, eos: int | None) -> Any:
-    """An arrow table {text, file, line} -> {ids, file, line}; blank texts become empty lists."""
-    import pyarrow as pa
-
-    rows = []
-    for text in table["text"].to_pylist():
-        ids = tokenizer(text, return_attention_mask=False, verbose=False)["input_ids"] if text.strip() else []
-        if ids and eos is not None and ids[-1] != eos:
-            ids.append(eos)
-        rows.append(np.asarray(ids, np.int32))
-    offsets = np.cumsum([0, *map(len, rows)], dtype=np.int64)
-    ids = pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(rows)))
-    return pa.table({"ids": ids, "file": table["file"], "line": table["line"]})
-
-
-def _read(
-    datasets: Any, files: Sequence[Path], text_column: str, num_proc: int, cache: Path, split: str
-) -> Any:
-    """A `datasets.Dataset` {text, file, line} of the documents; several files are read side by side."""
-    numbered = [(number, str(file)) for number, file in enumerate(files)]
-    if next(sources.documents(numbered, text_column), None) is None:
-        raise DataError(f"There is no document in {', '.join(map(str, files))}.", "The files are empty.")
-    features = {
-        "text": datasets.Value("large_string"),
-        "file": datasets.Value("int32"),
-        "line": datasets.Value("int64"),
-    }
-    try:
-        return datasets.Dataset.from_generator(
-            sources.documents,
-            features=datasets.Features(features),
-            cache_dir=str(cache),
-            gen_kwargs={"files": numbered, "text_column": text_column},
-            num_proc=min(num_proc, len(files)) if min(num_proc, len(files)) > 1 else None,
-            split=datasets.NamedSplit(split),
-            fingerprint="documents",
-        )
-    except datasets.exceptions.DatasetGenerationError:
-        for _ in sources.documents(
-            numbered, text_column
-        ):  # raises again, here and at the first bad line of all
-            pass
-        raise
-
-
 def write_documents(
     path: Path,
-    files: Sequence[Path],
-    tokenizer_path: Path,
+    files: Sequence[DataFile],
+    formats: Sequence[str | None],
+    tokenizer_path: Path | None,
+    data: Data,
     *,
-    text_column: str,
-    append_eos: bool,
     num_proc: int,
     split: str,
 ) -> Documents:
-    """Reads and tokenises `files` into the new directory `path` and opens it.
+    """Reads and tokenises `files`, of `formats`, into the new directory `path` and opens it.
 
-    Shows progress bars on a terminal. Raises `DataError` with file and line for what cannot be read.
+    Shows its progress on a terminal. Raises `DataError` with file and line for what cannot be read.
     """
-    import datasets
-
-    datasets.config.HF_HUB_OFFLINE = True
-    if not sys.stderr.isatty():
-        datasets.disable_progress_bars()
-    tokenizer = load_tokenizer(tokenizer_path)
-    with new_directory(path) as work, tempfile.TemporaryDirectory(dir=work) as cache:
-        texts = _read(datasets, files, text_column, num_proc, Path(cache), split)
-        processes = min(num_proc, -(-len(texts) // _DOCUMENTS_PER_PROCESS))
-        tokenised = texts.with_format("arrow").map(
-            _tokenise,
-            batched=True,
-            batch_size=_BATCH,
-            fn_kwargs={"tokenizer": tokenizer, "eos": tokenizer.eos_token_id if append_eos else None},
-            remove_columns=["text"],
-            num_proc=processes if processes > 1 else None,
-            cache_file_name=str(Path(cache) / "tokens.arrow"),
-            new_fingerprint="tokens",
-            desc=f"Tokenising {split}",
-        )
-        meta = _write(work, tokenised.data, len(tokenizer))
+    tokenizer = None if tokenizer_path is None else load_tokenizer(tokenizer_path)
+    kinds = frozenset(name for name in formats if name is not None)
+    encoder = Encoder(tokenizer, data, kinds, tokenizer_path)
+    work = (
+        (part, form)
+        for number, (file, form) in enumerate(zip(files, formats))
+        if form is not None
+        for part in slices(number, file.path, encoder.keep)
+    )
+    known = None if tokenizer is None or "tokens" in kinds else len(tokenizer)
+    with new_directory(path) as directory:
+        (directory / "tokens.bin").touch()
+        writer = _Writer(directory, token_dtype(known or 2**32))
+        with Console(stderr=True).status(f"Tokenising {split}") as status:
+            for part, found in _encoded(work, encoder, num_proc):
+                writer.append(part, found)
+                status.update(f"Tokenising {split}: {writer.counts['read']:,} documents")
+        meta = writer.finish()
+        if not meta["counts"].get("read"):
+            raise DataError(
+                f"There is no document in {', '.join(file.path for file in files)}.", "The files are empty."
+            )
         meta |= {
             "format": FORMAT,
-            "files": [str(file) for file in files],
-            "documents_read": len(texts),
-            "vocabulary": len(tokenizer),
-            "eos_id": tokenizer.eos_token_id,
-            "pad_id": tokenizer.pad_token_id,
+            "files": [file.path for file in files],
+            "formats": list(formats),
+            "vocabulary": None if tokenizer is None else len(tokenizer),
+            "eos_id": None if tokenizer is None else tokenizer.eos_token_id,
+            "pad_id": None if tokenizer is None else tokenizer.pad_token_id,
         }
-        (work / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
-        del texts, tokenised
+        (directory / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
     return Documents.open(path)
 
 
-def _write(work: Path, table: Any, vocabulary: int) -> dict[str, Any]:
-    """Writes tokens.bin and documents.npy from the arrow table {ids, file, line} without empty documents."""
-    dtype, digest = token_dtype(vocabulary), hashlib.blake2b(digest_size=16)
-    total, largest, parts = 0, -1, []
-    with open(work / "tokens.bin", "wb") as out:
-        for batch in table.to_batches():
-            ids, lengths = (
-                batch.column("ids").flatten().to_numpy(),
-                batch.column("ids").value_lengths().to_numpy(),
-            )
-            kept = lengths > 0
-            ends = total + np.cumsum(lengths[kept], dtype=np.int64)
-            places = [batch.column(name).to_numpy()[kept].astype(np.int64) for name in ("file", "line")]
-            parts.append(np.stack([ends, *places], axis=1))
-            if len(ids):
-                content = ids.astype(dtype).tobytes()
-                out.write(content)
-                digest.update(content)
-                total, largest = total + len(ids), max(largest, int(ids.max()))
-    ends = np.concatenate(parts) if parts else np.empty((0, 3), np.int64)
-    np.save(work / "documents.npy", ends)
-    return {
-        "dtype": np.dtype(dtype).name,
-        "tokens": total,
-        "documents": len(ends),
-        "largest_token_id": largest,
-        "tokens_digest": digest.hexdigest(),
-    }
+def _encoded(
+    work: Iterator[tuple[Slice, str]], encoder: Encoder, num_proc: int
+) -> Iterator[tuple[Slice, Encoded]]:
+    """Each slice of `work` with its documents, in order."""
+    first = list(islice(work, num_proc))
+    if len(first) < 2:
+        for part, form in chain(first, work):
+            yield part, encoder.slice(part, form)
+        return
+    waiting: deque[tuple[Slice, Future[Encoded]]] = deque()
+    pool = ProcessPoolExecutor(
+        len(first),
+        multiprocessing.get_context("fork"),
+        initializer=_HERE.__setitem__,
+        initargs=("encoder", encoder),
+    )
+    try:
+        for part, form in chain(first, work):
+            waiting.append((part, pool.submit(_encode, part, form)))
+            if len(waiting) >= _AHEAD * len(first):
+                part, future = waiting.popleft()
+                yield part, future.result()
+        while waiting:
+            part, future = waiting.popleft()
+            yield part, future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _encode(part: Slice, form: str) -> Encoded:
+    return _HERE["encoder"].slice(part, form)
+
+
+class _Writer:
+    """Writes tokens.bin, documents.npy and, once a weight is not 1, weights.bin."""
+
+    def __init__(self, directory: Path, dtype: type[np.unsignedinteger[Any]]) -> None:
+        self.directory, self.dtype = directory, dtype
+        self.digest = hashlib.blake2b(digest_size=16)
+        self.counts: Counter[str] = Counter()
+        self.first: dict[str, str] = {}
+        self.ends: list[np.ndarray] = []
+        self.tokens, self.largest, self.weighted = 0, -1, False
+
+    def append(self, part: Slice, found: Encoded) -> None:
+        """Appends the documents of a slice."""
+        content = found.ids.astype(self.dtype).tobytes()
+        with open(self.directory / "tokens.bin", "ab") as out:
+            out.write(content)
+        self.digest.update(content)
+        if found.weights is not None or self.weighted:
+            self._append_weights(found)
+        ends = self.tokens + np.cumsum(found.lengths, dtype=np.int64)
+        files = np.full(len(ends), part.file, np.int64)
+        self.ends.append(np.stack([ends, files, np.asarray(found.lines, np.int64)], axis=1))
+        self.tokens += len(found.ids)
+        self.largest = max(self.largest, int(found.ids.max(initial=-1)))
+        self.counts.update(found.counts)
+        for name, line in found.first.items():
+            self.first.setdefault(name, f"{part.path}:{line}")
+
+    def _append_weights(self, found: Encoded) -> None:
+        with open(self.directory / "weights.bin", "ab") as out:
+            if not self.weighted:
+                for start in range(0, self.tokens, _ONES):
+                    out.write(np.ones(min(_ONES, self.tokens - start), np.float32).tobytes())
+                self.weighted = True
+            weights = np.ones(len(found.ids), np.float32) if found.weights is None else found.weights
+            out.write(weights.tobytes())
+
+    def finish(self) -> dict[str, Any]:
+        """Writes documents.npy; the counts for meta.json."""
+        ends = np.concatenate([np.empty((0, 3), np.int64), *self.ends])
+        np.save(self.directory / "documents.npy", ends)
+        return {
+            "dtype": np.dtype(self.dtype).name,
+            "tokens": self.tokens,
+            "documents": len(ends),
+            "largest_token_id": self.largest,
+            "tokens_digest": self.digest.hexdigest(),
+            "counts": dict(self.counts),
+            "first": self.first,
+        }

@@ -5,7 +5,17 @@ reaches the launcher alone and a rank's children can be ended with it. Why this 
 docs/decisions/0002-own-supervisor.md.
 """
 
+from shardwright.launch.hang import OwnWatch, listen_for_dumps
+from shardwright.launch.pulse import Pulse
 from shardwright.launch.rank import finish, inside_a_launcher, worker_main
 from shardwright.launch.start import run_workers
 
-__all__ = ["finish", "inside_a_launcher", "run_workers", "worker_main"]
+__all__ = [
+    "OwnWatch",
+    "Pulse",
+    "finish",
+    "inside_a_launcher",
+    "listen_for_dumps",
+    "run_workers",
+    "worker_main",
+]

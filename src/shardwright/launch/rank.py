@@ -17,7 +17,14 @@ from shardwright.measure import clock
 
 OUTCOME = "outcome.json"
 
-_LOST_PEER = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
+_TIMED_OUT = ("Timed out waiting", "Application timeout caused pair closure")
+_LOST_PEER = (
+    "gloo/transport",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    *_TIMED_OUT,
+)
 
 
 def inside_a_launcher() -> bool:
@@ -30,7 +37,7 @@ def worker_main(function: Callable[[], int]) -> int:
 
     A `ShardwrightError` is one message and its own code; anything else is a traceback and 1.
     """
-    message, trace, lost_peer = "", "", False
+    message, trace, lost_peer, timed_out = "", "", False, False
     try:
         return int(function())
     except ShardwrightError as error:
@@ -43,7 +50,16 @@ def worker_main(function: Callable[[], int]) -> int:
     except BaseException as error:  # torch's CheckpointException is no Exception
         code, message, trace = int(ExitCode.CRASH), f"{type(error).__name__}: {error}", traceback.format_exc()
         lost_peer = _is_lost_peer(error)
-    _report_outcome({"code": code, "message": message, "traceback": trace, "lost_peer": lost_peer})
+        timed_out = lost_peer and any(mark in message for mark in _TIMED_OUT)
+    _report_outcome(
+        {
+            "code": code,
+            "message": message,
+            "traceback": trace,
+            "lost_peer": lost_peer,
+            "timed_out": timed_out,
+        }
+    )
     return code
 
 
@@ -80,6 +96,12 @@ def _report_outcome(outcome: dict[str, Any]) -> None:
     if not text:
         return
     rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
+    if outcome.get("lost_peer"):
+        text += (
+            f"\nshardwright: rank {rank} has lost the other ranks: {outcome['message'].splitlines()[0]}\nAnother rank or its "
+            "host has ended, or the network between them is cut; the output there says which. Start all again to go on "
+            "from the newest checkpoint."
+        )
     print(f"shardwright: rank {rank}: {text}", file=sys.stderr)
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         seconds = int(datetime.fromisoformat(clock.date()).timestamp())

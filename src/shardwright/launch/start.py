@@ -7,23 +7,33 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 
 from shardwright.errors import ConfigError, ExitCode
 from shardwright.launch.watch import Rank, Watch
-from shardwright.layout.placement import MALLOC_MMAP, MALLOC_TRIM, STARTED_HERE, STORE_FD, share_of_cores
+from shardwright.layout.placement import (
+    MALLOC_MMAP,
+    MALLOC_TRIM,
+    RESTARTS,
+    STARTED_HERE,
+    STORE_FD,
+    share_of_cores,
+)
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 # Ends the ranks when this process is killed. It reads the ranks' process groups from a pipe that closes with us.
 _GUARD = """
 import os, sys
-groups = []
+groups = set()
 for line in sys.stdin:
     if line == "done\\n":
         sys.exit()
-    groups.append(int(line))
+    number = int(line)
+    groups.add(number) if number > 0 else groups.discard(-number)
 for group in groups:
     try:
         os.killpg(group, 9)
@@ -41,14 +51,20 @@ def run_workers(
     device: str = "cpu",
     threads: int | None = None,
     max_restarts: int = 0,
+    fewer: Sequence[int] = (),
     grace_seconds: float = 30.0,
+    hang_seconds: float | None = None,
+    hold_signals: bool = False,
 ) -> int:
     """Runs `python -m module arguments` on `nproc_per_node` local ranks; returns the exit code of the run.
 
     log_dir: output of the ranks goes to a new directory in it; rank 0 also writes to this process's stdout and stderr.
     threads: CPU threads a rank; None leaves `OMP_NUM_THREADS` as the user set it, or shares the cores.
-    max_restarts: how often all ranks are started anew after a crash.
+    max_restarts: how often all ranks are started anew after a crash; not after an error made for a person.
+    fewer: numbers of ranks, falling, to go on with when a start has failed before its first update.
     grace_seconds: how long ranks may take to save after SIGTERM, SIGUSR1 or Ctrl-C; they are then killed.
+    hang_seconds: how long a phase of a rank may last (see pulse.py); the run is then ended, and the rank named.
+    hold_signals: ranks start with requests to stop held back, until they ask for them (`train.signals.StopFlag`).
 
     Codes: 0 when every rank returned 0; 75 when ranks stopped and saved; the code of the rank that failed first, which is
     reported on stderr, when it is one of `ExitCode`, else 1; 130 after a second Ctrl-C. No process of the run is left.
@@ -56,17 +72,25 @@ def run_workers(
     """
     if nproc_per_node < 1:
         raise ConfigError(f"nproc_per_node = {nproc_per_node} is not positive.")
-    environment = rank_environment(os.environ, nproc_per_node, device, threads)
+    counts = [nproc_per_node, *fewer]
     with _requests() as requests, _guard() as guard:
         for attempt in range(max_restarts + 1):
+            environment = rank_environment(os.environ, counts[0], device, threads)
+            environment[RESTARTS] = str(attempt)
             with _started(
-                module, arguments, nproc_per_node, _new_directory(log_dir), environment, guard
+                module, arguments, counts[0], _new_directory(log_dir), environment, guard, hold_signals
             ) as ranks:
-                watch = Watch(ranks, requests, grace_seconds)
+                watch = Watch(ranks, requests, grace_seconds, hang_seconds)
                 code = watch.until_all_ended()
             left = max_restarts - attempt
-            if code != ExitCode.CRASH or requests or not left:
+            if code != ExitCode.CRASH or requests or not left or not watch.worth_a_restart:
                 break
+            if len(counts) > 1 and not watch.progressed:
+                del counts[0]
+                print(
+                    f"shardwright: the ranks failed before their first update: going on with {counts[0]}.",
+                    file=sys.stderr,
+                )
             print(f"shardwright: starting all ranks again ({left - 1} restarts left).", file=sys.stderr)
     return code
 
@@ -106,7 +130,7 @@ def _requests() -> Iterator[list[int]]:
     def receive(number: int, frame: FrameType | None) -> None:
         received.append(number)
 
-    numbers = [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT]
+    numbers = [*STOP_SIGNALS]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # else under nohup
         numbers.append(signal.SIGHUP)
     before = {number: signal.signal(number, receive) for number in numbers}
@@ -139,6 +163,7 @@ def _started(
     directory: Path,
     environment: dict[str, str],
     guard: subprocess.Popen,
+    hold_signals: bool,
 ) -> Iterator[list[Rank]]:
     """`count` ranks, of which nothing is left after the context."""
     ranks: list[Rank] = []
@@ -154,9 +179,10 @@ def _started(
                 if number == 0:
                     held = (listening.fileno(),)
                     variables[STORE_FD] = str(listening.fileno())
-                process = _popen(
-                    [module, *arguments], environment | variables, Path(variables[STARTED_HERE]), held
-                )
+                with _held_back(hold_signals):
+                    process = _popen(
+                        [module, *arguments], environment | variables, Path(variables[STARTED_HERE]), held
+                    )
                 ranks.append(Rank(number, count, process, Path(variables[STARTED_HERE])))
                 guard.stdin.write(f"{process.pid}\n")
                 guard.stdin.flush()
@@ -164,7 +190,19 @@ def _started(
     finally:
         for rank in ranks:
             rank.kill_group()
+            guard.stdin.write(f"{-rank.process.pid}\n")  # once reaped, the number may become a stranger's
+            guard.stdin.flush()
             rank.process.wait()
+
+
+@contextmanager
+def _held_back(hold: bool) -> Iterator[None]:
+    """Children made in here start with requests to stop blocked, and find them pending when they unblock them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS if hold else ())
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _rank_variables(rank: int, count: int, port: int, directory: Path) -> dict[str, str]:

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.errors import ExitCode
+from shardwright.launch.hang import HangWatch
+from shardwright.launch.pulse import read_pulse
 from shardwright.launch.rank import OUTCOME
 from shardwright.measure import clock
 
@@ -21,6 +23,7 @@ PEERS_SECONDS = 5.0
 """How long ranks may take to end by themselves once another has failed; they are then killed."""
 TAIL_LINES = 25
 
+_FINAL = frozenset(set(ExitCode) - {ExitCode.CRASH})
 _AGREED = frozenset({ExitCode.CHECK_FAILED, ExitCode.NOTHING_FITS, ExitCode.STOPPED_AND_SAVED})
 """Codes that all ranks come to together: one that is still writing gets the grace period."""
 
@@ -73,8 +76,16 @@ class Rank:
 class Watch:
     """One start of all ranks, from the first to the last exit."""
 
-    def __init__(self, ranks: list[Rank], requests: list[int], grace_seconds: float) -> None:
+    def __init__(
+        self,
+        ranks: list[Rank],
+        requests: list[int],
+        grace_seconds: float,
+        hang_seconds: float | None = None,
+    ) -> None:
         self.ranks, self.requests, self.grace_seconds = ranks, requests, grace_seconds
+        self._hang = None if hang_seconds is None else HangWatch(ranks, hang_seconds)
+        self._hung: list[str] = []
         self._stop_at: float | None = None
         self._sent = 0
         self._printed = 0
@@ -90,11 +101,36 @@ class Watch:
             if not running:
                 return self._verdict()
             self._forward(running)
-            if clock.now() >= self._deadline():
+            if self._hang and not self._hung and running:
+                self._hung = self._hang_report()
+            if self._hung or clock.now() >= self._deadline():
                 for rank in running:
                     rank.killed = True
                     rank.kill_group()
             clock.sleep(TICK_SECONDS)
+
+    def _hang_report(self) -> list[str]:
+        """Looks for a rank that hangs: while all run, or when others have waited too long for it in a collective."""
+        assert self._hang is not None
+        failed = [rank for rank in self.ranks if rank.code is not None]
+        if not failed:
+            return self._hang.report()
+        timed_out = all(rank.outcome.get("timed_out") for rank in failed)
+        return self._hang.report(timed_out=True) if timed_out else []
+
+    @property
+    def worth_a_restart(self) -> bool:
+        """Whether all ranks started anew may fare better: not after an error made for a person, which would come again."""
+        first = min((rank for rank in self.ranks if rank.failed), key=lambda rank: rank.order, default=None)
+        if first is None or first.code in _FINAL:
+            return False
+        return bool(first.outcome.get("traceback")) or not first.outcome.get("message")
+
+    @property
+    def progressed(self) -> bool:
+        """Whether a rank has done an update since this start."""
+        beats = [read_pulse(rank.directory) for rank in self.ranks]
+        return any(beat is not None and beat.update > beat.first >= 0 for beat in beats)
 
     def _deadline(self) -> float:
         times = [float("inf")]
@@ -137,6 +173,9 @@ class Watch:
             stopped = any(rank.code == ExitCode.STOPPED_AND_SAVED for rank in self.ranks)
             return ExitCode.STOPPED_AND_SAVED if stopped else ExitCode.DONE
         first = failures[0]
+        if self._hung:
+            print("\n".join(self._hung), file=sys.stderr, flush=True)
+            return ExitCode.CRASH
         if self.requests and (first.killed or first.code in (-self._sent, ExitCode.INTERRUPTED)):
             return self._verdict_of_stop(failures)
         _print_failure(first, failures[1:])

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
+from math import lcm
+
+from shardwright.config.schema import RunFile
 from shardwright.errors import ConfigError
+from shardwright.layout.axes import Axes
+
+
+def row_multiple(run: RunFile, axes: Axes) -> int:
+    """What the width of every microbatch is a multiple of: the equal parts of a row that cp and sequence parallelism make."""
+    p = run.parallelism
+    parts = 1 if axes.cp == 1 else axes.cp if p.cp_load_balance is False else 2 * axes.cp
+    return lcm(parts, 1 if axes.tp == 1 or p.sequence_parallel is False else axes.cp * axes.tp)
 
 
 def accumulation_steps(global_batch_size: int, per_device_train_batch_size: int, data_ranks: int) -> int:

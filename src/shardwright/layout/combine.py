@@ -41,9 +41,10 @@ EXCLUSIONS = (
     ),
     Exclusion(
         SPLIT_BACKWARD,
-        ("selective",),
-        "Backward runs in two parts, and what selective recomputation keeps can be read once.",
-        "Set memory.activation_checkpointing to full (recomputed in both parts) or none, or pp_schedule to 1f1b.",
+        ("selective", "full"),
+        "torch asks for the gradients of weights group by group, and each time the block's forward would run again (10 times "
+        "for one block of a Llama); what selective recomputation keeps can be read once only.",
+        "Set memory.activation_checkpointing to none, or pp_schedule to 1f1b.",
     ),
     Exclusion(
         SPLIT_BACKWARD,
@@ -52,10 +53,28 @@ EXCLUSIONS = (
         "Set memory.compile to false, or pp_schedule to 1f1b.",
     ),
     Exclusion(
+        SPLIT_BACKWARD,
+        ("loss_chunks",),
+        "A loss in chunks makes the gradients of hidden states and of the head together.",
+        "Set memory.loss_chunk_tokens to auto or 0, or pp_schedule to 1f1b.",
+    ),
+    Exclusion(
+        ("loss_chunks",),
+        ("own_loss",),
+        "A loss of your own is given whole logits.",
+        "Set memory.loss_chunk_tokens to auto or 0.",
+    ),
+    Exclusion(
         ("compile",),
         ("cp",),
         "The core attention talks to other ranks inside the block, which torch.compile cannot trace.",
         "Set memory.compile to false or cp_size to 1.",
+    ),
+    Exclusion(
+        ("compile",),
+        ("pack",),
+        "The documents of a row are other ones in each microbatch, and torch.compile would compile for each anew.",
+        "Set memory.compile to false, or data.batching to bucket or pad.",
     ),
     Exclusion(
         ("pp",),
@@ -87,8 +106,14 @@ def features(run: RunFile, axes: Axes) -> dict[str, str]:
         found[kind] = f"memory.activation_checkpointing {kind}"
     if memory.compile:
         found["compile"] = "memory.compile"
+    if memory.loss_chunk_tokens not in ("auto", 0):
+        found["loss_chunks"] = f"memory.loss_chunk_tokens {memory.loss_chunk_tokens}"
+    if ":" in run.training.loss:
+        found["own_loss"] = f"training.loss {run.training.loss}"
     if memory.cpu_offload != "none":
         found["offload"] = f"memory.cpu_offload {memory.cpu_offload}"
+    if run.data.batching == "pack":
+        found["pack"] = "data.batching pack"
     if ":" in run.model.model_name_or_path:
         found["module"] = f"the model function {run.model.model_name_or_path}"
     return found

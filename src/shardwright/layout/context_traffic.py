@@ -6,28 +6,7 @@ Sources: Llama 3 (arXiv:2407.21783), section 3.3.2, for all_gather; Liu et al. 2
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class ContextTraffic:
-    """One kind of exchange. count: calls per update. payload_bytes: the whole tensor of one call; for a send, what is sent.
-
-    collective: `all-gather`, `reduce-scatter` (carried out as all-to-all and a local sum, which sends the same) or `send`.
-    """
-
-    collective: str
-    what: str
-    size: int
-    count: int
-    payload_bytes: int
-
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes that one rank sends in the update."""
-        if self.collective == "send":
-            return self.count * self.payload_bytes
-        return self.count * self.payload_bytes * (self.size - 1) // self.size
+from shardwright.layout.traffic import Traffic
 
 
 def context_traffic(
@@ -40,39 +19,27 @@ def context_traffic(
     length: int,
     kv_width: int,
     width_bytes: int,
-    recompute: bool,
-) -> tuple[ContextTraffic, ...]:
+    recomputes: int = 0,
+) -> tuple[Traffic, ...]:
     """What is sent in one update by each rank of a context-parallel group of `cp`, for the `blocks` on it.
 
     attention: `all_gather` or `ring`. rows, microbatches: B, and how many per data rank. kv_width: K x H on this rank.
-    width_bytes: of the compute dtype; `ring` adds gradients up in float32 at least. recompute: activation checkpointing,
-    full or selective: forward, with its exchanges, runs again in backward.
+    width_bytes: of the compute dtype; `ring` adds gradients up in float32 at least, since each of its hops would round a
+    bf16 sum anew, where all_gather sends each gradient once and sums at its owner. recomputes: how often backward runs
+    forward, with its exchanges, again (activation checkpointing, full or selective).
     """
     if cp == 1:
         return ()
-    forwards = blocks * microbatches * (2 if recompute else 1)
+    forwards, backwards = blocks * microbatches * (1 + recomputes), blocks * microbatches
     row = 2 * rows * length * kv_width  # elements of K and V of whole rows
     if attention == "all_gather":
         return (
-            ContextTraffic("all-gather", "keys and values", cp, forwards, row * width_bytes),
-            ContextTraffic(
-                "reduce-scatter",
-                "gradients of keys and values",
-                cp,
-                blocks * microbatches,
-                row * width_bytes,
-            ),
+            Traffic("cp", "all-gather", "keys and values", cp, forwards, row * width_bytes),
+            Traffic("cp", "all-to-all", "gradients of keys and values", cp, backwards, row * width_bytes),
         )
     steps, part = cp - 1, row // cp
+    wide = part * max(width_bytes, 4)
     return (
-        ContextTraffic(
-            "send", "keys and values", cp, (forwards + blocks * microbatches) * steps, part * width_bytes
-        ),
-        ContextTraffic(
-            "send",
-            "gradients of keys and values",
-            cp,
-            blocks * microbatches * steps,
-            part * max(width_bytes, 4),
-        ),
+        Traffic("cp", "send", "keys and values", cp, (forwards + backwards) * steps, part * width_bytes),
+        Traffic("cp", "send", "gradients of keys and values", cp, backwards * steps, wide),
     )

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardwright.config.load import Loaded
+from shardwright.config.load import Loaded, keys
 from shardwright.config.schema import RunFile
-from shardwright.errors import ConfigError
+from shardwright.errors import ConfigError, did_you_mean
 from shardwright.layout.axes import Axes, resolve_axes
 from shardwright.layout.batch import accumulation_steps
 from shardwright.layout.combine import check_combination
@@ -23,7 +23,10 @@ _DTYPE_ORDER = {"bf16": 0, "fp32": 1, "fp64": 2}
 def _idle_options(loaded: Loaded) -> Iterator[tuple[str, str]]:
     """(key, reason) of every option that was set and has no effect in this run."""
     run, p, t = loaded.run, loaded.run.parallelism, loaded.run.training
-    given = {key for key, origin in loaded.origin.items() if origin != "default"}
+    settings = loaded.settings()
+    given = {
+        key for key, origin in loaded.origin.items() if origin != "default" and settings[key] is not None
+    }
     sharded, module = p.data_parallel != "ddp", ":" in run.model.model_name_or_path
     idle: dict[str, str] = {}
 
@@ -65,10 +68,28 @@ def _idle_options(loaded: Loaded) -> Iterator[tuple[str, str]]:
         "training.eval_steps",
         "training.per_device_eval_batch_size",
     )
+    c = run.checkpoint
+    when(c.save_total_limit is None, "every checkpoint is kept", "checkpoint.keep_every")
+    when(not c.async_save, "checkpoint.async_save is false", "checkpoint.async_when_busy")
+    when(
+        c.resume == "never",
+        "checkpoint.resume is never",
+        "checkpoint.partial",
+        "checkpoint.accept_changes",
+    )
     when(
         module, "the model is a function of a package", "model.config_overrides", "model.attn_implementation"
     )
+    batching = run.data.batching
+    when(batching != "pack", f"data.batching is {batching}", "data.packing_strategy")
+    when(batching != "bucket", f"data.batching is {batching}", "data.bucket_updates")
+    when(t.max_steps is not None, "every update of a run of max_steps is full", "data.drop_last")
     when(not module, "the model is a Hugging Face directory", "model.kwargs")
+    when(
+        run.data.batching == "pack" and run.model.attn_implementation == "eager",
+        "packed rows have a core attention that keeps documents apart",
+        "model.attn_implementation",
+    )
     return ((key, reason) for key, reason in idle.items() if key in given)
 
 
@@ -132,6 +153,22 @@ def _check_precision(run: RunFile) -> None:
         )
 
 
+def _check_checkpoint(run: RunFile) -> None:
+    c, every = run.checkpoint, run.training.eval_steps
+    if c.keep_best and (not every or not c.save_steps or c.save_steps % every):
+        raise ConfigError(
+            f"checkpoint.keep_best with checkpoint.save_steps {c.save_steps} and training.eval_steps {every}.",
+            "Only a checkpoint of an update that was evaluated can be the best.",
+            "Set eval_steps, and save_steps to a multiple of it.",
+        )
+    if unknown := [key for key in c.accept_changes if key not in keys()]:
+        raise ConfigError(
+            f"checkpoint.accept_changes: `{unknown[0]}` is not a key of the run file.",
+            "",
+            did_you_mean(unknown[0], keys()),
+        )
+
+
 def check_device(run: RunFile, kind: str) -> None:
     """Raises `ConfigError` for what this run cannot do on a device of `kind` (`cpu` or `cuda`)."""
     if run.memory.cpu_offload != "none" and kind == "cpu":
@@ -165,6 +202,7 @@ def check_run(loaded: Loaded, world_size: int) -> Axes:
         )
     _check_training(run)
     _check_precision(run)
+    _check_checkpoint(run)
     axes = resolve_axes(run.parallelism, world_size)
     check_combination(run, axes)
     check_pipeline(run, axes)

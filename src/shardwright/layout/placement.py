@@ -20,6 +20,8 @@ STARTED_HERE = "SHARDWRIGHT_RANK_DIR"
 """Set by the launcher in its ranks: the directory of the rank's logs."""
 STORE_FD = "SHARDWRIGHT_STORE_FD"
 """Set by the launcher in rank 0: a listening socket for the store, opened by the parent so that no port can collide."""
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+"""Set by torchrun and by our launcher: how often this job's ranks were started anew."""
 MALLOC_MMAP = "MALLOC_MMAP_THRESHOLD_"
 MALLOC_TRIM = "MALLOC_TRIM_THRESHOLD_"
 
@@ -44,6 +46,7 @@ class Placement:
     started_by: StartedBy
     master_addr: str = ""
     master_port: int = 0
+    restarts: int = 0
 
 
 def started_by(environment: Mapping[str, str]) -> StartedBy:
@@ -92,6 +95,7 @@ def read_placement(environment: Mapping[str, str]) -> Placement:
         started_by=by,
         master_addr=environment["MASTER_ADDR"],
         master_port=_integer(environment, "MASTER_PORT"),
+        restarts=_integer(environment, RESTARTS) if RESTARTS in environment else 0,
     )
 
 

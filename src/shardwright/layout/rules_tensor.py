@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from math import gcd
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from shardwright.config.schema import RunFile
 from shardwright.errors import ConfigError
-from shardwright.layout.axes import Axes
+
+if TYPE_CHECKING:  # the planner reads the rules and loads no pydantic
+    from shardwright.config.schema import RunFile
+    from shardwright.layout.axes import Axes
 
 WHOLE_ATTENTION = ("flex_olmo", "gpt2", "olmo2", "olmo3", "phi3")
 """Families whose attention every tensor-parallel rank computes whole, because of fused or normed queries and keys."""

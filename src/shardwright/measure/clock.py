@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from datetime import UTC, datetime
+from pathlib import Path
 
 now = time.perf_counter
 """Seconds on a monotonic clock; only differences mean something."""
 
 sleep = time.sleep
+
+
+def busy() -> float:
+    """Seconds that the calling thread has run or was ready to run: what it did itself, without waiting for others.
+
+    A rank that computes slowly, or whose core is taken by something else, has more of them; one that waits in a
+    collective has not. NaN where the kernel does not tell (it is Linux's schedstat).
+    """
+    with suppress(OSError, ValueError):
+        running, ready, _ = Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()
+        return (int(running) + int(ready)) * 1e-9
+    return float("nan")
 
 
 def date() -> str:

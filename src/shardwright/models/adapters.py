@@ -28,6 +28,11 @@ class Parts:
     tied: tuple[tuple[str, ...], ...]
 
 
+def is_transformers(model: nn.Module) -> bool:
+    """Whether `model` is a causal language model of Transformers, with its keyword arguments."""
+    return hasattr(model, "config") and hasattr(model, "generate")
+
+
 def canonical_name(name: str) -> str:
     """`name` without the parts that torch.compile and activation checkpointing put into it."""
     for wrapper in WRAPPERS:

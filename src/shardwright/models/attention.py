@@ -98,8 +98,8 @@ class Merged:
 
     def __init__(self, query: Tensor, value_width: int) -> None:
         shape, wide = query.shape[:-1], wide_dtype(query.dtype)
-        self.out = torch.empty((*shape, value_width), dtype=wide, device=query.device)
-        self.lse = torch.empty(shape, dtype=wide, device=query.device)
+        self.out = torch.zeros((*shape, value_width), dtype=wide, device=query.device)
+        self.lse = torch.zeros(shape, dtype=wide, device=query.device)
         self.seeds: tuple[Tensor, ...] = ()
 
     def add(self, queries: slice, block: Attended, first: bool) -> None:

@@ -16,6 +16,7 @@ from shardwright.models.adapters import find_parts
 
 PROBE = "shardwright_probe"
 _TOKENS = 4
+_DOCUMENTS = object()
 _UNDERSTOOD = {"position_ids", "use_cache", "cache", "past_key_values", "cache_position", "output_attentions"}
 """Arguments that do not change what attention computes here: nothing is cached, and positions are in the keys already."""
 
@@ -25,7 +26,7 @@ class AttentionCall:
     """One call of the core attention in a forward pass.
 
     module: fully qualified name. window: keys that a query sees, None for all before it. others: arguments that an
-    attention of its own would have to know (softcap, sinks, biases, masks), by name.
+    attention of its own would have to know (softcap, sinks, biases, masks), by name. documents: they reached it.
     """
 
     module: str
@@ -33,6 +34,7 @@ class AttentionCall:
     dropout: float
     window: int | None
     others: tuple[str, ...]
+    documents: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,8 +61,10 @@ class _Dropouts(TorchFunctionMode):
         return function(*args, **named)
 
 
-def look_into(model: nn.Module) -> Seen:
+def look_into(model: nn.Module, documents: bool = False) -> Seen:
     """What `model` (on meta, see `build_model`) does in one forward of a training step; it stays as it is.
+
+    documents: it is called with an argument of that name, as for packed rows.
 
     Raises `ModelError` where the model's attention cannot be replaced, or where the model does not run on meta.
     """
@@ -84,6 +88,7 @@ def look_into(model: nn.Module) -> Seen:
         scaling: float | None = None,
         sliding_window: int | None = None,
         is_causal: bool | None = None,
+        documents: object = None,
         **others: Any,
     ) -> tuple[Tensor, None]:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -94,16 +99,17 @@ def look_into(model: nn.Module) -> Seen:
         ]
         if attention_mask is not None:
             unknown.append("attention_mask")
-        calls.append(AttentionCall(names[id(module)], causal, dropout, sliding_window, tuple(unknown)))
+        known = documents is _DOCUMENTS
+        calls.append(AttentionCall(names[id(module)], causal, dropout, sliding_window, tuple(unknown), known))
         return query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[-1])), None
 
     dropouts = _Dropouts()
     with _attention(model, probe), torch.no_grad(), dropouts:
-        _forward_on_meta(model)
+        _forward_on_meta(model, {"documents": _DOCUMENTS} if documents else {})
     return Seen(tuple(calls), tuple(sorted(dropouts.probabilities - {0.0})))
 
 
-def _forward_on_meta(model: nn.Module) -> None:
+def _forward_on_meta(model: nn.Module, more: dict[str, object]) -> None:
     """One forward on stand-ins without values, in bf16: what is grouped by expert is refused in other dtypes on meta."""
     tensors = {
         name: torch.empty_like(t, device="meta", dtype=torch.bfloat16 if t.is_floating_point() else t.dtype)
@@ -116,6 +122,7 @@ def _forward_on_meta(model: nn.Module) -> None:
         "inputs_embeds": torch.empty((1, _TOKENS, width), dtype=torch.bfloat16, device="meta"),
         "position_ids": torch.arange(_TOKENS, device="meta").unsqueeze(0),
         "use_cache": False,
+        **more,
     }
     try:
         torch.func.functional_call(model, tensors, kwargs=inputs)

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.config.schema import Parallelism, RunFile
+from shardwright.errors import ModelError
+from shardwright.layout.loss import CROSS_ENTROPY
 from shardwright.layout.rules_context import is_balanced
 from shardwright.layout.rules_pipeline import own_stages, schedule_of, stages_of
 from shardwright.layout.schedule import stage_rank
 from shardwright.layout.zero import STAGES
-from shardwright.models.adapters import Parts, find_parts
+from shardwright.models.adapters import Parts, find_parts, is_transformers
+from shardwright.models.document_attention import isolate_documents
 from shardwright.models.materialise import materialise
 from shardwright.parallel.casting import compute_in
+from shardwright.parallel.chunked_loss import ChunkedHead, LossChunks, find_loss_chunks
 from shardwright.parallel.context import ContextPlace, split_attention
 from shardwright.parallel.context_rules import check_context_model
 from shardwright.parallel.data_parallel import BUCKET_BYTES, Replicated, Sharded, ShardOptions, Summed
+from shardwright.parallel.document_rules import check_packed_model
 from shardwright.parallel.mesh import replica_group, shard_mesh
 from shardwright.parallel.pipeline import Pipelined, Ties
 from shardwright.parallel.recompute import compile_block, recompute_block
@@ -30,13 +36,18 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def parallelize(
-    model: nn.Module, run: RunFile, mesh: DeviceMesh, device: torch.device
+    model: nn.Module,
+    run: RunFile,
+    mesh: DeviceMesh,
+    device: torch.device,
+    chunks: LossChunks | None = None,
 ) -> Replicated | Sharded | Pipelined:
     """`model` (built on meta) split as `run` says, every parameter filled on `device`.
 
-    Order: cut into stages; layers divided over tensor-parallel ranks; attention over context-parallel ranks; recompute
-    inside, compile around it, sharding around both; then weights, so that a rank only ever fills its part. `ddp` needs
-    filled parameters before it can wrap them.
+    chunks: how the head makes its loss where targets are announced to it (see `ChunkedHead`); None: it gives logits.
+    Order: cut into stages; layers divided over tensor-parallel ranks; attention over context-parallel ranks, or over
+    documents; recompute inside, compile around it, sharding around both; then weights, so that a rank only ever fills
+    its part. `ddp` needs filled parameters before it can wrap them.
     """
     whole, p = find_parts(model), run.parallelism
     cut = plan_cut(model, run.model, stages_of(p)) if p.pp_size > 1 else None
@@ -45,9 +56,15 @@ def parallelize(
     parts = stage_parts(whole, cut, [stage.index for stage in stages]) if cut else whole
     tensor = None
     if p.tp_size > 1:
-        tensor = TensorParallel(model, parts, mesh["tp"], run, [chunk.blocks for chunk in in_row])
+        tensor = TensorParallel(model, parts, mesh["tp"], run, stages)
+    if chunks is not None and chunks.tokens and parts.head is not None:
+        head: Any = model.get_submodule(parts.head)
+        divided = tensor.peers if tensor is not None and tensor.divides(parts.head) else None
+        ChunkedHead(head, chunks, divided, recompute=p.pp_size > 1 and schedule_of(p) == "gpipe")
     if (place := context_place(run, mesh)) is not None:
         split_attention(model, [model.get_submodule(name) for name in parts.blocks], place)
+    elif run.data.batching == "pack" and is_transformers(model):
+        isolate_documents(model)
     for name in parts.blocks:
         if run.memory.activation_checkpointing != "none":
             recompute_block(model.get_submodule(name), run.memory.activation_checkpointing)
@@ -103,12 +120,22 @@ def _sharded(
 def check_model(model: nn.Module, run: RunFile) -> None:
     """Raises what `parallelize` would for this model, before any process starts."""
     p = run.parallelism
+    find_loss_chunks(model, run, "cpu")
     if p.pp_size > 1:
         plan_cut(model, run.model, stages_of(p))
     if p.tp_size > 1:
-        plan_tensor(model, find_parts(model), run)
+        parts = find_parts(model)
+        styles = plan_tensor(model, parts, run).styles
+        if run.training.loss != CROSS_ENTROPY and styles.get(parts.head or "") == "vocabulary":
+            raise ModelError(
+                f"training.loss {run.training.loss} with parallelism.tp_size {p.tp_size}.",
+                f"It is given whole logits, and {parts.head} is divided by vocabulary.",
+                f"Give a parallelism.tp_plan in which {parts.head} is colwise_gather_output, or set tp_size to 1.",
+            )
     if p.cp_size > 1:
         check_context_model(model, run)
+    if run.data.batching == "pack":
+        check_packed_model(model, p.cp_size)
 
 
 def context_place(run: RunFile, mesh: DeviceMesh) -> ContextPlace | None:

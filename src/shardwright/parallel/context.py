@@ -3,7 +3,8 @@
 B rows, S tokens of a row, T = S / cp tokens on this rank, N query heads, K kv heads, H head width, R ranks (cp). The
 attention is registered with Transformers' `AttentionInterface` in two kinds. `all_gather` collects keys and values of the
 whole row (Llama 3, arXiv:2407.21783, section 3.3.2); its mask may be anything. `ring` passes them from rank to rank and
-merges results by their log-sum-exp (Liu et al. 2023, arXiv:2310.01889); it knows causality only, and never holds a row.
+merges results by their log-sum-exp (Liu et al. 2023, arXiv:2310.01889); it knows causality and documents, and never holds
+a row.
 No mask function is registered with Transformers: it then builds no mask at all.
 """
 
@@ -20,12 +21,11 @@ from torch import Tensor, nn
 from shardwright.errors import ModelError
 from shardwright.layout.rules_context import chunks
 from shardwright.models.attention import Attended, Merged, attend, attend_backward, wide_dtype
+from shardwright.models.packed_rows import PackedRows
+from shardwright.parallel.context_documents import Block, as_one_row, as_rows, document_blocks
 
 PLACE = "_context_place"
 """Attribute of each attention module: its `ContextPlace`."""
-
-Block = tuple[slice, slice, bool]
-"""Queries, keys, and whether the block is causal (the same tokens on both sides) or full."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,12 @@ class ContextPlace:
         if source < self.rank:
             return [(every, slice(0, half), False)]
         return [(slice(half, tokens), every, False)]
+
+    def document_blocks(self, source: int, documents: PackedRows) -> list[Block]:
+        """What queries here see of their documents among the keys of rank `source`; rows one behind another."""
+        length = documents.documents.shape[1]
+        held = chunks(length, self.size, source, self.balanced)
+        return document_blocks(documents.spans, self.chunks(length), held)
 
     def row_blocks(self, length: int) -> list[Block]:
         """The same against keys and values of the whole row, in order: per chunk, all before it and the chunk itself."""
@@ -119,27 +125,32 @@ def gathered_attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    documents: Tensor | None = None,
+    documents: PackedRows | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attention output [B, T, N, H] of queries [B, N, T, H] to the whole row, keys and values gathered.
 
-    sliding_window: a query sees that many keys, its own among them. documents [B, S]: the document of each token of the
-    row; a query sees its own document only.
+    sliding_window: a query sees that many keys, its own among them. documents: of the whole rows [B, S]; a query sees its
+    own document only.
     """
     place = _place(module, attention_mask, dropout)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     length = query.shape[2] * place.size
     key, value = _Gathered.apply(key, value, place)
-    if documents is None and (sliding_window is None or sliding_window >= length):
-        out = _Attention.apply(query, key, value, scale, place.row_blocks(length))
-        return out.transpose(1, 2), None
+    if sliding_window is None or sliding_window >= length:
+        if documents is None:
+            out = _Attention.apply(query, key, value, scale, place.row_blocks(length))
+            return out.transpose(1, 2), None
+        blocks = document_blocks(documents.spans, place.chunks(length), [range(length)])
+        out = _Attention.apply(*map(as_one_row, (query, key, value)), scale, blocks)
+        return as_rows(out, len(query)).transpose(1, 2), None
     outs, start = [], 0
     masks = _masks(place, length, sliding_window, query.device)
     for own, mask in zip(place.chunks(length), masks):
         queries = query[:, :, start : start + len(own)]
         if documents is not None:
-            same = documents[:, own.start : own.stop, None] == documents[:, None, : own.stop]
+            numbers = documents.on_device
+            same = numbers[:, own.start : own.stop, None] == numbers[:, None, : own.stop]
             mask = mask & same.unsqueeze(1)
         outs.append(
             nn.functional.scaled_dot_product_attention(
@@ -177,19 +188,27 @@ def ring_attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    documents: Tensor | None = None,
+    documents: PackedRows | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention output [B, T, N, H] of queries [B, N, T, H] to the whole row, keys and values passed around."""
-    place = _place(module, attention_mask, dropout)
-    if documents is not None or (sliding_window or query.shape[2] * place.size) < query.shape[2] * place.size:
+    """Attention output [B, T, N, H] of queries [B, N, T, H] to the whole row, keys and values passed around.
+
+    documents: of the whole rows [B, S]; a query sees its own document only.
+    """
+    place, tokens = _place(module, attention_mask, dropout), query.shape[2]
+    if sliding_window is not None and sliding_window < tokens * place.size:
         raise ModelError(
-            f"{type(module).__name__} asks for a sliding window or document isolation.",
-            "The ring knows causality only.",
+            f"{type(module).__name__} asks for a sliding window.",
+            "The ring knows no windows.",
             "Set parallelism.cp_attention to all_gather.",
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return _Ring.apply(query, key, value, scale, place).transpose(1, 2), None
+    if documents is None:
+        blocks = [place.blocks(source, tokens) for source in range(place.size)]
+        return _Ring.apply(query, key, value, scale, place, blocks).transpose(1, 2), None
+    blocks = [place.document_blocks(source, documents) for source in range(place.size)]
+    out = _Ring.apply(*map(as_one_row, (query, key, value)), scale, place, blocks)
+    return as_rows(out, len(query)).transpose(1, 2), None
 
 
 ATTENTIONS = {"all_gather": gathered_attention, "ring": ring_attention}
@@ -248,7 +267,7 @@ def _all_gather(out: Tensor, own: Tensor, group: dist.ProcessGroup | None) -> No
 
 
 class _Attention(torch.autograd.Function):
-    """Queries [B, N, Q, H] attending to blocks of keys and values [B, K, P, H]; every query has a block."""
+    """Queries [B, N, Q, H] attending to blocks of keys and values [B, K, P, H]; zeros for queries without a block."""
 
     @staticmethod
     def forward(
@@ -294,24 +313,33 @@ def _add_gradients(
 
 
 class _Ring(torch.autograd.Function):
-    """Attention while keys and values go round: in step i this rank holds those of rank - i, and passes them on."""
+    """Attention while keys and values go round: in step i this rank holds those of rank - i, and passes them on.
+
+    blocks: what the queries here see of each rank's keys; one causal block of its own for each query, first.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, place: ContextPlace
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        place: ContextPlace,
+        blocks: list[list[Block]],
     ) -> Tensor:
         merged = Merged(query, value.shape[-1])
         held, width = torch.cat([key, value], -1), key.shape[-1]
         for step in range(place.size):
             passing = _Passing(held, place) if step + 1 < place.size else None
-            for queries, keys, causal in place.blocks((place.rank - step) % place.size, query.shape[2]):
+            for queries, keys, causal in blocks[(place.rank - step) % place.size]:
                 part = held[:, :, keys]
                 found = attend(query[:, :, queries], part[..., :width], part[..., width:], scale, causal)
-                merged.add(queries, found, first=step == 0)
+                merged.add(queries, found, first=causal)
             held = held if passing is None else passing.wait()
         out = merged.out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, merged.lse, *merged.seeds)
-        ctx.scale, ctx.place = scale, place
+        ctx.scale, ctx.place, ctx.blocks = scale, place, blocks
         return out
 
     @staticmethod
@@ -327,7 +355,7 @@ class _Ring(torch.autograd.Function):
         for step in range(place.size):
             passing = _Passing(held, place) if step + 1 < place.size else None
             found = own if step == 0 else torch.zeros_like(own)
-            for block in place.blocks((place.rank - step) % place.size, query.shape[2]):
+            for block in ctx.blocks[(place.rank - step) % place.size]:
                 sums = [by_query, found[..., :width], found[..., width:]]
                 parts = (query, held[..., :width], held[..., width:])
                 _add_gradients(sums, grads[0], parts, whole, ctx.scale, block)
@@ -337,7 +365,7 @@ class _Ring(torch.autograd.Function):
         if behind is not None:
             own += behind.wait()
         by_key, by_value = own[..., :width].to(key.dtype), own[..., width:].to(value.dtype)
-        return by_query.to(query.dtype), by_key, by_value, None, None
+        return by_query.to(query.dtype), by_key, by_value, None, None, None
 
 
 class _Passing:

@@ -12,6 +12,10 @@ use a whole tensor for different work, and whole where they do the same.
 | sum_and_cut_out | sum and cut | gather |
 | cut | cut | gather |
 | gather_same | gather | cut |
+| take_piece | cut | zeros around |
+| fill_in | zeros around | cut |
+
+The last two send nothing: they are for a whole tensor of which nobody reads more than this rank's piece.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 _ops = torch.ops._c10d_functional  # functional collectives: torch.compile traces them
@@ -121,3 +126,15 @@ def cut(x: Tensor, dim: int, peers: Peers) -> Tensor:
 def gather_same(x: Tensor, dim: int, peers: Peers) -> Tensor:
     """A cut `x` made whole for the same work on every rank: of the equal gradients each takes its piece."""
     return _exchange(x, "gather", "cut", dim, peers)
+
+
+def take_piece(x: Tensor, dim: int, peers: Peers) -> Tensor:
+    """This rank's piece along `dim` of a tensor that `fill_in` made."""
+    return _cut(x, dim % x.dim(), peers.size, peers.rank, peers.name)
+
+
+def fill_in(x: Tensor, dim: int, peers: Peers) -> Tensor:
+    """A tensor of the whole size along `dim` that has the piece `x` in its place and zeros elsewhere."""
+    length, behind = x.size(dim), x.dim() - 1 - dim % x.dim()
+    before, after = peers.rank * length, (peers.size - 1 - peers.rank) * length
+    return F.pad(x, (0, 0) * behind + (before, after))

@@ -42,3 +42,21 @@ def shard_mesh(mesh: DeviceMesh) -> DeviceMesh:
         return mesh["dp_replicate", "dp_shard"] if hybrid else mesh["dp_shard"]
     shards = flattened(mesh, "dp_shard_cp")
     return DeviceMesh._concatenate([mesh["dp_replicate"], shards]) if hybrid else shards
+
+
+def axis_of_groups(mesh: DeviceMesh) -> dict[str, str]:
+    """Name of a process group of this rank -> axis as `layout/traffic.py` spells it; groups of one rank are left out.
+
+    The groups of several axes (`FLATTENED`) have the name of the first, or of `cp` where the first has one rank: torch then
+    has one group for both. Collective as `flattened`.
+    """
+    found: dict[str, str] = {}
+    for axis in AXES:
+        if mesh[axis].size() > 1:
+            found[mesh[axis].get_group().group_name] = axis
+    for name, axes in FLATTENED.items():
+        if mesh["cp"].size() > 1:
+            found[flattened(mesh, name).get_group().group_name] = (
+                axes[0] if mesh[axes[0]].size() > 1 else "cp"
+            )
+    return found

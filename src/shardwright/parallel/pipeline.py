@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -50,13 +50,13 @@ class _Work:
     """The update that the schedule is running: ids of each microbatch, how to seed, and the loss of the last stage.
 
     seed: called with (microbatch, stage) before each forward. loss: from (what the model returned, microbatch) to the
-    scalar that is differentiated.
+    scalar that is differentiated. arguments: of each microbatch, what the model is given beside ids or hidden states.
     """
 
     ids: Sequence[Tensor] = ()
     seed: Callable[[int, int], None] = lambda k, stage: None
     loss: Callable[[Any, int], Tensor] = lambda output, k: output
-    arguments: dict[str, Any] = field(default_factory=dict)
+    arguments: Sequence[dict[str, Any]] = ()
 
 
 class _Runner(nn.Module):
@@ -69,7 +69,7 @@ class _Runner(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         k, stage, work = self.microbatch, self.stage, self.work
         work.seed(k, stage.index)
-        output = stage(work.ids[k] if stage.is_first else x, **work.arguments)
+        output = stage(work.ids[k] if stage.is_first else x, **work.arguments[k])
         return work.loss(output, k) if stage.is_last else output
 
 
@@ -152,7 +152,7 @@ class Pipelined:
         *,
         seed: Callable[[int, int], None],
         loss: Callable[[Any, int], Tensor],
-        arguments: dict[str, Any],
+        arguments: Sequence[dict[str, Any]],
     ) -> None:
         """Forward and backward of every microbatch `ids` [B, T] of this data rank, in the order of the schedule.
 
@@ -175,9 +175,7 @@ class Pipelined:
         """
         key = (microbatches, *ids.shape)
         if self._built is None or self._built[0] != key:
-            hidden = torch.empty(
-                *ids.shape, self._width, dtype=self._dtype, device="meta", requires_grad=True
-            )
+            hidden = self._hidden(ids, torch.device("meta")).requires_grad_()
             wide = torch.float64 if self._dtype == torch.float64 else torch.float32
             number, loss = (
                 torch.empty(1, dtype=torch.int64, device="meta"),
@@ -204,6 +202,12 @@ class Pipelined:
             )
             self._built = (key, made)
         return self._built[1]
+
+    def _hidden(self, ids: Tensor, device: torch.device) -> Tensor:
+        """An empty tensor like what passes between stages for `ids` [B, T]: [B, T, D], or this rank's piece of it."""
+        peers = self.stages[0].peers
+        tokens = ids.shape[1] // (peers.size if peers is not None else 1)
+        return torch.empty(ids.shape[0], tokens, self._width, dtype=self._dtype, device=device)
 
     def finish_gradients(self) -> None:
         """Completes gradients: what the data parallelism has left to do, then tied parameters over first and last stage."""
@@ -243,7 +247,7 @@ class Pipelined:
                 continue
             stage.eval()
             if index and self.rank_of(index - 1) != self._rank:
-                hidden = torch.empty(*ids.shape, self._width, dtype=self._dtype, device=ids.device)
+                hidden = self._hidden(ids, ids.device)
                 dist.recv(hidden, self._global(index - 1), group=self._group)
             hidden = stage(hidden, **arguments)
             if not stage.is_last and self.rank_of(index + 1) != self._rank:

@@ -29,6 +29,8 @@ from shardwright.layout.placement import (
 )
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+JOIN_SECONDS = 300
+"""How long ranks, which load at different speeds, wait for each other at least, however short a collective may be."""
 SECONDS_FOR_THE_LAST = 5
 """How long rank 0, which holds the store, waits at the end for ranks that are still leaving."""
 
@@ -152,7 +154,7 @@ def _join(placement: Placement, device: torch.device, timeout: timedelta) -> Sto
             placement.master_port,
             placement.world_size,
             is_master=placement.rank == 0,
-            timeout=timeout,
+            timeout=max(timeout, timedelta(seconds=JOIN_SECONDS)),
             wait_for_workers=False,
             master_listen_fd=int(held) if held else None,
         )

@@ -22,6 +22,7 @@ from shardwright.errors import ModelError
 from shardwright.layout.schedule import head_blocks, split_blocks
 from shardwright.models.adapters import Parts, find_parts
 from shardwright.models.materialise import materialise
+from shardwright.parallel.exchange import Peers, fill_in, take_piece
 
 PROBE_TOKENS = 4
 
@@ -80,20 +81,26 @@ class Cut:
 class Stage(nn.Module):
     """Stage `index` of `count`: forward of this part of the model, on ids [B, T] or hidden states [B, T, D].
 
-    Returns hidden states [B, T, D], and on the last stage what the model returns.
+    Returns hidden states [B, T, D], and on the last stage what the model returns. blocks: names of its blocks. peers: with
+    sequence parallelism, the ranks of which each takes and gives its piece of the hidden states, [B, T / tp, D].
     """
 
-    def __init__(self, part: nn.Module, index: int, count: int) -> None:
+    def __init__(self, part: nn.Module, index: int, count: int, blocks: tuple[str, ...]) -> None:
         super().__init__()
-        self.part, self.index, self.count = part, index, count
+        self.part, self.index, self.count, self.blocks = part, index, count, blocks
         self.is_first, self.is_last = index == 0, index == count - 1
+        self.peers: Peers | None = None
 
     def forward(self, x: Tensor, **arguments: Any) -> Any:
+        if self.peers is not None and not self.is_first:
+            x = fill_in(x, 1, self.peers)
         arguments["input_ids" if self.is_first else "inputs_embeds"] = x
         if self.is_last:
             return self.part(**arguments)
         base: Any = self.part.base_model
         hidden: Tensor = base(**arguments)[0]
+        if self.peers is not None:
+            hidden = take_piece(hidden, 1, self.peers)
         # a view cannot be detached in place, which zero-bubble schedules do
         return hidden.clone() if hidden._is_view() else hidden.contiguous()
 
@@ -238,7 +245,8 @@ def cut_stages(model: nn.Module, cut: Cut, mine: Collection[int]) -> tuple[Stage
         owner = model.get_submodule(parent)
         owner._modules[leaf] = Absent(model.get_submodule(name), name)
     return tuple(
-        Stage(_view(model, held - cut.held(stage)), stage, len(cut.blocks)) for stage in sorted(mine)
+        Stage(_view(model, held - cut.held(stage)), stage, len(cut.blocks), cut.blocks[stage])
+        for stage in sorted(mine)
     )
 
 

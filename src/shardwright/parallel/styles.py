@@ -81,13 +81,13 @@ def _bias(module: nn.Module) -> Tensor | None:
 class Column(ParallelStyle):
     """Output features are divided: weight and bias.
 
-    entry: what happens to the input, None where the module around it has done that. gathers: the output is made whole.
+    entry: what happens to the input, None where the module around it has done that. leave: the output is made whole so.
     """
 
     peers: Peers
     done: Done
     entry: Entry | None
-    gathers: bool = False
+    leave: Entry | None = None
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         distribute(module, "weight", 1 if isinstance(module, Conv1D) else 0, device_mesh, self.done)
@@ -99,7 +99,7 @@ class Column(ParallelStyle):
         if self.entry is not None:
             x = self.entry(x)
         y = product(module, x, with_bias=True)
-        return exchange.gather_same(y, -1, self.peers) if self.gathers else y
+        return y if self.leave is None else self.leave(y)
 
 
 @dataclass

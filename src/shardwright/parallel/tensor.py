@@ -5,6 +5,7 @@ The plan is Transformers' own (`_tp_plan`) or a user's `{pattern: style}`. Colum
 sequence parallelism everything in the blocks but regions works on T / tp positions a rank. Sequences are cut before the
 first block and made whole behind the last one, so that what a model does around its blocks (positions, masks, final
 reshapes) sees whole ones; this costs two messages of [B, T, D] per microbatch more than cutting at embedding and head.
+Between pipeline stages only pieces travel: around the blocks of a stage stand tensors of the whole size with one piece in them.
 Whole parameters that see only part of the work (`partial`) get their gradients summed once per update.
 
 B rows, T positions, D width.
@@ -13,7 +14,7 @@ B rows, T positions, D width.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,8 +30,10 @@ from shardwright.errors import ShardwrightError
 from shardwright.models.adapters import Parts
 from shardwright.parallel import exchange
 from shardwright.parallel.exchange import Peers
+from shardwright.parallel.stages import Stage
+from shardwright.parallel.streams import Streams, drops
 from shardwright.parallel.styles import Column, Done, Entry, Head, Row, Vocabulary, change_input
-from shardwright.parallel.tensor_plan import EMBEDDING, ROW, SUMMED, plan_tensor
+from shardwright.parallel.tensor_plan import COLUMN, EMBEDDING, ROW, SUMMED, plan_tensor
 
 GRADIENT_GAP = 0.02
 """Relative difference between the ranks' gradient norms of one whole parameter beyond which they were not the same work."""
@@ -45,17 +48,15 @@ class TensorParallel:
         parts: Parts,
         mesh: DeviceMesh,
         run: RunFile,
-        chunks: Sequence[Sequence[str]] | None = None,
+        stages: Sequence[Stage] = (),
     ) -> None:
-        """Divides `model` (on meta) in place. Raises as `plan_tensor`.
-
-        chunks: blocks that run one after the other (a pipeline stage each); sequences are whole around each chunk.
-        """
+        """Divides `model` (on meta) in place; `stages`: what this rank has of a pipeline. Raises as `plan_tensor`."""
         plan = plan_tensor(model, parts, run, whole=run.parallelism.pp_size == 1)
         self.model, self.sequence = model, run.parallelism.sequence_parallel is not False
         self.peers = Peers(mesh.size(), mesh.get_local_rank(), mesh.get_group())
         self._styles, self._blocks = plan.styles, parts.blocks
         self.partial = self._partial_names(plan.regions)
+        self._streams = Streams(mesh.get_local_rank(), mesh.device_type) if drops(model) else None
         done: Done = {}
         styles: dict[str, ParallelStyle] = {
             name: self._style(name, style, plan.regions, done)
@@ -65,13 +66,21 @@ class TensorParallel:
         parallelize_module(model, mesh, styles)
         for name in sorted(plan.regions):
             self._on_input(name, self._enter)
-        if self.sequence:
-            for blocks in chunks or [parts.blocks]:
-                self._on_input(blocks[0], self._cut_sequence)
-                model.get_submodule(blocks[-1]).register_forward_hook(self._whole_sequence)
+        for name in parts.blocks if self._streams is not None else ():
+            block = model.get_submodule(name)
+            block.forward = partial(self._run_block, block.forward)
+        if self.sequence and not stages:
+            self._cut_around(parts.blocks, first=True, last=True)
+        for stage in stages if self.sequence else ():
+            stage.peers = self.peers
+            self._cut_around(stage.blocks, stage.is_first, stage.is_last)
         self._verified = False
         # torch warns when it makes strided shards whole in two gathers; they carry no sums, so nothing can differ
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+
+    def divides(self, name: str) -> bool:
+        """Whether the output features of the module `name` are divided, so that each rank has some rows of its weight."""
+        return self._styles.get(name) in COLUMN
 
     def _in_block(self, name: str) -> bool:
         return any(name.startswith(f"{block}.") for block in self._blocks)
@@ -106,19 +115,39 @@ class TensorParallel:
             entry = None
         if style == "vocabulary":
             return Head(self.peers, done, entry)
-        return Column(self.peers, done, entry, gathers=style == "colwise_gather_output")
+        return Column(self.peers, done, entry, self._whole if style == "colwise_gather_output" else None)
 
     def _on_input(self, name: str, change: Entry) -> None:
         self.model.get_submodule(name).register_forward_pre_hook(
             partial(change_input, change), with_kwargs=True
         )
 
+    def _run_block(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A block that drops: its residual stream is divided by positions or whole, and so are its masks."""
+        assert self._streams is not None
+        self._draw(divided=self.sequence)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self._streams.common()
+
+    def _draw(self, divided: bool) -> None:
+        if self._streams is not None:
+            self._streams.divided() if divided else self._streams.common()
+
     def _enter(self, x: Tensor) -> Tensor:
         """[B, T or T / tp, D] into divided work: [B, T, D]."""
+        self._draw(divided=True)
         return exchange.gather_in(x, 1, self.peers) if self.sequence else exchange.copy_in(x, self.peers)
+
+    def _whole(self, x: Tensor) -> Tensor:
+        """A divided output made whole, for work that every rank does alike."""
+        self._draw(divided=False)
+        return exchange.gather_same(x, -1, self.peers)
 
     def _leave(self, x: Tensor) -> Tensor:
         """Partial [B, T, D] out of divided work: [B, T or T / tp, D]."""
+        self._draw(divided=self.sequence)
         return (
             exchange.sum_and_cut_out(x, 1, self.peers) if self.sequence else exchange.sum_out(x, self.peers)
         )
@@ -133,11 +162,18 @@ class TensorParallel:
             )
         return exchange.cut(x, 1, self.peers)
 
-    def _whole_sequence(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """[B, T / tp, D] -> [B, T, D], behind the last block."""
+    def _cut_around(self, blocks: Sequence[str], first: bool, last: bool) -> None:
+        """Makes `blocks` work on pieces; `first`, `last`: they are the model's first, its last."""
+        enter = self._cut_sequence if first else partial(exchange.take_piece, dim=1, peers=self.peers)
+        leave = exchange.gather_same if last else exchange.fill_in
+        self._on_input(blocks[0], enter)
+        self.model.get_submodule(blocks[-1]).register_forward_hook(partial(self._leave_blocks, leave))
+
+    def _leave_blocks(self, leave: Callable[..., Tensor], module: nn.Module, args: Any, output: Any) -> Any:
+        """[B, T / tp, D] -> [B, T, D], behind the last of some blocks."""
         if isinstance(output, Tensor):
-            return exchange.gather_same(output, 1, self.peers)
-        return (exchange.gather_same(output[0], 1, self.peers), *output[1:])
+            return leave(output, 1, self.peers)
+        return (leave(output[0], 1, self.peers), *output[1:])
 
     def _whole_gradients(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """(partial, equal): this rank's gradients of parameters that are whole on this axis."""

@@ -19,6 +19,7 @@ from shardwright.errors import ModelError, did_you_mean
 from shardwright.layout.axes import Axes
 from shardwright.layout.rules_tensor import check_tensor
 from shardwright.models.adapters import Parts
+from shardwright.parallel.streams import drops
 from shardwright.parallel.styles import fan
 
 ALIASES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
@@ -56,7 +57,7 @@ def plan_tensor(model: nn.Module, parts: Parts, run: RunFile, whole: bool = True
         check_tensor(run, Axes(tp=p.tp_size, cp=p.cp_size), _shape_of(config))
     styles = find_plan(model, parts, p.tp_plan, whole)
     check_plan(model, parts, styles, p.tp_size)
-    _check_dropout(model)
+    _check_compiled(model, run)
     return TensorPlan(styles, frozenset(_regions(model, parts, styles, strict=not p.tp_plan)))
 
 
@@ -71,22 +72,14 @@ def _shape_of(config: Any) -> Any:
     )
 
 
-def _check_dropout(model: nn.Module) -> None:
-    """Refuses dropout: on whole tensors all ranks must draw one mask, on divided ones different masks."""
-    for name, module in model.named_modules():
-        found = {
-            key: value for key, value in vars(module).items() if "drop" in key and isinstance(value, float)
-        }
-        if isinstance(module, nn.Dropout):
-            found["p"] = module.p
-        for key, value in found.items():
-            if value > 0.0:
-                raise ModelError(
-                    f"{name}.{key} = {value} with tensor parallelism.",
-                    "Ranks would have to draw one mask where they hold the same tensor and different masks where they "
-                    "hold pieces; this version does not.",
-                    "Set the dropout probabilities to 0 in model.config_overrides, or parallelism.tp_size to 1.",
-                )
+def _check_compiled(model: nn.Module, run: RunFile) -> None:
+    """Refuses dropout in compiled blocks: they switch random streams inside, which a graph does not carry."""
+    if run.memory.compile and drops(model):
+        raise ModelError(
+            f"{type(model).__name__} has dropout, with memory.compile and tp_size = {run.parallelism.tp_size}.",
+            "Masks of divided tensors come from another random stream, which torch.compile cannot switch to.",
+            "Set memory.compile to false, or the dropout probabilities to 0 in model.config_overrides.",
+        )
 
 
 def find_plan(model: nn.Module, parts: Parts, given: Mapping[str, str], whole: bool = True) -> dict[str, str]:

@@ -33,7 +33,9 @@ class _CrossEntropySum(torch.autograd.Function):
     """Exact for any logits: the largest is subtracted before exp. Backward makes softmax anew from the logits."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, first: int, ignore: int, name: str) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, weights: Tensor | None, first: int, ignore: int, name: str
+    ) -> Tensor:
         wide = _wide(logits)
         largest = all_sum(wide.amax(dim=-1), name, "max")
         own = (labels >= first) & (labels < first + logits.size(-1))
@@ -42,27 +44,32 @@ class _CrossEntropySum(torch.autograd.Function):
         total = (wide - largest[:, None]).exp_().sum(dim=-1)
         total, target = all_sum(torch.stack([total, target]), name)
         log_total = total.log()
-        counted = labels != ignore
+        counted = (labels != ignore).to(wide.dtype)
+        if weights is not None:
+            counted *= weights
         ctx.save_for_backward(logits, largest + log_total, place, own, counted)
-        return torch.where(counted, log_total - target, 0.0).sum()
+        return torch.where(counted != 0, (log_total - target) * counted, 0.0).sum()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         logits, log_sum, place, own, counted = ctx.saved_tensors
         gradient = (_wide(logits) - log_sum[:, None]).exp_()
         gradient.scatter_add_(1, place[:, None], -own.to(gradient.dtype)[:, None])
-        gradient.mul_(torch.where(counted, gradients[0], 0.0)[:, None])
-        return gradient.to(logits.dtype), None, None, None, None
+        gradient.mul_((counted * gradients[0])[:, None])
+        return gradient.to(logits.dtype), None, None, None, None, None
 
 
 def _wide(logits: Tensor) -> Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
-def vocabulary_cross_entropy_sum(logits: DTensor, labels: Tensor, ignore: int) -> Tensor:
-    """Sum over targets of -log softmax(logits)[label] in float32 at least, equal on all ranks; `ignore` counts nothing.
+def vocabulary_cross_entropy_sum(
+    logits: DTensor, labels: Tensor, ignore: int, weights: Tensor | None = None
+) -> Tensor:
+    """Sum over targets of weight * -log softmax(logits)[label] in float32 at least, equal on all ranks.
 
-    Shapes: logits [..., V], divided along V over a mesh of one axis; labels [...], whole. Sent: one maximum and two sums
+    Shapes: logits [..., V], divided along V over a mesh of one axis; labels and weights (None: 1) [...], whole. A label of
+    `ignore` counts nothing. Sent: one maximum and two sums
     for each position. Gradients reach this rank's part of the logits.
     """
     placement, mesh = logits.placements[0], logits.device_mesh
@@ -76,4 +83,5 @@ def vocabulary_cross_entropy_sum(logits: DTensor, labels: Tensor, ignore: int) -
         raise ValueError(f"{local.size(-1)} columns of logits on a rank that owns {rows}")
     name = mesh.get_group().group_name
     check_ids(labels, logits.size(-1), ignore)
-    return _CrossEntropySum.apply(local.flatten(0, -2), labels.flatten(), first, ignore, name)
+    flat = None if weights is None else weights.flatten()
+    return _CrossEntropySum.apply(local.flatten(0, -2), labels.flatten(), flat, first, ignore, name)

@@ -46,7 +46,7 @@ class Layout:
 
     chunks: pipeline stages per rank (more than 1 for interleaved_1f1b and zbv). unit: what is gathered
     together, a block, everything, or so many blocks. reshard_after_forward: of the blocks; an integer keeps
-    shards on so many ranks.
+    shards on so many ranks. cp_attention: how context-parallel ranks exchange keys and values.
     """
 
     axes: Axes = field(default_factory=Axes)
@@ -60,6 +60,7 @@ class Layout:
     prefetch: int = 1
     unit: Literal["block", "root"] | int = "block"
     offload: Literal["none", "params"] = "none"
+    cp_attention: Literal["all_gather", "ring"] = "all_gather"
 
     def microbatches(self, job: Job) -> int:
         """Microbatches of each data rank in one update; the caller has checked that it divides."""

@@ -16,6 +16,7 @@ GIB = 2**30
 class Program:
     """One training program.
 
+    own: one of ours, whose traffic stands in `layout/*_traffic.py`.
     engine: `torch` is DDP over stored weights and `fully_shard`; `flat` keeps weights in the compute dtype whole on each
     rank, adds gradients up in one fp32 buffer, and shards master weights and moments with zero1 and above.
     flat_gradient_copies: bytes per parameter of gradients beside that buffer (buckets in the compute dtype).
@@ -46,6 +47,7 @@ class Program:
     """
 
     name: str
+    own: bool = False
     engine: Literal["torch", "flat"] = "torch"
     flat_gradient_copies: float = 0.0
     rms_norm: Literal["fused", "transformers", "composite"] = "transformers"
@@ -76,10 +78,10 @@ class Program:
     context_bytes: float = 1.2 * GIB
 
 
-SHARDWRIGHT = Program("shardwright")
+SHARDWRIGHT = Program("shardwright", own=True)
 """Our own engines on Transformers' models, eager."""
 
-SHARDWRIGHT_COMPILED = Program("shardwright-compiled", rms_norm="fused", gated_tensors=3)
+SHARDWRIGHT_COMPILED = Program("shardwright-compiled", own=True, rms_norm="fused", gated_tensors=3)
 """The same with memory.compile: norms and SwiGLU fused, their intermediates made again in backward."""
 
 TORCHTITAN = Program(

@@ -132,13 +132,19 @@ def schedules(pp: int, layers: int, microbatches: int) -> tuple[tuple[Schedule |
     return tuple(option for option in options if not legality(option[0], pp, option[1], microbatches))
 
 
+@lru_cache(maxsize=16)
+def recomputations(schedule: Schedule | None) -> tuple[Recompute, ...]:
+    """The kinds of recomputation that run with a schedule."""
+    return tuple(kind for kind in RECOMPUTE if schedule is None or not excluded({schedule, kind}))
+
+
 def cells(job: Job, shell: Shell) -> Iterator[Cell]:
     """Every cell of a shell."""
     rows = job.global_batch_size // shell.data
     for microbatch in divisors(rows):
         count = rows // microbatch
         for schedule, chunks in schedules(shell.pp, job.shape.layers, count):
-            for recompute in RECOMPUTE:
+            for recompute in recomputations(schedule):
                 yield Cell(shell, schedule, chunks, microbatch, count, recompute)
 
 
@@ -199,10 +205,11 @@ def count_layouts(rows: int, data: int, cp: int, pp: int, layers: int) -> int:
     for microbatch in divisors(rows):
         for schedule, _ in schedules(pp, layers, rows // microbatch):
             if schedule in SPLIT_WEIGHTS:
-                total += 1
+                kinds = 1
             elif data * cp == 1:
-                total += 1 + choices
+                kinds = 1 + choices
             else:
                 # ddp; zero1, zero2 and zero3 with and without resharding for each split; offload.
-                total += 1 + splits * (2 + 2 * choices) + choices
-    return total * len(RECOMPUTE)
+                kinds = 1 + splits * (2 + 2 * choices) + choices
+            total += kinds * len(recomputations(schedule))
+    return total

@@ -66,14 +66,19 @@ def _ceil(value: int, divisor: int) -> int:
     return -(-value // divisor)
 
 
+def split_dim(group: Group, tp: int, in_first: bool) -> int | None:
+    """The dim along which tensor parallelism cuts a parameter, None where every rank holds all of it."""
+    if group.split is None or tp == 1:
+        return None
+    if len(group.size) == 1:
+        return 0
+    rows = group.split != "row"
+    return 0 if rows != (in_first and group.split != "vocabulary") else 1
+
+
 def local_size(group: Group, tp: int, in_first: bool) -> tuple[int, ...]:
     """The size of one parameter on one tensor-parallel rank, rounded up."""
-    if group.split is None or tp == 1:
-        return group.size
-    if len(group.size) == 1:
-        return (_ceil(group.size[0], tp),)
-    rows = group.split != "row"
-    dim = 0 if rows != (in_first and group.split != "vocabulary") else 1
+    dim = split_dim(group, tp, in_first)
     return tuple(_ceil(size, tp) if axis == dim else size for axis, size in enumerate(group.size))
 
 

@@ -8,6 +8,10 @@ not depend on the layout as long as per_device_train_batch_size stays. Decision 
 Under a pipeline the generators are seeded before each stage's forward of each microbatch, from the stage's number too,
 since a stage cannot know how many numbers the stages before it have drawn. Masks are then a function of (seed, update,
 microbatch, stage): the same in a resumed run and under every schedule with the same cut, but not those of another pp_size.
+
+Context-parallel ranks hold other tokens of a row: their rank is part of the place. Tensor-parallel ranks are seeded alike and
+draw numbers of their own where their work is divided (`parallel/streams.py`). So masks depend on the sizes of pp, cp and tp,
+and their distribution does not.
 """
 
 from __future__ import annotations
@@ -25,9 +29,13 @@ def stream_seed(seed: int, *place: int) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
-def seed_microbatch(seed: int, update: int, index: int, stage: int = 0) -> None:
-    """Seeds python's, NumPy's and torch's generators (all devices) for one microbatch on one pipeline stage."""
-    value = stream_seed(seed, update, index, *((stage,) if stage else ()))
+def seed_microbatch(seed: int, update: int, index: int, stage: int = 0, part: int = 0) -> None:
+    """Seeds python's, NumPy's and torch's generators (all devices) for one microbatch.
+
+    stage: of the pipeline. part: which part of its rows is here (the context-parallel rank).
+    """
+    place = (stage, part) if part else (stage,) if stage else ()
+    value = stream_seed(seed, update, index, *place)
     random.seed(value)
     np.random.seed(value & 0xFFFFFFFF)
     torch.manual_seed(value)

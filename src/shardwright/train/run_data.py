@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypedDict
+
+import torch
 
 from shardwright.config.schema import RunFile
 from shardwright.data.loader import Loader, UpdateBatch, evaluation_loader, prefetch
 from shardwright.data.order import Order
-from shardwright.data.prepare import Prepared, prepare
+from shardwright.data.prepare import prepare
+from shardwright.data.updates import make_order
 from shardwright.layout.axes import Axes
+from shardwright.layout.batch import row_multiple
 
 
 @dataclass(frozen=True)
@@ -25,22 +30,22 @@ class RunData:
     def updates(self) -> int:
         return self.order.total_updates
 
-    def updates_from(self, first: int) -> Iterator[UpdateBatch]:
-        """This rank's part of update `first` (0-based) and of those after it, each made while the one before runs."""
-        return prefetch(self.loader, first)
+    def updates_from(self, first: int, device: torch.device) -> Iterator[UpdateBatch]:
+        """This rank's part of update `first` (0-based) and of those after it, made while earlier ones run on `device`."""
+        return prefetch(self.loader, first, device=device)
 
 
-def make_order(run: RunFile, train: Prepared) -> Order:
-    """Which rows each update of this run trains on."""
-    t = run.training
-    return Order(
-        len(train.table),
-        global_batch_size=t.global_batch_size,
-        seed=t.seed,
-        shuffle=run.data.shuffle,
-        max_steps=t.max_steps,
-        num_train_epochs=t.num_train_epochs,
-    )
+class Widths(TypedDict):
+    """What decides how wide microbatches are: arguments of `Loader`."""
+
+    bucket_multiple: int | None
+    one_width: bool
+
+
+def widths(run: RunFile, axes: Axes) -> Widths:
+    """How wide microbatches are under a layout; the objective does not depend on it."""
+    bucket = run.data.batching == "bucket"
+    return {"bucket_multiple": row_multiple(run, axes) if bucket else None, "one_width": axes.pp > 1}
 
 
 def open_data(run: RunFile, axes: Axes, rank: int) -> RunData:
@@ -48,18 +53,13 @@ def open_data(run: RunFile, axes: Axes, rank: int) -> RunData:
     train, validation = prepare(run, "train"), prepare(run, "validation")
     assert train is not None, "data.train names at least one file"
     t, rows = run.training, run.training.per_device_train_batch_size
-    place = {
-        "data_rank": axes.data_rank(rank),
-        "data_ranks": axes.data_ranks,
-        "pad_id": train.pad_id,
-        "max_length": run.data.max_length,
-    }
+    place, shape = {"data_rank": axes.data_rank(rank), "data_ranks": axes.data_ranks}, widths(run, axes)
     order = make_order(run, train)
+    loader = Loader(train.table, order, microbatch_rows=rows, pad_id=train.pad_id, **place, **shape)
     evaluation = None
     if validation is not None:
+        rows = t.per_device_eval_batch_size or rows
         evaluation = evaluation_loader(
-            validation.table, microbatch_rows=t.per_device_eval_batch_size or rows, **place
+            validation.table, microbatch_rows=rows, pad_id=validation.pad_id, **place, **shape
         )
-    return RunData(
-        order, Loader(train.table, order, microbatch_rows=rows, **place), evaluation, train.fingerprint
-    )
+    return RunData(order, loader, evaluation, train.fingerprint)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import signal
 from types import FrameType
 
+from shardwright.launch.start import STOP_SIGNALS
 from shardwright.measure import clock
-
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class StopFlag:
@@ -23,6 +22,7 @@ class StopFlag:
         self.date: str | None = None
         self._interrupts = 0
         self._before = {number: signal.signal(number, self._receive) for number in STOP_SIGNALS}
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # the launcher holds them back until here
 
     @property
     def requested(self) -> bool:

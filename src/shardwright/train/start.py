@@ -10,6 +10,7 @@ from rich.console import Console
 from shardwright.checkpoint.store import find
 from shardwright.config.load import Loaded
 from shardwright.data.prepare import Prepared, prepare
+from shardwright.data.updates import make_order
 from shardwright.errors import ConfigError
 from shardwright.launch import finish, inside_a_launcher, run_workers, worker_main
 from shardwright.layout.legality import check_device, check_run, notices
@@ -17,37 +18,68 @@ from shardwright.measure.record import check_sinks
 from shardwright.models.build import build_model
 from shardwright.parallel.apply import DTYPES, check_model
 from shardwright.parallel.process_group import device_kind
+from shardwright.train.objective import own_loss
 from shardwright.train.optimizer import check_optimizer, learning_rate_factor
-from shardwright.train.run_data import make_order
 from shardwright.train.worker import run_rank
 
 RUN_FILE = "config.yaml"
 
 
-def start_training(loaded: Loaded, nproc_per_node: int) -> int:
-    """Trains as `loaded` says and returns the exit code: starts ranks here, or is one under torchrun or Slurm."""
+def start_training(
+    loaded: Loaded, nproc_per_node: int, least: int | None = None, max_restarts: int = 0
+) -> int:
+    """Trains as `loaded` says and returns the exit code: starts ranks here, or is one under torchrun or Slurm.
+
+    least: the smallest number of ranks to go on with when `nproc_per_node` fail at their start; None: no fewer.
+    max_restarts: how often ranks that failed are started anew, from the newest good checkpoint.
+    """
     if inside_a_launcher():
         finish(worker_main(lambda: run_rank(loaded)))
     console = Console()
-    check_run(loaded, nproc_per_node)
-    device = device_kind(loaded.run.hardware.device, nproc_per_node)
+    counts = possible_counts(loaded, nproc_per_node, least or nproc_per_node, console)
+    device = device_kind(loaded.run.hardware.device, counts[0])
     check_device(loaded.run, device)
     for notice in notices(loaded.run):
         console.print(notice, highlight=False, soft_wrap=True)
     prepare_run(loaded, console)
-    output_dir = Path(loaded.run.checkpoint.output_dir)
-    output_dir.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="shardwright-") as directory:
-        handed = Path(directory) / "run.json"
-        handed.write_text(loaded.to_json(), encoding="utf-8")
+    logs = Path(loaded.run.checkpoint.output_dir) / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=logs, prefix="run-", suffix=".json") as handed:
+        handed.write(loaded.to_json())  # beside the logs: a launcher that is killed leaves nothing elsewhere
+        handed.flush()
         return run_workers(
             "shardwright.train.worker",
-            [str(handed)],
-            nproc_per_node=nproc_per_node,
-            log_dir=output_dir / "logs",
+            [handed.name],
+            nproc_per_node=counts[0],
+            fewer=counts[1:],
+            log_dir=logs,
             device=device,
             threads=loaded.run.hardware.threads_per_rank,
+            max_restarts=max_restarts,
+            grace_seconds=loaded.run.hardware.grace_seconds,
+            hang_seconds=loaded.run.hardware.timeout_seconds,
+            hold_signals=True,
         )
+
+
+def possible_counts(loaded: Loaded, most: int, least: int, console: Console) -> list[int]:
+    """The numbers of ranks from `most` down to `least` on which the objective divides; the others are said, with the reason.
+
+    Raises `ConfigError` where there is none, or where `most` is the only one asked for and does not divide.
+    """
+    found, refused = [], None
+    for count in range(most, least - 1, -1):
+        try:
+            check_run(loaded, count)
+        except ConfigError as error:
+            refused = refused or error
+            if least < most:
+                console.print(f"Not on {count} ranks: {error.what}", highlight=False, soft_wrap=True)
+        else:
+            found.append(count)
+    if refused is not None and not found:
+        raise refused
+    return found
 
 
 def prepare_run(loaded: Loaded, console: Console) -> Prepared:
@@ -56,6 +88,7 @@ def prepare_run(loaded: Loaded, console: Console) -> Prepared:
     model = build_model(run.model, DTYPES[run.precision.master_dtype])
     check_model(model, run)
     check_optimizer(run.training)
+    own_loss(run.training.loss)
     find(Path(run.checkpoint.output_dir), run.checkpoint.resume)
     check_sinks(run.logging.report_to)
     learning_rate_factor(run.training, run.training.max_steps or 1)
@@ -66,5 +99,12 @@ def prepare_run(loaded: Loaded, console: Console) -> Prepared:
                 console.print(line, highlight=False, soft_wrap=True)
     if train is None:
         raise ConfigError("data.train names no file.")
-    make_order(run, train)
+    order = make_order(run, train)
+    if order.dropped:
+        console.print(
+            f"data.drop_last: {order.dropped} of {order.positions + order.dropped:,} rows are left out, the part-filled "
+            "last update.",
+            highlight=False,
+            soft_wrap=True,
+        )
     return train

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,12 +20,16 @@ from shardwright.config.schema import RunFile
 from shardwright.data.loader import Microbatch, UpdateBatch
 from shardwright.errors import NonFiniteError, ShardwrightError
 from shardwright.layout.axes import Axes
-from shardwright.models.adapters import find_parts
+from shardwright.models.adapters import find_parts, is_transformers
 from shardwright.models.build import build_model
+from shardwright.models.head import Deferred
+from shardwright.models.packed_rows import PackedRows
 from shardwright.parallel.apply import DTYPES, context_place, parallelize
+from shardwright.parallel.chunked_loss import chunked_head, find_loss_chunks
+from shardwright.parallel.data_parallel import Replicated, Sharded
 from shardwright.parallel.mesh import make_mesh
 from shardwright.parallel.pipeline import Pipelined
-from shardwright.train.objective import cross_entropy_sum, forward_arguments, logits_of
+from shardwright.train.objective import cross_entropy_sum, forward_arguments, logits_of, own_loss
 from shardwright.train.optimizer import LOCAL, Local, learning_rate_factor, local_parameters, make_optimizer
 from shardwright.train.rng import seed_microbatch
 
@@ -61,11 +65,14 @@ class Engine:
         self.mesh: DeviceMesh = make_mesh(axes, device)
         model = build_model(run.model, DTYPES[run.precision.master_dtype])
         self.parameters = sum(p.numel() for p in model.parameters())  # of the unsplit model
-        self.parallel = parallelize(model, run, self.mesh, device)
+        self.loss_chunks = find_loss_chunks(model, run, device.type)
+        self.parallel = parallelize(model, run, self.mesh, device, self.loss_chunks)
+        self._head = chunked_head(self.parallel.module)
         self.module: nn.Module = self.parallel.module
         t = run.training
         plain = t.optimizer in LOCAL
         place = axes.coordinates(self.rank)
+        self._part = place["cp"]
         self._counts_loss = place["tp"] == 0  # tensor-parallel peers hold the same loss
         self.locals: list[Local] = local_parameters(self.module, plain, place)
         if isinstance(self.parallel, Pipelined):
@@ -80,8 +87,13 @@ class Engine:
         self._place = context_place(run, self.mesh)
         self._arguments = forward_arguments(self.module)
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
+        self._own_loss = own_loss(run.training.loss)
+        self._count = torch.zeros_like(self._loss)  # targets, as a loss of the user's own counts them
+        self._divisor = 0.0
         self._batch: UpdateBatch | None = None
         self._checked = False
+        self.enter: Callable[[str], object] = lambda phase: None
+        """Told when `step` reaches its reduction (`reduce`) and the optimizer (`step`)."""
 
     def _embeddings(self) -> list[str]:
         parts = find_parts(self.module)
@@ -95,26 +107,72 @@ class Engine:
         return {local.name: local for local in self.locals}
 
     def _inputs(self, microbatch: Microbatch) -> tuple[Tensor, dict[str, Any]]:
-        """This rank's token ids [B, T / cp] of a microbatch, and what else the model is given."""
-        ids, arguments = microbatch.input_ids, self._arguments
-        if self._place is not None:
-            arguments = {**arguments, "position_ids": self._place.position_ids(ids.shape[1], self.device)}
-            ids = self._place.part(ids)
+        """This rank's token ids [B, T / cp] of a microbatch, and what else the model is given.
+
+        Packed rows: positions [B, T / cp] within documents, and the documents of whole rows, on every stage and rank.
+        """
+        ids, arguments = microbatch.input_ids, dict(self._arguments)
+        place, documents = self._place, self._documents(microbatch)
+        if documents is not None:
+            positions = documents.position_ids
+            arguments["position_ids"] = positions if place is None else place.part(positions)
+            arguments["documents"] = documents if is_transformers(self.module) else documents.on_device
+        elif place is not None:
+            arguments["position_ids"] = place.position_ids(ids.shape[1], self.device)
+        ids = ids if place is None else place.part(ids)
         return ids.to(self.device, non_blocking=True), arguments
+
+    def _documents(self, microbatch: Microbatch) -> PackedRows | None:
+        if microbatch.documents is None:
+            return None
+        if self.run.data.batching != "pack":
+            raise ShardwrightError(
+                f"Microbatch {microbatch.index} has documents, with data.batching {self.run.data.batching}.",
+                "The model's attention was left as it is: documents of one row would see each other.",
+                "Set data.batching to pack.",
+            )
+        return PackedRows(microbatch.documents, self.device)
+
+    def targets_of(self, microbatch: Microbatch) -> tuple[Tensor, Tensor | None]:
+        """(labels, their weights), [B, T / cp], of this rank's positions of a microbatch."""
+        labels, weights = microbatch.labels, microbatch.weights
+        if self._place is None:
+            return labels, weights
+        return self._place.part(labels), None if weights is None else self._place.part(weights)
+
+    def _announce(self, microbatch: Microbatch) -> None:
+        """Tells a head that makes its loss itself what the targets of the next forward are."""
+        if self._head is not None:
+            self._head.announce(*self.targets_of(microbatch))
 
     def loss_of(self, output: Any, microbatch: Microbatch) -> Tensor:
         """Sum of the loss over this rank's targets of a microbatch (a scalar, with its graph), from the model's output."""
-        labels = microbatch.labels if self._place is None else self._place.part(microbatch.labels)
-        return cross_entropy_sum(logits_of(output), labels.to(self.device, non_blocking=True))
+        logits = logits_of(output)
+        if isinstance(logits, Deferred):
+            return logits.finished()
+        labels, weights = self.targets_of(microbatch)
+        labels = labels.to(self.device, non_blocking=True)
+        weights = None if weights is None else weights.to(self.device, non_blocking=True)
+        if self._own_loss is None:
+            return cross_entropy_sum(logits, labels, weights)
+        loss, count = self._own_loss(logits, labels, weights)
+        self._count += count
+        return loss
 
     def loss_sum(self, microbatch: Microbatch) -> Tensor:
         """Forward of this microbatch and the sum of its loss; zero on a rank of a pipeline without the last stage."""
         ids, arguments = self._inputs(microbatch)
+        self._announce(microbatch)
         output = self.parallel(ids, **arguments)
         return torch.zeros_like(self._loss) if output is None else self.loss_of(output, microbatch)
 
     def forward_backward(self, batch: UpdateBatch) -> None:
-        """Runs every microbatch of `batch`; gradients of SUM(loss) / divisor add up and are reduced by SUM."""
+        """Runs every microbatch of `batch`; gradients of SUM(loss) / divisor add up and are reduced by SUM.
+
+        A loss of the user's own says its divisor with its sums. Backward then divides by the batch's, and gradients are
+        multiplied once by what that is of the divisor: they have their usual size on the way, and are bitwise the same
+        where both are equal.
+        """
         if batch.target_tokens < 1:
             raise ShardwrightError(f"Update {batch.update} has no target token.", "Its loss would be 0 / 0.")
         if not self._checked:
@@ -122,16 +180,38 @@ class Engine:
         self.module.train()
         self._batch = batch
         self._loss.zero_()
+        self._count.zero_()
         if isinstance(self.parallel, Pipelined):
             self._run_pipeline(self.parallel, batch)
-            return
+        else:
+            self._run_microbatches(self.parallel, batch)
+        self.parallel.finish_gradients()
+        self._divisor = batch.divisor
+        if self._own_loss is not None:
+            self._divisor = self._agreed_count(batch)
+            gradients = [gradient for _, gradient in self.gradients()]
+            if self._divisor != batch.divisor and gradients:
+                torch._foreach_mul_(gradients, batch.divisor / self._divisor)
+
+    def _agreed_count(self, batch: UpdateBatch) -> float:
+        """Targets of the update over all data ranks, as the user's own loss counts them."""
+        count = self._count * self._counts_loss
+        dist.all_reduce(count)
+        if not count > 0:
+            raise ShardwrightError(
+                f"training.loss {self.run.training.loss} counts {count.item()} targets in update {batch.update}.",
+                "Its loss sum is divided by them.",
+                "Return the number of targets, or the sum of their weights, as the second value.",
+            )
+        return count.item()
+
+    def _run_microbatches(self, parallel: Replicated | Sharded, batch: UpdateBatch) -> None:
         for microbatch in batch.microbatches:
-            seed_microbatch(self.run.training.seed, batch.update, microbatch.index)
-            with self.parallel.microbatch(last=microbatch is batch.microbatches[-1]):
+            seed_microbatch(self.run.training.seed, batch.update, microbatch.index, part=self._part)
+            with parallel.microbatch(last=microbatch is batch.microbatches[-1]):
                 loss = self.loss_sum(microbatch)
                 self._loss += loss.detach()
                 (loss / batch.divisor).backward()
-        self.parallel.finish_gradients()
 
     def _run_pipeline(self, pipeline: Pipelined, batch: UpdateBatch) -> None:
         microbatches, seed = batch.microbatches, self.run.training.seed
@@ -141,14 +221,17 @@ class Engine:
             self._loss += value.detach()
             return value / batch.divisor
 
+        def start(k: int, stage: int) -> None:
+            seed_microbatch(seed, batch.update, microbatches[k].index, stage, self._part)
+            self._announce(microbatches[k])
+
         inputs = [self._inputs(microbatch) for microbatch in microbatches]
         pipeline.forward_backward(
             [ids for ids, _ in inputs],
-            seed=lambda k, stage: seed_microbatch(seed, batch.update, microbatches[k].index, stage),
+            seed=start,
             loss=loss,
-            arguments=inputs[0][1],  # positions are the same in every microbatch
+            arguments=[arguments for _, arguments in inputs],
         )
-        pipeline.finish_gradients()
 
     def _check_optimizer(self) -> None:
         """Refuses an optimizer that holds other memory than the model: it would train nothing, silently."""
@@ -191,7 +274,9 @@ class Engine:
         batch, t = self._batch, self.run.training
         if batch is None:
             raise ShardwrightError("step() without forward_backward().")
+        self.enter("reduce")
         norm, loss, stops = self._agree(stop)
+        self.enter("step")
         finite = math.isfinite(norm) and math.isfinite(loss)
         rate = t.learning_rate * self.factor(batch.update)
         coefficient = 1.0 if t.max_grad_norm is None else min(1.0, t.max_grad_norm / (norm + 1e-6))
@@ -203,7 +288,7 @@ class Engine:
             raise self._non_finite(batch, norm, loss)
         return UpdateResult(
             update=batch.update,
-            loss=loss / batch.divisor,
+            loss=loss / self._divisor,
             grad_norm=norm,
             clip_coefficient=coefficient if finite else 0.0,
             learning_rate=rate,
@@ -252,15 +337,17 @@ class Engine:
         self.module.eval()
         total, targets = torch.zeros((), dtype=torch.float64, device=self.device), 0
         weight = 0.0
+        self._count.zero_()
         for batch in batches:
             targets, weight = targets + batch.target_tokens, weight + batch.divisor
             for microbatch in batch.microbatches:
                 total += self.loss_sum(microbatch)
         self.parallel.release()
-        total *= self._counts_loss
-        dist.all_reduce(total)
+        agreed = torch.stack([total, self._count]) * self._counts_loss
+        dist.all_reduce(agreed)
         self.module.train()
-        return total.item() / weight, targets
+        loss, count = agreed.tolist()
+        return loss / (weight if self._own_loss is None else count), targets
 
     def full(self, tensor: Tensor) -> Tensor:
         """The unsplit tensor on every rank; collective."""

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from shardwright.config.load import Loaded
 from shardwright.export.huggingface import save_pretrained
-from shardwright.launch import finish, worker_main
+from shardwright.launch import OwnWatch, Pulse, finish, listen_for_dumps, worker_main
 from shardwright.layout.legality import check_device, check_run
 from shardwright.measure import clock
 from shardwright.measure.record import versions
@@ -22,26 +22,34 @@ from shardwright.train.run_data import RunData, open_data
 from shardwright.train.signals import StopFlag
 from shardwright.train.update import Engine
 
+WATCHDOG_SECONDS = 5
+"""How much longer than a phase a collective may take: the watchdog, which can name the rank, comes first."""
+
 
 def run_rank(loaded: Loaded) -> int:
     """Trains as one rank of the group that the environment names; returns the exit code."""
     run, hardware = loaded.run, loaded.run.hardware
     quiet_transformers()
-    stop = StopFlag()
-    with connect(hardware.device, hardware.timeout_seconds, hardware.threads_per_rank) as connection:
+    stop, pulse = StopFlag(), Pulse.of_this_rank()
+    listen_for_dumps()
+    timeout = hardware.timeout_seconds + WATCHDOG_SECONDS
+    with connect(hardware.device, timeout, hardware.threads_per_rank) as connection:
+        place = connection.placement
+        watch = OwnWatch(pulse, place.rank, hardware.timeout_seconds)
         axes = check_run(loaded, connection.placement.world_size)
         check_device(run, connection.device.type)
         data = _data_in_turn(loaded, connection)
         engine = Engine(run, axes, connection.device, data.updates)
         console = Console(quiet=connection.placement.rank != 0)
-        trainer = Trainer(loaded, engine, data, console)
+        trainer = Trainer(loaded, engine, data, console, pulse)
         if connection.placement.rank == 0:
             _describe(loaded, engine, connection, console)
-        code = trainer.train(stop)
+        code = trainer.train(stop, restarted=place.restarts > 0)
         if code == 0 and run.checkpoint.export_hf == "final":
             directory = Path(run.checkpoint.output_dir) / "model"
             save_pretrained(engine.module, run.model, directory)
             console.print(f"Wrote {directory} (Hugging Face format).", highlight=False, soft_wrap=True)
+        watch.close()
     return code
 
 
@@ -67,7 +75,8 @@ def _describe(loaded: Loaded, engine: Engine, connection: Connection, console: C
     console.print(
         f"{name}: {engine.parameters:,} parameters, {loaded.run.parallelism.data_parallel} on {engine.axes}, "
         f"{connection.device} with {connection.threads} threads a rank, compute {precision.param_dtype}, "
-        f"stored {precision.master_dtype}, reduced {precision.reduce_dtype}; {engine.updates} updates of "
+        f"stored {precision.master_dtype}, reduced {precision.reduce_dtype}, "
+        f"{engine.loss_chunks.describe()}; {engine.updates} updates of "
         f"{loaded.run.training.global_batch_size} rows.",
         highlight=False,
         soft_wrap=True,

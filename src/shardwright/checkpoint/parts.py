@@ -1,0 +1,165 @@
+"""Which part of each tensor a rank holds, who writes it, and how parts are cut into pieces.
+
+A part is a box of the unsplit tensor. Ranks that hold the same box are replicas: one of them writes it. A piece is a run
+of rows (dim 0) of a part: the unit that is read and has a checksum of its own, so that another layout reads what it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shardwright.errors import CheckpointError
+from shardwright.models.weights import DTYPES
+
+PIECE_BYTES = 4 * 2**20
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+Value = Tensor | int | float
+"""What a state holds under one key: a tensor, or a number that an optimizer keeps."""
+
+
+@dataclass(frozen=True)
+class Box:
+    """A part of a tensor: its first index and its length in each dim."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        return prod(self.shape)
+
+    def meet(self, other: Box) -> Box | None:
+        """What both hold, or None. The one element of a 0-dim tensor is a box too."""
+        start = tuple(map(max, self.start, other.start))
+        ends = (min(a + n, b + m) for a, n, b, m in zip(self.start, self.shape, other.start, other.shape))
+        shape = tuple(end - first for end, first in zip(ends, start))
+        return Box(start, shape) if all(length > 0 for length in shape) else None
+
+    def within(self, other: Box) -> tuple[slice, ...]:
+        """The indices of this box in a tensor that holds `other`."""
+        return tuple(slice(a - b, a - b + n) for a, b, n in zip(self.start, other.start, self.shape))
+
+
+@dataclass(frozen=True)
+class Held:
+    """One rank's part of the tensor `key`, with the dtype and shape of the unsplit tensor."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    box: Box
+
+    @property
+    def part_bytes(self) -> int:
+        return self.box.elements * DTYPES[self.dtype].itemsize
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part as a plain tensor without a graph."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def box_of(key: str, tensor: Tensor) -> Box:
+    """The box that this rank holds of `tensor`: all of it unless it is a DTensor.
+
+    A mesh dim that divides a tensor dim gives each coordinate ceil(n / size) rows as long as there are any. A strided shard
+    (`fully_shard` over tensor parallelism) is cut last, whatever its place in the mesh. Raises `CheckpointError` for
+    other placements, and where the local tensor has another shape.
+    """
+    start, shape = [0] * tensor.dim(), list(tensor.shape)
+    if isinstance(tensor, DTensor):
+        place = tensor.device_mesh.get_coordinate() or [0] * tensor.device_mesh.ndim
+        cuts = [(p, at) for at, p in enumerate(tensor.placements) if not p.is_replicate()]
+        if any(not hasattr(p, "dim") for p, _ in cuts):
+            raise CheckpointError(
+                f"{key} is placed as {tensor.placements}.",
+                "A checkpoint holds whole values or shards of them.",
+            )
+        for placement, at in sorted(cuts, key=lambda cut: hasattr(cut[0], "split_factor")):
+            dim, size = placement.dim, tensor.device_mesh.size(at)  # type: ignore[attr-defined]
+            length = -(-shape[dim] // size)
+            first = min(place[at] * length, shape[dim])
+            start[dim] += first
+            shape[dim] = min(length, shape[dim] - first)
+    found = tuple(local_part(tensor).shape)
+    if found != tuple(shape):
+        raise CheckpointError(
+            f"This rank's part of {key} is {found} where {tuple(shape)} belongs to its placement.",
+            "It could not be put back together.",
+        )
+    return Box(tuple(start), tuple(shape))
+
+
+def held_parts(state: Mapping[str, Value]) -> list[Held]:
+    """What this rank holds of every tensor of `state`; empty parts are left out, except of empty tensors."""
+    found = []
+    for key, tensor in state.items():
+        if not isinstance(tensor, Tensor):
+            continue
+        if tensor.dtype not in DTYPE_NAMES:
+            raise CheckpointError(f"{key} is {tensor.dtype}, which safetensors cannot hold.")
+        box = box_of(key, tensor)
+        if box.elements or not tensor.numel():
+            found.append(Held(key, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), box))
+    return found
+
+
+def writers(everyone: Sequence[Sequence[Held]]) -> list[list[Held]]:
+    """For each rank the parts that it writes: each part once, and of the ranks that hold it by the one with least to write.
+
+    Equal on all ranks. Raises `CheckpointError` where ranks disagree on a tensor, or where its parts are not all of it.
+    """
+    holders: dict[Held, list[int]] = {}
+    for rank, parts in enumerate(everyone):
+        for held in parts:
+            holders.setdefault(held, []).append(rank)
+    known: dict[str, Held] = {}
+    counts: dict[str, int] = {}
+    for held in holders:
+        first = known.setdefault(held.key, held)
+        if (first.dtype, first.shape) != (held.dtype, held.shape):
+            raise CheckpointError(
+                f"{held.key} is {held.dtype} {held.shape} on one rank and {first.dtype} {first.shape} on another."
+            )
+        counts[held.key] = counts.get(held.key, 0) + held.box.elements
+    for key, held in known.items():
+        if counts[key] != prod(held.shape):
+            raise CheckpointError(
+                f"The ranks hold {counts[key]:,} elements of {key} {held.shape}; it has {prod(held.shape):,}.",
+                "It would be lost in part, or be ambiguous.",
+            )
+    chosen: list[list[Held]] = [[] for _ in everyone]
+    load = [0] * len(everyone)
+    for held, ranks in sorted(holders.items(), key=lambda item: len(item[1])):
+        rank = min(ranks, key=lambda r: load[r])
+        chosen[rank].append(held)
+        load[rank] += held.part_bytes
+    return chosen
+
+
+def rows_of(box: Box, itemsize: int) -> int:
+    """Rows of dim 0 in a piece of `box`: as many as PIECE_BYTES hold, at least one."""
+    if not box.shape:
+        return 1
+    return max(1, PIECE_BYTES // max(1, itemsize * prod(box.shape[1:])))
+
+
+def pieces(box: Box, rows: int) -> Iterator[Box]:
+    """`box` cut into runs of `rows` rows; the whole of it when it has no dim."""
+    if not box.shape or not box.elements:
+        yield from [box] if box.elements else []
+        return
+    for first in range(0, box.shape[0], rows):
+        length = min(rows, box.shape[0] - first)
+        yield Box((box.start[0] + first, *box.start[1:]), (length, *box.shape[1:]))
+
+
+def byte_view(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU."""
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # numpy has buffers

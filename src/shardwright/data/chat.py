@@ -1,0 +1,220 @@
+"""Messages as the text of a chat template, and the exact characters of each message that is trained.
+
+Where the template marks what the model writes with {% generation %}, those are the spans. Where it has no marks,
+the span of an assistant message is found by rendering three times: the messages before it with the generation
+prompt (A), the messages up to it (B), and all of them (F). The message is B without A. That is exact when A begins
+B and B begins F, so that the pieces join to the text that is trained on; `masks.token_weights` then shows that the
+boundaries of the pieces are boundaries of tokens. A template for which this fails, for example one that rewrites
+earlier turns, is refused with the line of the sample: no span is guessed.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwright.data.formats import Chat, Message
+from shardwright.data.masks import Span
+from shardwright.data.sources import kind_of, unicode_of
+from shardwright.errors import ConfigError, DataError
+
+_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_FIX = (
+    "Give the template {% generation %} marks (data.chat_template), or set data.assistant_only_loss to false."
+)
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation as text.
+
+    spans: what is trained, later ones over earlier ones; None: all of it. exact: every boundary of a span must be a
+    boundary of tokens, since the spans were found from prefixes.
+    """
+
+    text: str
+    spans: list[Span] | None
+    exact: bool
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer, or the one in the file `path`."""
+
+    def __init__(self, tokenizer: Any, path: str | None, assistant_only: bool) -> None:
+        self.tokenizer, self.assistant_only = tokenizer, assistant_only
+        self.name = path or "the tokenizer's chat template"
+        self._given = None if path is None else read_template(path)
+        if self._given is None and not tokenizer.chat_template:
+            raise ConfigError(
+                "The tokenizer has no chat template.",
+                "Messages cannot be rendered without one.",
+                "Set data.chat_template to a file with a Jinja template.",
+            )
+        self._special = tuple(tokenizer.all_special_tokens)
+        self._names = dict(tokenizer.special_tokens_map)
+
+    def render(self, chat: Chat, where: str) -> Rendered:
+        """The conversation and its spans. Raises `DataError` with `where` when a span cannot be found exactly."""
+        messages = [{k: v for k, v in m.items() if k not in ("train", "loss_weight")} for m in chat.messages]
+        template = self._given or self.tokenizer.get_chat_template(tools=chat.tools)
+        turns = _Turns(self, template, messages, chat, where)
+        weights = [_weight(m, f"{where}: message {n}") for n, m in enumerate(chat.messages)]
+        assistants = [n for n, m in enumerate(messages) if m["role"] == "assistant"]
+        spans: list[Span] = []
+        if not self.assistant_only:
+            if not chat.first and all(weight in (None, 1.0) for weight in weights):
+                return Rendered(turns.text, None, False)
+            start = len(turns.before(chat.first)) if chat.first else 0
+            spans.append((start, len(turns.text), 1.0))
+        wanted: dict[int, float] = {}
+        for number, weight in enumerate(weights):
+            trained = number >= chat.first and (not self.assistant_only or number in assistants)
+            value = float(trained) if weight is None else weight
+            if value != float(trained and not self.assistant_only):
+                wanted[number] = value
+        if wanted and turns.marked and set(wanted) <= set(assistants):
+            spans += turns.from_marks(wanted, assistants)
+        else:
+            turns.exact = turns.exact or bool(wanted)
+            spans += [(*turns.span(number), value) for number, value in wanted.items()]
+        return Rendered(turns.text, spans, turns.exact)
+
+    def text(
+        self, template: str, messages: list[Message], chat: Chat, where: str, **options: bool
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """(text, spans of the {% generation %} marks) of some messages."""
+        from jinja2.exceptions import TemplateError
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        values = self._names | (chat.template_kwargs or {})
+        try:
+            texts, marks = render_jinja_template(
+                [messages], tools=chat.tools, chat_template=template, **options, **values
+            )
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            shown = str(error).strip().splitlines()
+            roles = ", ".join(message["role"] for message in messages) or "none"
+            raise DataError(
+                f"{where}: {self.name} cannot render the messages ({roles}).",
+                shown[0] if shown else type(error).__name__,
+                "Correct or remove the line.",
+            ) from None
+        return texts[0], marks[0] if marks else []
+
+
+class _Turns:
+    """One conversation, rendered as a whole and up to any of its messages."""
+
+    def __init__(
+        self, owner: ChatTemplate, template: str, messages: list[Message], chat: Chat, where: str
+    ) -> None:
+        self.owner, self.template, self.messages, self.chat, self.where = (
+            owner,
+            template,
+            messages,
+            chat,
+            where,
+        )
+        self.marked = bool(_MARKS.search(template))
+        self.text, self.marks = owner.text(
+            template, messages, chat, where, return_assistant_tokens_mask=self.marked
+        )
+        unicode_of(self.text, "messages", where)
+        self.exact = False
+
+    def from_marks(self, wanted: dict[int, float], assistants: list[int]) -> list[Span]:
+        """The marked spans with the weight of their assistant message."""
+        if len(self.marks) == len(assistants):
+            pairs = zip(self.marks, assistants)
+            return [(start, end, wanted[n]) for (start, end), n in pairs if n in wanted]
+        if set(wanted) == set(assistants) and len(set(wanted.values())) == 1:
+            return [(start, end, wanted[assistants[0]]) for start, end in self.marks]
+        raise DataError(
+            f"{self.where}: {self.owner.name} marks {len(self.marks)} spans for {len(assistants)} assistant "
+            "messages.",
+            "Which span belongs to which message cannot be told, and they have different weights.",
+            "Mark each assistant message once.",
+        )
+
+    def before(self, number: int) -> str:
+        """The text up to where message `number`, the model's, begins."""
+        self.exact = True
+        prompt = self._prefix(number, add_generation_prompt=True)
+        if not self.text.startswith(prompt):
+            raise self._refused(number, "does not continue the messages before it and the generation prompt")
+        return prompt
+
+    def span(self, number: int) -> tuple[int, int]:
+        """The characters of message `number`: of an assistant's what the model writes, of another's all of it."""
+        message, upto = self.messages[number], self._prefix(number + 1)
+        if not self.text.startswith(upto):
+            raise self._refused(number, "is rendered otherwise when messages follow it")
+        is_assistant = message["role"] == "assistant"
+        given = self._prefix(number, add_generation_prompt=is_assistant)
+        if not upto.startswith(given):
+            raise self._refused(number, "does not continue the messages before it and the generation prompt")
+        if not is_assistant:
+            return len(given), len(upto)
+        written = upto[len(given) :]
+        content = message.get("content")
+        starts = isinstance(content, str) and written.lstrip().startswith(content.strip())
+        if not starts and given == self._prefix(number):
+            raise self._refused(
+                number, "has a header, but the template has no generation prompt that says where it ends"
+            )
+        ended = written.rstrip()
+        if ended.endswith(
+            self.owner._special
+        ):  # generation ends there; the whitespace after it is the template's
+            written = ended
+        return len(given), len(given) + len(written)
+
+    def _prefix(self, count: int, add_generation_prompt: bool = False) -> str:
+        if not count and not add_generation_prompt:
+            return ""
+        text, _ = self.owner.text(
+            self.template,
+            self.messages[:count],
+            self.chat,
+            self.where,
+            add_generation_prompt=add_generation_prompt,
+        )
+        return text
+
+    def _refused(self, number: int, what: str) -> DataError:
+        role = self.messages[number]["role"]
+        return DataError(
+            f"{self.where}: message {number} ({role}) {what}, in {self.owner.name}.",
+            "So the characters it stands in cannot be told exactly.",
+            _FIX if role == "assistant" else "Remove `train` and `loss_weight` from it.",
+        )
+
+
+def read_template(path: str) -> str:
+    """The Jinja template in the file `path`. Raises `ConfigError`."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "It is not UTF-8."
+        raise ConfigError(
+            f"data.chat_template: {path} cannot be read.", f"{why}.".replace("..", ".")
+        ) from None
+
+
+def _weight(message: Message, place: str) -> float | None:
+    """The weight that `train` and `loss_weight` of a message ask for; None: neither is given."""
+    train, weight = message.get("train"), message.get("loss_weight")
+    if train is not None and not isinstance(train, bool):
+        raise DataError(f"{place}: `train` is {kind_of(train)}, not true or false.")
+    if weight is None:
+        return None if train is None else float(train)
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < float("inf"):
+        shown = weight if isinstance(weight, int | float) else kind_of(weight)
+        raise DataError(f"{place}: `loss_weight` is {shown}.", "It must be a number of at least 0.")
+    if train is False and weight:
+        raise DataError(
+            f"{place}: `train` is false and `loss_weight` is {weight}.", "", "Remove one of them."
+        )
+    return float(weight)

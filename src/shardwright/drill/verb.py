@@ -1,0 +1,197 @@
+"""`shardwright drill`: a reference, faults, starts after them, and a table of what was lost and what differs."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from shardwright.checkpoint import store
+from shardwright.config.load import Loaded
+from shardwright.drill.chain import Row, judge, run_chain, run_damaged, run_reference
+from shardwright.drill.damage import unnoticed
+from shardwright.drill.faults import live_faults
+from shardwright.drill.reshard import Read, possible_layouts, rows_of, run_reshard
+from shardwright.drill.session import Session
+from shardwright.drill.soak import run_soak
+from shardwright.drill.table import show_reads, show_rows
+from shardwright.errors import ConfigError, ExitCode, did_you_mean
+from shardwright.launch import inside_a_launcher
+from shardwright.layout.legality import check_device, check_run
+from shardwright.measure import clock
+from shardwright.parallel.process_group import device_kind
+from shardwright.train.start import prepare_run
+from shardwright.units import format_seconds
+
+LIVE = ("kill", "save", "signal", "write", "hang")
+TRIALS = (*LIVE, "damage", "reshard")
+UPDATES, SAVE_STEPS, HANG_SECONDS = 32, 2, 15
+SOAK_SAVE_STEPS, SOAK_UPDATES = 4, 200
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a drill does. trials: groups of faults. soak: how many random kills instead of them; 0 for none."""
+
+    ranks: int
+    trials: tuple[str, ...] = TRIALS
+    seed: int = 0
+    soak: int = 0
+    updates: int = UPDATES
+    keep: bool = False
+
+
+def parse_trials(text: str) -> tuple[str, ...]:
+    """The groups of faults in a list separated by commas; `all` stands for each."""
+    names = tuple(TRIALS if text == "all" else (part.strip() for part in text.split(",")))
+    for name in names:
+        if name not in TRIALS:
+            raise ConfigError(f"--trials: `{name}` is not known.", "", did_you_mean(name, TRIALS))
+    return names
+
+
+def run_drill(loaded: Loaded, plan: Plan) -> int:
+    """Breaks runs of `loaded` as `plan` says and prints what came of it; returns 0, or 3 where anything differs.
+
+    It writes below `checkpoint.output_dir`, in a directory that it removes when all is well.
+    """
+    console = Console(highlight=False)
+    if inside_a_launcher():
+        raise ConfigError(
+            "`drill` was started under a launcher.",
+            "It starts its own ranks.",
+            "Call it without torchrun or srun.",
+        )
+    check_run(loaded, plan.ranks)
+    directory = Path(loaded.run.checkpoint.output_dir) / "drill"
+    shutil.rmtree(directory, ignore_errors=True)
+    device = device_kind(loaded.run.hardware.device, plan.ranks)
+    check_device(loaded.run, device)
+    adjusted, changes = _adjusted(loaded, plan, device)
+    prepare_run(adjusted.replaced({"checkpoint.output_dir": str(directory / "none")}, "drill"), console)
+    _say(console, f"{plan.ranks} ranks, seed {plan.seed}; changed for the drill: {changes}.")
+    drill, started = _Drill(adjusted, plan, directory, console), clock.now()
+    try:
+        passed = drill.soak() if plan.soak else drill.trials()
+    finally:
+        drill.close()
+    _say(console, f"{'Passed' if passed else 'FAILED'} in {format_seconds(clock.now() - started)}.")
+    if passed and not plan.keep:
+        shutil.rmtree(directory)
+    else:
+        _say(console, f"Runs, checkpoints and logs: {directory}")
+    return ExitCode.DONE if passed else ExitCode.CHECK_FAILED
+
+
+def _adjusted(loaded: Loaded, plan: Plan, device: str) -> tuple[Loaded, str]:
+    """The run as the drill breaks it, and what was changed for that."""
+    t, updates = loaded.run.training, min(SOAK_UPDATES, 5 * plan.soak) if plan.soak else plan.updates
+    shown: dict[str, Any] = {
+        "training.max_steps": updates,
+        "checkpoint.save_steps": SOAK_SAVE_STEPS if plan.soak else SAVE_STEPS,
+        "checkpoint.save_total_limit": 2 if plan.soak else None,
+        "hardware.timeout_seconds": HANG_SECONDS,
+    }
+    if t.warmup_steps > updates // 2:
+        shown["training.warmup_steps"] = updates // 2
+    if t.eval_steps and t.eval_steps > updates // 3:
+        shown["training.eval_steps"] = updates // 3
+    silent: dict[str, Any] = {
+        "training.num_train_epochs": None,
+        "checkpoint.resume": "auto",
+        "checkpoint.keep_every": None,
+        "checkpoint.keep_best": False,
+        "checkpoint.export_hf": "none",
+        "hardware.device": device,
+        "logging.log_steps": 1,
+        "logging.report_to": [],
+    }
+    text = ", ".join(f"{key} {value}" for key, value in shown.items() if value is not None)
+    return loaded.replaced({**silent, **shown}, "drill"), text
+
+
+class _Drill:
+    """One call of the verb."""
+
+    def __init__(self, loaded: Loaded, plan: Plan, directory: Path, console: Console) -> None:
+        self.loaded, self.plan, self.directory, self.console = loaded, plan, directory, console
+        self.updates = loaded.run.training.max_steps or 0
+        self.chance = random.Random(plan.seed)
+        self._sessions: list[Session] = []
+
+    def close(self) -> None:
+        for session in self._sessions:
+            session.close()
+
+    def say(self, text: str) -> None:
+        _say(self.console, text)
+
+    def _session(self, name: str, **values: Any) -> Session:
+        loaded = self.loaded.replaced(values, "drill") if values else self.loaded
+        self._sessions.append(Session(loaded, self.plan.ranks, self.directory / name))
+        return self._sessions[-1]
+
+    def _reference(self) -> Session:
+        reference, started = self._session("reference"), clock.now()
+        run_reference(reference)
+        self.say(
+            f"Reference: {self.updates} updates, nothing done to them, {format_seconds(clock.now() - started)}."
+        )
+        return reference
+
+    def soak(self) -> bool:
+        """Random kills."""
+        reference = self._reference()
+        done = run_soak(self._session, reference, self.plan.soak, self.updates, self.chance, self.say)
+        for problem in done.problems:
+            self.say(problem)
+        return done.passed
+
+    def trials(self) -> bool:
+        """Every fault of the plan's groups."""
+        reference, rows, reads = self._reference(), [], []
+        groups = set(self.plan.trials)
+        if faults := live_faults(self.plan.ranks, groups, self.chance):
+            session = self._session("broken")
+            rows = run_chain(session, faults, self.updates, self.chance, self.say)
+            judge(rows, session, reference)
+        if "damage" in groups:
+            rows += self._damage(reference)
+        if rows:
+            show_rows(rows, self.say)
+        if "reshard" in groups:
+            reads = self._reshard(reference)
+            show_reads(reads, self.say)
+        return not any(row.problem for row in rows) and not any(read.problem for read in reads)
+
+    def _damage(self, reference: Session) -> list[Row]:
+        newest = store.complete_checkpoints(reference.output_dir)[-1]
+        missed = unnoticed(newest, self.directory / "damaged-copies")
+        seen = Row("each kind of file, each kind of damage", "store.verify", after="all seen")
+        if missed:
+            seen.problem = seen.after = f"not seen: {', '.join(missed)}"
+        session = self._session("damaged")
+        row = run_damaged(session, reference, self.chance)
+        judge([row], session, reference)
+        return [seen, row]
+
+    def _reshard(self, reference: Session) -> list[Read]:
+        there = store.complete_checkpoints(reference.output_dir)
+        checkpoint = there[len(there) // 2]
+        worlds = {ranks: possible_layouts(self.loaded, ranks) for ranks in sorted({1, self.plan.ranks})}
+        directory = self.directory / "read"
+        reads = run_reshard(self.loaded, checkpoint, reference.output_dir, worlds, directory)
+        numbers = [(ranks, number) for ranks, layouts in worlds.items() for number in range(len(layouts))]
+        rows = [rows_of(directory / f"{ranks}-{number}", ranks) for ranks, number in numbers]
+        for read, own in zip(reads, rows):
+            if not own or own != rows[0]:
+                read.problem = read.problem or "it trained on other rows"
+        return reads
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, soft_wrap=True, markup=False)

@@ -1,0 +1,39 @@
+"""When the loss is made in chunks of tokens, and how large they are."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardwright.layout.axes import Axes
+from shardwright.layout.combine import SPLIT_BACKWARD
+
+if TYPE_CHECKING:  # the planner reads this and loads no pydantic
+    from shardwright.config.schema import RunFile
+
+CROSS_ENTROPY = "cross_entropy"
+
+CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
+"""fp32 logits of one chunk. A CPU's caches like small ones; a GPU is slower where the gradient of the head, which every
+chunk reads and writes, costs more than the products that make it: below about 1,000 tokens."""
+
+WORTHWHILE = 4
+"""Chunks from which on `auto` makes the loss in chunks: below, whole logits are no peak of memory."""
+
+
+def loss_chunk_tokens(vocabulary: int, device: str) -> int:
+    """Tokens of a chunk of logits over `vocabulary` rows on a device of this kind."""
+    tokens = CHUNK_BYTES[device] // (4 * vocabulary)
+    return max(64, tokens // 64 * 64)
+
+
+def chunk_tokens(run: RunFile, axes: Axes, vocabulary: int, device: str) -> int:
+    """Tokens of a chunk in this run, 0 for whole logits; `vocabulary` is that of the unsplit model."""
+    asked = run.memory.loss_chunk_tokens
+    if asked != "auto":
+        return asked
+    if run.training.loss != CROSS_ENTROPY or (axes.pp > 1 and run.parallelism.pp_schedule in SPLIT_BACKWARD):
+        return 0
+    local, t = -(-vocabulary // axes.tp), run.training
+    rows = max(t.per_device_train_batch_size, t.per_device_eval_batch_size or 0)
+    whole = rows * run.data.max_length // axes.cp * local * 4
+    return loss_chunk_tokens(local, device) if whole >= WORTHWHILE * CHUNK_BYTES[device] else 0

@@ -1,0 +1,164 @@
+"""Where documents lie in packed rows: their spans, positions that restart, and documents of one length side by side.
+
+B rows, T tokens of a row, D documents of all rows, R = real tokens of all rows (those of a document).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class PackedRows:
+    """Rows that hold documents one behind another, on a device.
+
+    documents: [B, T] on the CPU, the number of each token's document within its row, -1 for padding. Tokens of one
+    document are neighbours. Everything else follows and is made when it is first asked for.
+    """
+
+    documents: Tensor
+    device: torch.device
+
+    @cached_property
+    def _spans(self) -> tuple[Tensor, Tensor]:
+        """(start in the flattened rows, length) of each document, [D], in order of rows."""
+        flat, width = self.documents.flatten(), self.documents.shape[1]
+        begins = torch.ones(flat.shape, dtype=torch.bool)
+        begins[1:] = flat[1:] != flat[:-1]
+        begins[::width] = True
+        starts = begins.nonzero().flatten()
+        lengths = torch.diff(starts, append=torch.tensor([flat.numel()]))
+        real = flat[starts] >= 0
+        return starts[real], lengths[real]
+
+    @cached_property
+    def spans(self) -> tuple[tuple[int, int, int], ...]:
+        """(row, first token, end) of each document, in order of rows."""
+        starts, lengths = self._spans
+        width = self.documents.shape[1]
+        return tuple(
+            (s // width, s % width, s % width + n) for s, n in zip(starts.tolist(), lengths.tolist())
+        )
+
+    @cached_property
+    def on_device(self) -> Tensor:
+        """`documents` on the device."""
+        return self.documents.to(self.device, non_blocking=True)
+
+    @cached_property
+    def position_ids(self) -> Tensor:
+        """[B, T]: the place of each token in its document; 0 for padding."""
+        starts, lengths = self._spans
+        positions = torch.zeros(self.documents.numel(), dtype=torch.int64)
+        places = _places(starts, lengths)
+        positions[places] = places - starts.repeat_interleave(lengths)
+        return positions.view(self.documents.shape).to(self.device, non_blocking=True)
+
+    @cached_property
+    def whole(self) -> bool:
+        """Whether there is nothing to keep apart: each row is one document from end to end, or all is padding."""
+        rows, width = self.documents.shape
+        return self._spans[1].tolist() in ([width] * rows, [])
+
+    @cached_property
+    def groups(self) -> tuple[tuple[int, int], ...]:
+        """(documents, tokens of each) of every length that occurs, longest first."""
+        lengths, counts = self._spans[1].unique(return_counts=True)
+        return tuple(zip(counts.flip(0).tolist(), lengths.flip(0).tolist()))
+
+    @cached_property
+    def grouped(self) -> Order:
+        """Documents of one length side by side, longest first: as in `groups`."""
+        starts, lengths = self._spans
+        by_length = lengths.argsort(descending=True, stable=True)
+        return self._order(_places(starts[by_length], lengths[by_length]))
+
+    @cached_property
+    def dense(self) -> Order:
+        """Documents one behind another without padding, in order of rows."""
+        return self._order(_places(*self._spans))
+
+    @cached_property
+    def ends(self) -> Tensor:
+        """[D + 1] int32: 0, and where each document ends in `dense`."""
+        sums = self._spans[1].cumsum(0)
+        return torch.cat([torch.zeros(1, dtype=sums.dtype), sums]).int().to(self.device, non_blocking=True)
+
+    @cached_property
+    def longest(self) -> int:
+        """Tokens of the longest document; 0 without documents."""
+        return max(self._spans[1].tolist(), default=0)
+
+    def _order(self, places: Tensor) -> Order:
+        size = self.documents.numel()
+        back = torch.full((size,), -1, dtype=torch.int64)
+        back[places] = torch.arange(len(places))
+        padding = (back < 0).nonzero().flatten()
+
+        def move(tensor: Tensor) -> Tensor:
+            return tensor.to(self.device, non_blocking=True)
+
+        straight = len(places) == size and bool((places == torch.arange(size)).all())
+        return Order(move(places), move(back.clamp(min=0)), move(padding) if len(padding) else None, straight)
+
+
+@dataclass(frozen=True, eq=False)
+class Order:
+    """Another order of the real tokens of flattened rows.
+
+    places [R]: where each comes from. back [B T]: where each token of the rows is, anywhere for padding. padding: the
+    tokens of the rows that are padding, None without. straight: nothing moves.
+    """
+
+    places: Tensor
+    back: Tensor
+    padding: Tensor | None
+    straight: bool
+
+    def take(self, rows: Tensor) -> Tensor:
+        """[R, ...]: the real tokens of `rows` [B T, ...] in this order."""
+        return rows if self.straight else _Taken.apply(rows, self)
+
+    def put(self, tokens: Tensor) -> Tensor:
+        """[B T, ...]: `tokens` [R, ...] back in their rows, and zeros for padding."""
+        return tokens if self.straight else _Put.apply(tokens, self)
+
+
+class _Taken(torch.autograd.Function):
+    """A permutation whose gradient is one too: autograd's own adds token by token into zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Order) -> Tensor:
+        ctx.order = order
+        return rows.index_select(0, order.places)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _put(grads[0], ctx.order), None
+
+
+class _Put(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, order: Order) -> Tensor:
+        ctx.order = order
+        return _put(tokens, order)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0].index_select(0, ctx.order.places), None
+
+
+def _put(tokens: Tensor, order: Order) -> Tensor:
+    rows = tokens.index_select(0, order.back)
+    return rows if order.padding is None else rows.index_fill_(0, order.padding, 0)
+
+
+def _places(starts: Tensor, lengths: Tensor) -> Tensor:
+    """[R]: the tokens start, start + 1, ... of each span, one span behind another."""
+    before = lengths.cumsum(0) - lengths
+    return torch.arange(int(lengths.sum())) + (starts - before).repeat_interleave(lengths)

@@ -1,0 +1,55 @@
+"""What packed rows refuse of a model: whatever would let a document see another one of its row, by name."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import nn
+
+from shardwright.errors import ModelError
+from shardwright.models.adapters import is_transformers
+from shardwright.models.attention_calls import look_into
+from shardwright.parallel.attention_rules import Replacement, check_attention, check_config
+
+_FIX = "Set data.batching to bucket or pad."
+_PACKED = Replacement(
+    name="The core attention of packed rows",
+    fix=_FIX,
+    bypassed="Its tokens would see other documents of their row.",
+    convolution="It would reach over the boundary of a document.",
+    rope="Its frequencies follow the highest position in the input, which other documents change.",
+    not_causal="The core attention of packed rows is.",
+    known=("softcap",),
+)
+_CONTEXT = Replacement(**{**vars(_PACKED), "known": ()})
+
+
+def check_packed_model(model: nn.Module, cp_size: int = 1) -> None:
+    """Raises `ModelError` unless documents of one row cannot see each other in `model` (on meta).
+
+    The blocks' calls of attention are observed in one forward on meta, to which documents are given.
+    """
+    name, takes = type(model).__name__, inspect.signature(model.forward).parameters
+    named = ("position_ids",) if is_transformers(model) else ("documents", "position_ids")
+    if missing := [argument for argument in named if argument not in takes]:
+        raise ModelError(
+            f"{name} does not take {' and '.join(missing)}, with data.batching pack.",
+            "Rows hold several documents: each must see itself only, and be numbered from 0.",
+            f"{_FIX} A module of your own can take `documents` and `position_ids`, both [rows, tokens].",
+        )
+    if not is_transformers(model):
+        return
+    if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in takes.values()):
+        raise ModelError(f"{name} does not hand `documents` on to attention.", _PACKED.bypassed, _FIX)
+    config: Any = model.config
+    values, by = config.to_dict(), _PACKED if cp_size == 1 else _CONTEXT
+    check_config(name, values, by)
+    seen = look_into(model, documents=True)
+    check_attention(model, values, seen, by)
+    if lost := [call.module for call in seen.calls if not call.documents]:
+        raise ModelError(
+            f"`{lost[0]}` of {name} is not told of documents ({len(lost)} calls of attention).",
+            _PACKED.bypassed,
+            _FIX,
+        )

@@ -1,0 +1,52 @@
+"""Random numbers of a tensor-parallel rank: one stream for tensors that all ranks hold alike, one of its own for divided ones.
+
+The generators are seeded alike on all ranks before each microbatch (`train/rng.py`). Where work is divided, this rank goes on
+from a seed made of a number drawn from the common stream and its own rank; behind it, the common stream goes on where it was.
+Nothing is kept from one block to the next, so that recomputation, which starts with the generators of a block's start, draws
+the same again.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+_ODD = 0x9E3779B97F4A7C15
+"""Times a rank, an odd number changes the low bits too, which are all that the CPU generator uses."""
+
+
+class Streams:
+    """Switches the generators of one rank between both streams; calls that change nothing do nothing."""
+
+    def __init__(self, rank: int, device_type: str) -> None:
+        self._rank = rank
+        self._device = None if device_type == "cpu" else torch.get_device_module(device_type)
+        self._common: tuple[Tensor, Tensor | None] | None = None
+
+    def divided(self) -> None:
+        """From here on this rank draws other numbers than its peers."""
+        if self._common is not None:
+            return
+        drawn = int(torch.randint(2**62, (), device="cpu"))
+        on_device = None if self._device is None else self._device.get_rng_state()
+        self._common = (torch.get_rng_state(), on_device)
+        torch.manual_seed((drawn + self._rank * _ODD) % 2**63)
+
+    def common(self) -> None:
+        """From here on this rank draws the numbers that its peers draw."""
+        if self._common is None:
+            return
+        on_cpu, on_device = self._common
+        self._common = None
+        torch.set_rng_state(on_cpu)
+        if self._device is not None:
+            self._device.set_rng_state(on_device)
+
+
+def drops(module: nn.Module) -> bool:
+    """Whether `module` drops anything in training: an `nn.Dropout`, or a probability that an attribute is named after."""
+    for part in module.modules():
+        named = (v for k, v in vars(part).items() if "drop" in k and isinstance(v, float))
+        if (isinstance(part, nn.Dropout) and part.p > 0.0) or any(p > 0.0 for p in named):
+            return True
+    return False

@@ -1,0 +1,51 @@
+"""The job and the layout of a run file, as the planner sees them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardwright.layout.schedule import chunks_of
+from shardwright.layout.zero import STAGES
+from shardwright.plan.job import Job, Layout
+
+if TYPE_CHECKING:
+    from shardwright.arch.shape import Shape
+    from shardwright.config.schema import RunFile
+    from shardwright.layout.axes import Axes
+
+
+def job_of(run: RunFile, shape: Shape) -> Job:
+    """What the run trains; no layout changes it."""
+    t, precision = run.training, run.precision
+    return Job(
+        shape,
+        run.data.max_length,
+        t.global_batch_size,
+        precision.param_dtype,
+        precision.reduce_dtype,
+        precision.master_dtype,
+        t.optimizer,
+        "eager" if run.model.attn_implementation == "eager" else "flash",
+    )
+
+
+def layout_of(run: RunFile, axes: Axes) -> Layout:
+    """How the run is split over ranks; `axes` from `check_run`."""
+    p, schedule = run.parallelism, None
+    if axes.pp > 1:
+        schedule = p.pp_schedule or "1f1b"
+    reshard = STAGES[p.data_parallel].reshard_after_forward
+    return Layout(
+        axes,
+        p.data_parallel,
+        run.training.per_device_train_batch_size,
+        schedule,
+        1 if schedule is None else chunks_of(schedule),
+        p.sequence_parallel is not False,
+        run.memory.activation_checkpointing,
+        reshard if p.reshard_after_forward is None else p.reshard_after_forward,
+        1 if p.prefetch is None else p.prefetch,
+        p.unit,
+        run.memory.cpu_offload,
+        p.cp_attention or "all_gather",
+    )

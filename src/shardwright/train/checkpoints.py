@@ -1,0 +1,186 @@
+"""Checkpoints of a run: when they are written, which one it goes on from, and what may have changed since."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from shardwright.checkpoint import store
+from shardwright.checkpoint.parts import Value
+from shardwright.checkpoint.restore import current_state, restore
+from shardwright.checkpoint.settings import changes, refuse_unaccepted
+from shardwright.checkpoint.state import buffer_keys, check_buffers
+from shardwright.config.load import Loaded
+from shardwright.errors import CheckpointError, DamagedCheckpointError, SaveError
+from shardwright.train.update import Engine
+
+ORDER = {"training.global_batch_size", "training.seed", "data.shuffle", "data.bucket_updates"}
+"""Keys that say which rows an update holds, beside the data."""
+
+
+@dataclass
+class Progression:
+    """How far the run is: what a checkpoint restores beside tensors.
+
+    eval_loss: of the weights as they are, None where they were not evaluated. best: (update, lowest of them so far).
+    """
+
+    update: int = 0
+    target_tokens: int = 0
+    eval_loss: float | None = None
+    best: tuple[int, float] | None = None
+
+    def evaluated(self, loss: float) -> None:
+        """Takes note of an evaluation of the weights as they are."""
+        self.eval_loss = loss
+        if self.best is None or loss < self.best[1]:
+            self.best = (self.update, loss)
+
+
+class Checkpoints:
+    """Writes and reads the checkpoints of one run, of which `at` says how far it is. Collective."""
+
+    def __init__(
+        self, loaded: Loaded, engine: Engine, fingerprint: str, at: Progression, say: Callable[[str], None]
+    ) -> None:
+        self._loaded, self._engine, self._fingerprint, self._at, self._say = (
+            loaded, engine, fingerprint, at, say,
+        )  # fmt: skip
+        self._settings = c = loaded.run.checkpoint
+        self.output_dir = Path(c.output_dir)
+        self.saver = store.Saver(
+            self.output_dir,
+            store.Retention(c.save_total_limit, c.keep_every, c.keep_best),
+            background=c.async_save,
+            busy=c.async_when_busy,
+            on_complete=lambda path: say(f"Saved {path}."),
+        )
+
+    def state(self) -> dict[str, Value]:
+        """Weights and optimizer as they are."""
+        return current_state(self._engine.module, self._engine.optimizer, self._engine.locals)
+
+    def _row_order(self) -> str:
+        t, data = self._loaded.run.training, self._loaded.run.data
+        order = f"global_batch_size {t.global_batch_size}, seed {t.seed}, shuffle {str(data.shuffle).lower()}"
+        return order if data.bucket_updates == 1 else f"{order}, bucket_updates {data.bucket_updates}"
+
+    # Saving
+
+    def save(self) -> Path:
+        """Writes a checkpoint of the state between updates and waits for it; returns its directory."""
+        self.saver.finish()
+        self.start()
+        path = self.saver.finish()
+        assert path is not None
+        return path
+
+    def start(self) -> None:
+        """Writes a checkpoint, or has the writing begin; `saver` ends it."""
+        check_buffers(self._engine.module)
+        manifest = store.Manifest(
+            update=self._at.update,
+            target_tokens=self._at.target_tokens,
+            data_fingerprint=self._fingerprint,
+            row_order=self._row_order(),
+            world_size=dist.get_world_size(),
+            layout=f"{self._loaded.run.parallelism.data_parallel} {self._engine.axes}",
+            torch_version=store.torch_version(),
+            eval_loss=self._at.eval_loss,
+            best=self._at.best,
+        )
+        volatile = buffer_keys(self._engine.module)
+        if not self.saver.save(self.state(), manifest, self._loaded.to_yaml(), volatile):
+            self._say(
+                f"Not saved after update {self._at.update}: the checkpoint before is still being written."
+            )
+
+    def between_updates(self, *, due: bool, last: bool) -> None:
+        """What there is to do between two updates; does what on_save_error says where it cannot be done.
+
+        last: the run ends here, so a checkpoint is written whatever is under way, and waited for.
+        """
+        self._attempt(self.saver.finish if last else self.saver.poll)
+        if due or last:
+            self._attempt(self.start)
+        if last or not self._settings.async_save:
+            self._attempt(self.saver.finish)
+
+    def _attempt(self, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except SaveError as error:
+            if self._settings.on_save_error == "stop":
+                raise
+            self._say(f"{error.what} {error.why} The run goes on (checkpoint.on_save_error is warn).")
+
+    # Resuming
+
+    def resume(self, restarted: bool = False) -> Path | None:
+        """Restores the checkpoint that `checkpoint.resume` names, if there is one; returns its directory.
+
+        With `auto`, one whose content turns out to be damaged is named and passed over for the next older one.
+        restarted: these ranks go on for others that failed, so from the newest checkpoint, if they had written one.
+        """
+        wanted = self._settings.resume
+        if dist.get_rank() == 0:
+            store.bring_back(self.output_dir)
+            for skipped, reason in store.skipped(self.output_dir):
+                self._say(f"{skipped} is not used: {reason}.")
+            if restarted and (wanted == "never" or store.complete_checkpoints(self.output_dir)):
+                wanted = "auto"
+        bad: set[Path] = set()
+        while (path := self._chosen(wanted, bad)) is not None:
+            try:
+                self._restore(path)
+            except DamagedCheckpointError as error:
+                bad.add(path)
+                self._say(f"{path} is not used. {error.what}")
+            else:
+                return path
+        return None
+
+    def _chosen(self, wanted: str, bad: set[Path]) -> Path | None:
+        """What rank 0 finds: ranks may see a shared directory at different moments."""
+        found: list[Any] = [None]
+        if dist.get_rank() == 0:
+            try:
+                found = [store.find(self.output_dir, wanted, bad)]
+            except CheckpointError as error:
+                found = [error]
+        dist.broadcast_object_list(found)
+        if isinstance(found[0], CheckpointError):
+            raise found[0]
+        return found[0]
+
+    def _restore(self, path: Path) -> None:
+        manifest, accepted = store.read_manifest(path), self._settings.accept_changes
+        if manifest.data_fingerprint != self._fingerprint and not any(
+            key.startswith("data.") or "tokenizer" in key for key in accepted
+        ):
+            raise CheckpointError(
+                f"{path} was trained on other data, tokenizer or data settings than this run file names.",
+                "Its position in the data would mean other rows.",
+                "Restore the data, start anew with another output_dir, or confirm with checkpoint.accept_changes.",
+            )
+        if manifest.row_order != self._row_order() and not ORDER & set(accepted):
+            raise CheckpointError(
+                f"{path} was trained with {manifest.row_order}; this run has {self._row_order()}.",
+                f"Update {manifest.update} would hold other rows than it would have held.",
+                "Restore these values, or confirm with checkpoint.accept_changes.",
+            )
+        changed = changes(store.read_config(path), self._loaded)
+        refuse_unaccepted(str(path), changed, accepted)
+        engine, at = self._engine, self._at
+        left = restore(path, engine.module, engine.optimizer, engine.locals, self._settings.partial)
+        at.update, at.target_tokens = manifest.update, manifest.target_tokens
+        at.eval_loss, at.best = manifest.eval_loss, manifest.best
+        if changed:
+            self._say(f"Changed since {path.name}: {'; '.join(map(str, changed))}.")
+        if left:
+            more = " ..." if len(left) > 5 else ""
+            self._say(f"Not from {path.name} (checkpoint.partial): {', '.join(left[:5])}{more}.")

@@ -1,0 +1,205 @@
+"""Two hosts on one machine: network namespaces, a link of 200 Mbit/s between them, `torchrun --nnodes 2`."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+UPDATES = 40
+TIMEOUT_SECONDS = 20
+
+
+def _missing() -> str:
+    """Why two hosts cannot be made here; empty where they can."""
+    if not sys.platform.startswith("linux") or os.geteuid() != 0:
+        return "network namespaces need root on Linux"
+    if lacking := [name for name in ("ip", "tc") if shutil.which(name) is None]:
+        return f"{' and '.join(lacking)} (iproute2) not found"
+    probe = f"sw-probe-{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True)
+    subprocess.run(["ip", "netns", "del", probe], capture_output=True)
+    return f"ip netns add: {made.stderr.strip()}" if made.returncode else ""
+
+
+pytestmark = [
+    pytest.mark.gloo,
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(_missing()), reason=_missing() or "-"),
+]
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
+@dataclass
+class Hosts:
+    """Hosts 0 and 1 and the link between them."""
+
+    directory: Path
+    names: tuple[str, str] = (f"sw-a-{os.getpid()}", f"sw-b-{os.getpid()}")
+    links: tuple[str, str] = (f"va{os.getpid()}", f"vb{os.getpid()}")
+    started: list[subprocess.Popen[str]] = field(default_factory=list)
+    port: int = 29511
+
+    def make(self) -> None:
+        for name in self.names:
+            _ip("netns", "add", name)
+            _ip("-n", name, "link", "set", "lo", "up")
+        _ip("link", "add", self.links[0], "type", "veth", "peer", "name", self.links[1])
+        for number, (name, link) in enumerate(zip(self.names, self.links)):
+            _ip("link", "set", link, "netns", name)
+            _ip("-n", name, "addr", "add", f"10.77.0.{number + 1}/24", "dev", link)
+            _ip("-n", name, "link", "set", link, "up")
+            shape = ["tbf", "rate", "200mbit", "burst", "256kb", "latency", "50ms"]
+            _ip("netns", "exec", name, "tc", "qdisc", "add", "dev", link, "root", *shape)
+
+    def delete(self) -> None:
+        for number in (0, 1):
+            self.kill(number)
+        for process in self.started:
+            process.communicate()
+        for name in self.names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+    def kill(self, host: int) -> None:
+        """SIGKILL to every process of a host."""
+        pids = subprocess.run(
+            ["ip", "netns", "pids", self.names[host]], capture_output=True, text=True
+        ).stdout.split()
+        for pid in pids:
+            try:
+                os.kill(int(pid), signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+
+    def cut(self) -> None:
+        """From now on what one host sends reaches nobody, and neither host is told."""
+        for number, (name, link) in enumerate(zip(self.names, self.links)):
+            peer = f"10.77.0.{2 - number}"
+            _ip(
+                "-n",
+                name,
+                "neigh",
+                "replace",
+                peer,
+                "lladdr",
+                "02:00:00:00:00:99",
+                "dev",
+                link,
+                "nud",
+                "permanent",
+            )
+
+    def mend(self) -> None:
+        for number, (name, link) in enumerate(zip(self.names, self.links)):
+            _ip("-n", name, "neigh", "del", f"10.77.0.{2 - number}", "dev", link)
+
+    def start(self, output: Path) -> list[subprocess.Popen[str]]:
+        """torchrun on both, one rank each, on a port that no earlier start has used."""
+        self.port += 1
+        self.started += (both := [self._start(number, output) for number in (0, 1)])
+        return both
+
+    def _start(self, number: int, output: Path) -> subprocess.Popen[str]:
+        command = [
+            "ip", "netns", "exec", self.names[number], sys.executable, "-m", "torch.distributed.run",
+            "--nnodes", "2", "--node-rank", str(number), "--nproc-per-node", "1",
+            "--master-addr", "10.77.0.1", "--master-port", str(self.port),
+            "-m", "shardwright", *arguments(output),
+        ]  # fmt: skip
+        return subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+            env={**environment(), "GLOO_SOCKET_IFNAME": self.links[number], "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+
+
+def arguments(output: Path) -> list[str]:
+    return [
+        "train", "examples/tiny.yaml", "--training.max_steps", str(UPDATES), "--checkpoint.save_steps", "2",
+        "--data.cache_dir", str(output.parent / "cache"), "--checkpoint.output_dir", str(output),
+        "--hardware.timeout_seconds", str(TIMEOUT_SECONDS), "--hardware.threads_per_rank", "1",
+    ]  # fmt: skip
+
+
+def losses(output: Path) -> list[float]:
+    path = output / "metrics.jsonl"
+    return [json.loads(line)["train/loss"] for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def ended(both: list[subprocess.Popen[str]], seconds: float) -> list[str]:
+    """What both wrote to stderr, once both have ended."""
+    deadline = time.monotonic() + seconds
+    return [process.communicate(timeout=max(1.0, deadline - time.monotonic()))[1] for process in both]
+
+
+def wait(condition: Callable[[], bool], seconds: float = 120.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[Hosts]:
+    hosts = Hosts(tmp_path)
+    try:
+        hosts.make()
+        yield hosts
+    finally:
+        hosts.delete()
+
+
+@pytest.mark.timeout(600)
+def test_a_cut_link_and_a_dead_host(hosts: Hosts, tmp_path: Path) -> None:
+    """A cut of seconds is waited out; a lasting one and a dead host end both sides with a reason; all goes on bit for bit.
+
+    Both hosts write their shards to one shared directory.
+    """
+    whole, output = tmp_path / "whole", tmp_path / "run"
+    command = [sys.executable, "-m", "shardwright", *arguments(whole), "--nproc-per-node", "2"]
+    subprocess.run(command, cwd=ROOT, env=environment(), check=True, timeout=200, capture_output=True)
+
+    both = hosts.start(output)
+    wait(lambda: len(losses(output)) >= 4)
+    hosts.cut()
+    time.sleep(3)
+    before = len(losses(output))
+    hosts.mend()
+    wait(lambda: len(losses(output)) >= before + 2)  # went on
+    assert [process.poll() for process in both] == [None, None]
+
+    hosts.cut()
+    said = ended(both, seconds=TIMEOUT_SECONDS + 60)
+    assert all(process.returncode for process in both)
+    for rank, text in enumerate(said):
+        assert f"shardwright: rank {rank} has lost the other ranks" in text, text
+    hosts.mend()
+    cut_at = len(losses(output))
+
+    both = hosts.start(output)
+    wait(lambda: cut_at + 2 <= len(losses(output)) < UPDATES)
+    hosts.kill(1)
+    said = ended(both, seconds=60)
+    assert both[0].returncode
+    assert "shardwright: rank 0 has lost the other ranks" in said[0], said[0]
+
+    both = hosts.start(output)  # the host is back
+    ended(both, seconds=150)
+    assert [process.returncode for process in both] == [0, 0]
+    assert losses(output) == losses(whole)
