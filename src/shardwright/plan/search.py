@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from math import inf, log
+from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardwright.plan.bounds import Bounds
+from shardwright.plan.bounds import Bounded, Bounds
 from shardwright.plan.job import Job, Layout
 from shardwright.plan.program import SHARDWRIGHT, Program
 from shardwright.plan.space import (
@@ -29,7 +30,7 @@ from shardwright.plan.space import (
     shells,
     variants,
 )
-from shardwright.plan.step_time import Alone, StepTime
+from shardwright.plan.step_time import StepTime
 
 if TYPE_CHECKING:
     from shardwright.plan.device import Device
@@ -194,34 +195,23 @@ class Search(Bounds):
         room = {kind: left - self.states(shell, kind) for kind in kinds}
         bounded = self.bounded(shell, max(room.values()))
         too_many: dict[tuple[object, ...], int] = {}
-        for bound, kept, cell in bounded:
-            open_kinds = [kind for kind in kinds if bound < self._limit(shell, kind)]
+        for bound in bounded:
+            cell = bound.cell
+            open_kinds = [kind for kind in kinds if bound.seconds < self._limit(shell, kind)]
             if not open_kinds:
                 break
-            open_kinds = [kind for kind in open_kinds if kept <= room[kind] and kind in kinds_of(cell)]
-            if not open_kinds:
-                continue
-            base, alone = self._alone(cell)
+            open_kinds = [kind for kind in open_kinds if bound.kept <= room[kind] and kind in kinds_of(cell)]
             for kind in open_kinds:
                 # What does not fit with fewer rows, or with more recomputed, does not fit with more; as long
                 # as there are more microbatches than ranks, so that the pipeline is full.
                 key = (kind, cell.schedule, cell.chunks, cell.recompute)
                 hopeless = cell.microbatches > shell.pp and cell.microbatch_rows >= too_many.get(key, 1 << 60)
-                if hopeless or self._cell(cell, kind, base, alone):
+                if hopeless or self._cell(bound, kind):
                     continue
                 if cell.microbatches > shell.pp:
                     for recompute in RECOMPUTE[: RECOMPUTE.index(cell.recompute) + 1]:
                         key = (kind, cell.schedule, cell.chunks, recompute)
                         too_many[key] = min(too_many.get(key, 1 << 60), cell.microbatch_rows)
-
-    def _alone(self, cell: Cell) -> tuple[Layout, Alone]:
-        """What an update of the cell takes at least, whatever the data-parallel kind, and the layout that says so.
-
-        That of zero3, whose gradients no separate pass adds up; on one rank that of ddp.
-        """
-        layout = self._lean_of(cell, "zero3") or self._lean_of(cell, "ddp")
-        assert layout is not None, "ddp is always legal"
-        return layout, self.clock.alone(layout, self.stage_blocks(cell))
 
     def only(
         self, tp: int, cp: int, pp: int, kind: str, replicate: int | None = None, schedule: str | None = None
@@ -230,9 +220,10 @@ class Search(Bounds):
         data = self.devices // (tp * cp * pp)
         shell = Shell(tp, cp, pp, data)
         best: Choice | None = None
-        for cell in sorted(cells(self.job, shell), key=self.cell_bound):
+        for bound in sorted(map(self.bound, cells(self.job, shell)), key=itemgetter(0)):
+            cell = bound.cell
             wanted = kind in kinds_of(cell) and schedule in (None, cell.schedule)
-            if not wanted or (best and self.cell_bound(cell) >= best.seconds):
+            if not wanted or (best and bound.seconds >= best.seconds):
                 continue
             if not self._lean_fits(cell, kind):
                 continue
@@ -267,10 +258,14 @@ class Search(Bounds):
             known = self._lean[key] = layout is not None and self.fits(layout)
         return known
 
-    def _least_added(self, cell: Cell, kind: str, base: Layout, alone: Alone) -> float:
-        """Seconds that any layout of the cell takes besides `alone`, at least: the quickest collectives of all splits."""
+    def _added(self, bound: Bounded, kind: str, lean: Layout) -> float:
+        """Seconds that any layout of the cell takes besides its bound, at least: the quickest collectives of all splits.
+
+        lean: one of the layouts.
+        """
         if kind not in SHARDED:
             return 0.0
+        cell = bound.cell
         key = (cell.shell, kind)
         found = self._transfers.get(key)
         if kind in ("zero1", "zero2"):
@@ -279,30 +274,31 @@ class Search(Bounds):
             if found is None:
                 ones = [self.clock.unit_reduction(layout) for layout in variants(cell, kind)]
                 found = self._transfers[key] = (min(ones), 0.0)
-            return self.clock.least_once(base, alone.worst, found[0], kind == "zero2")
+            return self.clock.least_once(lean, bound.worst, found[0])
         if found is None:
             every = [self.clock.unit_transfers(layout) for layout in variants(cell, kind)]
-            found = min((one[0] for one in every), default=inf), min((one[1] for one in every), default=inf)
-            self._transfers[key] = found
-        return self._waiting_blocks(cell, alone) * self.clock.exposed(base, *found)
+            found = self._transfers[key] = min(one[0] for one in every), min(one[1] for one in every)
+        return self._waiting_blocks(bound) * self.clock.exposed(lean, *found)
 
-    def _waiting_blocks(self, cell: Cell, alone: Alone) -> float:
+    def _waiting_blocks(self, bound: Bounded) -> float:
         """Blocks whose waits zero3 adds to an update, at least: those of its microbatches, and while the pipeline fills."""
-        return (cell.microbatches + (cell.shell.pp - 1) / cell.chunks) * alone.worst.blocks
+        cell = bound.cell
+        return (cell.microbatches + (cell.shell.pp - 1) / cell.chunks) * bound.worst.blocks
 
-    def _cell(self, cell: Cell, kind: str, base: Layout, alone: Alone) -> bool:
-        """Times the layouts of a cell that may be of interest; False when its leanest one does not fit.
-
-        base: a layout of the cell, of any kind.
-        """
+    def _cell(self, bound: Bounded, kind: str) -> bool:
+        """Times the layouts of a cell that may be of interest; False when its leanest one does not fit."""
+        cell, least = bound.cell, bound.seconds
         best = self._limit(cell.shell, kind)
-        if alone.least >= best or alone.least + self._least_added(cell, kind, base, alone) >= best:
+        if least >= best:
             return True
-        waits, blocks = kind in ("zero3", "hsdp", "offload"), self._waiting_blocks(cell, alone)
+        lean = self._lean_of(cell, kind)
+        if lean is None or least + self._added(bound, kind, lean) >= best:
+            return True
+        waits, blocks = kind in ("zero3", "hsdp", "offload"), self._waiting_blocks(bound)
         family, stage_blocks = self._family(cell.shell, kind), self.stage_blocks(cell)
         timed: list[tuple[Layout, StepTime]] = []
         for layout in variants(cell, kind):
-            if not (waits and alone.least + blocks * self.clock.unit_wait(layout) >= best):
+            if not (waits and least + blocks * self.clock.unit_wait(layout) >= best):
                 time = self.clock.step(layout, stage_blocks)
                 if time.total < best:
                     timed.append((layout, time))

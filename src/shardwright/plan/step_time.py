@@ -49,16 +49,12 @@ class StepTime(NamedTuple):
 
 
 class Alone(NamedTuple):
-    """What data parallelism does not change: the kinds of ranks, the one that works longest, the time that it sets.
-
-    least: that time without what heavier stages than its own cost, which depends on which rank works longest. turn:
-    seconds of a microbatch where every chunk takes as long as its heaviest stage.
+    """What data parallelism does not change: the kinds of ranks, the time that the busiest one sets, and the seconds of a
+    microbatch if every turn took as long as the longest one (see `Clock._turn`).
     """
 
     ranks: list[RankSeconds]
-    worst: RankSeconds
     time: StepTime
-    least: float
     turn: float
 
 
@@ -238,16 +234,14 @@ class Clock(RankClock):
         """Seconds of reducing one unit of zero1 or zero2."""
         return self._one_reduction(layout, self._piece(layout, 0.0))
 
-    def least_once(self, layout: Layout, rank: RankSeconds, one: float, each: bool) -> float:
-        """Seconds that zero1 or zero2 add to an update on `rank` (of `alone`), at least, where a unit takes `one`.
-
-        each: it is reduced at every microbatch.
-        """
-        accumulate = rank.parameters * self.software.accumulate_bytes / self._speed
+    def least_once(self, layout: Layout, kind: RankKind, one: float) -> float:
+        """Seconds that zero1 or zero2 add to an update on a rank of this kind, at least, where a unit takes `one`."""
+        rank = self.rank(layout, kind)
         pieces = rank.parameters * self._reduce_size / self._piece(layout, 0.0)
         count = layout.microbatches(self.job)
-        exposed = self._after(pieces, one, rank.backward + accumulate) * (count if each else 1)
-        return (exposed + count * accumulate) * (1 - 1e-9)
+        reductions = count if layout.data_parallel == "zero2" else 1
+        accumulate = count * rank.parameters * self.software.accumulate_bytes / self._speed
+        return (reductions * self._after(pieces, one, rank.backward) + accumulate) * (1 - 1e-9)
 
     def alone(self, layout: Layout, stage_blocks: tuple[int, ...]) -> Alone:
         """The time of one update without what the data-parallel axes and the optimizer add; `stage_blocks` says how many
@@ -262,8 +256,7 @@ class Clock(RankClock):
         worst = max(ranks, key=lambda rank: rank.forward + rank.backward)
         turn = self._turn(layout, stage_blocks)
         time = self._parts(layout, ranks, worst, 0.0, turn)
-        least = time.total - k * self._behind(layout, worst, turn)
-        found = self._alone[key] = Alone(ranks, worst, time, least, turn)
+        found = self._alone[key] = Alone(ranks, time, turn)
         return found
 
     def _parts(
@@ -297,7 +290,7 @@ class Clock(RankClock):
 
     def step(self, layout: Layout, stage_blocks: tuple[int, ...]) -> StepTime:
         """The time of one update in closed form."""
-        ranks, _, time, _, turn = self.alone(layout, stage_blocks)
+        ranks, time, turn = self.alone(layout, stage_blocks)
         waits = self._waits(layout, ranks)
         if self._each_microbatch(layout) and any(wait.microbatch for wait in waits):
             worst, wait = max(
