@@ -28,6 +28,8 @@ from shardwright.plan.space import (
     count_layouts,
     kinds_of,
     shells,
+    splits,
+    variant,
     variants,
 )
 from shardwright.plan.step_time import StepTime
@@ -115,7 +117,7 @@ class Search(Bounds):
         self._fastest, self._seconds = inf, dict[str, float]()
         self._lean: dict[tuple[Cell, str], bool] = {}
         self._leanest: dict[tuple[Shell, str], tuple[Layout, float] | None] = {}
-        self._transfers: dict[tuple[Shell, str], tuple[float, float]] = {}
+        self._transfers: dict[tuple[Shell, str], list[tuple[float, float]]] = {}
         self._leans: dict[tuple[Cell, str], Layout | None] = {}
         self._families: dict[tuple[Shell, str], str] = {}
 
@@ -258,50 +260,48 @@ class Search(Bounds):
             known = self._lean[key] = layout is not None and self.fits(layout)
         return known
 
-    def _added(self, bound: Bounded, kind: str, lean: Layout) -> float:
-        """Seconds that any layout of the cell takes besides its bound, at least: the quickest collectives of all splits.
-
-        lean: one of the layouts.
-        """
-        if kind not in SHARDED:
-            return 0.0
+    def _options(self, bound: Bounded, kind: str, best: float) -> list[tuple[int, bool]]:
+        """The splits of the cell that may take less than `best` seconds, by the collectives that they add to its bound."""
         cell = bound.cell
-        key = (cell.shell, kind)
+        shell, every = cell.shell, splits(cell.shell.data, cell.shell.cp, kind)
+        lean = self._lean_of(cell, kind)
+        if lean is None or kind not in SHARDED or not self.clock.software.reduces_units:
+            return list(every)
+        key = (shell, kind)
         found = self._transfers.get(key)
-        if kind in ("zero1", "zero2"):
-            if not self.clock.software.reduces_units:
-                return 0.0
-            if found is None:
-                ones = [self.clock.unit_reduction(layout) for layout in variants(cell, kind)]
-                found = self._transfers[key] = (min(ones), 0.0)
-            return self.clock.least_once(lean, bound.worst, found[0])
+        updates = kind in ("zero1", "zero2")
         if found is None:
-            every = [self.clock.unit_transfers(layout) for layout in variants(cell, kind)]
-            found = self._transfers[key] = min(one[0] for one in every), min(one[1] for one in every)
-        return self._waiting_blocks(bound) * self.clock.exposed(lean, *found)
-
-    def _waiting_blocks(self, bound: Bounded) -> float:
-        """Blocks whose waits zero3 adds to an update, at least: those of its microbatches, and while the pipeline fills."""
-        cell = bound.cell
-        return (cell.microbatches + (cell.shell.pp - 1) / cell.chunks) * bound.worst.blocks
+            layouts = variants(cell, kind)
+            if updates:
+                found = [(self.clock.unit_reduction(layout), 0.0) for layout in layouts]
+            else:
+                found = [self.clock.unit_transfers(layout) for layout in layouts]
+            self._transfers[key] = found
+        left = best - bound.seconds
+        if updates:
+            rank = self.clock.rank(lean, bound.worst)
+            return [s for s, one in zip(every, found) if self.clock.least_once(lean, rank, one[0]) < left]
+        # The waits of the microbatches, and of those that pass while the pipeline fills.
+        left /= (cell.microbatches + (shell.pp - 1) / cell.chunks) * bound.worst.blocks
+        exposed = self.clock.exposed
+        quickest = min([one[0] for one in found]), min([one[1] for one in found])
+        if exposed(lean, *quickest) >= left:
+            return []
+        return [split for split, one in zip(every, found) if exposed(lean, *one) < left]
 
     def _cell(self, bound: Bounded, kind: str) -> bool:
         """Times the layouts of a cell that may be of interest; False when its leanest one does not fit."""
-        cell, least = bound.cell, bound.seconds
+        cell = bound.cell
         best = self._limit(cell.shell, kind)
-        if least >= best:
+        if bound.seconds >= best:
             return True
-        lean = self._lean_of(cell, kind)
-        if lean is None or least + self._added(bound, kind, lean) >= best:
-            return True
-        waits, blocks = kind in ("zero3", "hsdp", "offload"), self._waiting_blocks(bound)
         family, stage_blocks = self._family(cell.shell, kind), self.stage_blocks(cell)
         timed: list[tuple[Layout, StepTime]] = []
-        for layout in variants(cell, kind):
-            if not (waits and least + blocks * self.clock.unit_wait(layout) >= best):
-                time = self.clock.step(layout, stage_blocks)
-                if time.total < best:
-                    timed.append((layout, time))
+        for replicate, reshard in self._options(bound, kind, best):
+            layout = variant(cell, kind, replicate, reshard)
+            time = self.clock.step(layout, stage_blocks)
+            if time.total < best:
+                timed.append((layout, time))
         if timed and not self._lean_fits(cell, kind):
             return False
         for layout, time in timed:
@@ -312,7 +312,7 @@ class Search(Bounds):
                 best = self._seconds[family] = time.total
                 self._fastest = min(self._fastest, best)
                 self.found.best[family] = Choice(family, layout, stage_blocks, time, allocated, device)
-            elif layout.reshard_after_forward is not False or not waits:
+            elif layout.reshard_after_forward is not False or kind in ("zero1", "zero2"):
                 break  # More replicas shard less.
         return True
 

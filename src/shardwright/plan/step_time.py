@@ -234,9 +234,8 @@ class Clock(RankClock):
         """Seconds of reducing one unit of zero1 or zero2."""
         return self._one_reduction(layout, self._piece(layout, 0.0))
 
-    def least_once(self, layout: Layout, kind: RankKind, one: float) -> float:
-        """Seconds that zero1 or zero2 add to an update on a rank of this kind, at least, where a unit takes `one`."""
-        rank = self.rank(layout, kind)
+    def least_once(self, layout: Layout, rank: RankSeconds, one: float) -> float:
+        """Seconds that zero1 or zero2 add to an update on `rank`, at least, where a unit takes `one`."""
         pieces = rank.parameters * self._reduce_size / self._piece(layout, 0.0)
         count = layout.microbatches(self.job)
         reductions = count if layout.data_parallel == "zero2" else 1
