@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 from operator import mul
 
 from shardwright.layout.schedule import Action, rank_actions, rank_stages
@@ -39,7 +38,7 @@ class Moment:
     label: str
     alive: tuple[float, ...]
 
-    @cached_property
+    @property
     def total(self) -> float:
         return sum(self.alive)
 
@@ -201,11 +200,11 @@ def timeline(
     )
 
 
-def _reserved(moment: Moment, at_rest: float, program: Program) -> float:
+def _reserved(moment: Moment, total: float, at_rest: float, program: Program) -> float:
     """What the allocator reserves for a moment: states and all gradients at rest, and the rest with fragmentation."""
     parameters, optimizer, gradients, *_, buffers = moment.alive
     states = parameters + optimizer + buffers
-    moving = moment.total - states - gradients
+    moving = total - states - gradients
     always = gradients if at_rest == 0 else at_rest
     return states + always + (1 + program.fragmentation) * moving
 
@@ -224,9 +223,10 @@ def peak(
     for rank in range(layout.axes.pp) if ranks is None else ranks:
         at_rest = rank_bytes(job, layout, program, rank, stage_blocks).at_rest
         for moment in timeline(job, layout, rank, program, stage_blocks):
-            if moment.total > fullest[0]:
-                fullest = (moment.total, rank, moment)
-            reserved = max(reserved, _reserved(moment, at_rest, program))
+            total = moment.total
+            if total > fullest[0]:
+                fullest = (total, rank, moment)
+            reserved = max(reserved, _reserved(moment, total, at_rest, program))
     allocated, rank, moment = fullest
     parts = sorted(zip(PARTS, moment.alive), key=lambda part: -part[1])
     return Peak(

@@ -49,15 +49,13 @@ class StepTime(NamedTuple):
 
 
 class Alone(NamedTuple):
-    """What data parallelism does not change: the kinds of ranks, the one that works longest, the time that it sets.
-
-    least: that time without what heavier stages than its own cost, which depends on which rank works longest.
+    """What data parallelism does not change: the kinds of ranks, the time that the busiest one sets, and the seconds of a
+    microbatch if every turn took as long as the longest one (see `Clock._turn`).
     """
 
     ranks: list[RankSeconds]
-    worst: RankSeconds
     time: StepTime
-    least: float
+    turn: float
 
 
 class Waits(NamedTuple):
@@ -236,16 +234,13 @@ class Clock(RankClock):
         """Seconds of reducing one unit of zero1 or zero2."""
         return self._one_reduction(layout, self._piece(layout, 0.0))
 
-    def least_once(self, layout: Layout, rank: RankSeconds, one: float, each: bool) -> float:
-        """Seconds that zero1 or zero2 add to an update on `rank` (of `alone`), at least, where a unit takes `one`.
-
-        each: it is reduced at every microbatch.
-        """
-        accumulate = rank.parameters * self.software.accumulate_bytes / self._speed
+    def least_once(self, layout: Layout, rank: RankSeconds, one: float) -> float:
+        """Seconds that zero1 or zero2 add to an update on `rank`, at least, where a unit takes `one`."""
         pieces = rank.parameters * self._reduce_size / self._piece(layout, 0.0)
         count = layout.microbatches(self.job)
-        exposed = self._after(pieces, one, rank.backward + accumulate) * (count if each else 1)
-        return (exposed + count * accumulate) * (1 - 1e-9)
+        reductions = count if layout.data_parallel == "zero2" else 1
+        accumulate = count * rank.parameters * self.software.accumulate_bytes / self._speed
+        return (reductions * self._after(pieces, one, rank.backward) + accumulate) * (1 - 1e-9)
 
     def alone(self, layout: Layout, stage_blocks: tuple[int, ...]) -> Alone:
         """The time of one update without what the data-parallel axes and the optimizer add; `stage_blocks` says how many
@@ -258,24 +253,24 @@ class Clock(RankClock):
             return found
         ranks = self._ranks(layout, stage_blocks)
         worst = max(ranks, key=lambda rank: rank.forward + rank.backward)
-        time = self._parts(layout, stage_blocks, ranks, worst, 0.0)
-        least = time.total - k * self._turns(layout, stage_blocks, worst)
-        found = self._alone[key] = Alone(ranks, worst, time, least)
+        turn = self._turn(layout, stage_blocks)
+        time = self._parts(layout, ranks, worst, 0.0, turn)
+        found = self._alone[key] = Alone(ranks, time, turn)
         return found
 
     def _parts(
         self,
         layout: Layout,
-        stage_blocks: tuple[int, ...],
         ranks: list[RankSeconds],
         worst: RankSeconds,
         gathers: float,
+        turn: float,
     ) -> StepTime:
         """The time of one update that rank `worst` sets, which waits `gathers` seconds at every microbatch."""
         k = layout.microbatches(self.job)
         bubble = sends = 0.0
         if layout.axes.pp > 1:
-            bubble, sends = self._pipeline(layout, stage_blocks, ranks, worst, gathers, k)
+            bubble, sends = self._pipeline(layout, ranks, worst, gathers, turn)
         b, n = self.block(layout), worst.blocks
         recompute, tensor, context = n * b.recompute, n * b.tensor, n * b.context
         compute = worst.forward + worst.backward - recompute - tensor - context
@@ -294,13 +289,13 @@ class Clock(RankClock):
 
     def step(self, layout: Layout, stage_blocks: tuple[int, ...]) -> StepTime:
         """The time of one update in closed form."""
-        ranks, _, time, _ = self.alone(layout, stage_blocks)
+        ranks, time, turn = self.alone(layout, stage_blocks)
         waits = self._waits(layout, ranks)
         if self._each_microbatch(layout) and any(wait.microbatch for wait in waits):
             worst, wait = max(
                 zip(ranks, waits), key=lambda pair: pair[0].forward + pair[0].backward + pair[1].microbatch
             )
-            time = self._parts(layout, stage_blocks, ranks, worst, wait.microbatch)
+            time = self._parts(layout, ranks, worst, wait.microbatch, turn)
         shard = layout.axes.dp_shard * layout.axes.cp if layout.data_parallel != "ddp" else 1
         return time._replace(
             reduction=max(wait.update for wait in waits),
@@ -321,11 +316,10 @@ class Clock(RankClock):
     def _pipeline(
         self,
         layout: Layout,
-        stage_blocks: tuple[int, ...],
         ranks: list[RankSeconds],
         worst: RankSeconds,
         gathers: float,
-        microbatches: int,
+        turn: float,
     ) -> tuple[float, float]:
         """(idle seconds of the busiest rank, exposed sends) of one update.
 
@@ -336,6 +330,7 @@ class Clock(RankClock):
         stage is waited for. For equal stages this is what `timed` gets by playing the lists.
         """
         schedule, chunks, pp = layout.schedule, layout.chunks, layout.axes.pp
+        microbatches = layout.microbatches(self.job)
         whole = worst.forward + worst.backward + gathers
         if schedule == "zero_bubble":
             idle = sum(
@@ -351,7 +346,7 @@ class Clock(RankClock):
         else:
             others = sum(r.number * (r.forward + r.backward) for r in ranks) - worst.forward - worst.backward
             idle = (others + (pp - 1) * gathers) / chunks + idle_rounds(pp, chunks, microbatches) * whole
-        idle += microbatches * self._turns(layout, stage_blocks, worst)
+        idle += microbatches * self._behind(layout, worst, turn)
         return max(idle, 0.0), self.sends(pp, chunks, microbatches) * self.send(layout)
 
     def sends(self, pp: int, chunks: int, microbatches: int) -> int:
@@ -359,19 +354,22 @@ class Clock(RankClock):
         steps = 2 * (pp - 1)
         return steps if self.software.overlap_pipeline else steps + 2 * (microbatches - 1) * chunks
 
-    def _turns(self, layout: Layout, stage_blocks: tuple[int, ...], worst: RankSeconds) -> float:
-        """Seconds per microbatch that rank `worst` waits for heavier stages of other ranks.
+    def _turn(self, layout: Layout, stage_blocks: tuple[int, ...]) -> float:
+        """Seconds of a microbatch on a rank of several stages, if each turn took as long as the longest one.
 
-        A rank does a forward of one chunk and a backward of the opposite one in turn, all ranks in step: each turn takes
-        as long as the longest kind of turn.
+        A rank does a forward of one chunk and a backward of the opposite one in turn, all ranks in step.
         """
         chunks, pp = layout.chunks, layout.axes.pp
         if chunks == 1:
             return 0.0
         b = self.block(layout)
         heaviest = [max(stage_blocks[i * pp : (i + 1) * pp]) for i in range(chunks)]
-        turn = max(b.forward * i + b.backward * j for i, j in zip(heaviest, reversed(heaviest)))
-        return max(chunks * turn - worst.blocks * (b.forward + b.backward), 0.0)
+        return chunks * max([b.forward * i + b.backward * j for i, j in zip(heaviest, reversed(heaviest))])
+
+    def _behind(self, layout: Layout, worst: RankSeconds, turn: float) -> float:
+        """Seconds per microbatch that rank `worst` waits for heavier stages of other ranks."""
+        b = self.block(layout)
+        return max(turn - worst.blocks * (b.forward + b.backward), 0.0)
 
     def timed(self, layout: Layout, stage_blocks: tuple[int, ...]) -> StepTime:
         """The time of one update with the pipeline's action lists played, not in closed form."""
