@@ -42,7 +42,7 @@ class Trainer:
         self.first = dist.get_rank() == 0
         self.at = Progression()
         self._console = console
-        self._utilisation = make_utilisation(self.run, engine.device, dist.get_world_size())
+        self._utilisation = make_utilisation(self.run, engine.axes, engine.device)
         self._seconds: list[float] = []
         self._waited = 0.0
         self._busy_since, self._waited_since, self._logged_at = math.nan, 0.0, 0
@@ -158,7 +158,7 @@ class Trainer:
         steady = self._seconds[WARMUP_UPDATES:][-1000:]
         cuts = quantiles(steady, n=20) if len(steady) > 1 else []
         rate = batch.target_tokens / seconds
-        mfu, hfu = self._utilisation(batch.real_tokens / seconds) if self._utilisation else (None, None)
+        mfu, hfu = self._utilisation(batch, seconds) if self._utilisation else (None, None)
         return {
             "train/loss": result.loss,
             "train/grad_norm": result.grad_norm,
