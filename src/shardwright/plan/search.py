@@ -133,7 +133,7 @@ class Search(Bounds):
         alive.sort(key=lambda entry: entry[0])
         for bound, shell in alive:
             open_kinds = [
-                kind for kind in self.kinds if bound < self._limit(shell, kind) and self._fits_at_least(shell, kind)
+                kind for kind in self.kinds if bound < self._limit(shell, kind) and self._may_fit(shell, kind)
             ]
             if open_kinds:
                 self._shell(shell, open_kinds)
@@ -181,10 +181,15 @@ class Search(Bounds):
             self._leanest[key] = self.least(shell, kind)
         return self._leanest[key]
 
-    def _fits_at_least(self, shell: Shell, kind: str) -> bool:
-        """Whether the family's leanest layout fits here. zero3 needs least of all kinds on the device."""
+    def _may_fit(self, shell: Shell, kind: str) -> bool:
+        """Whether the family may have a layout that fits here: by its states, and as long as it has none, by its leanest.
+
+        zero3 needs least of all kinds on the device.
+        """
         if self.states(shell, kind) + self.program.context_bytes > self.capacity:
             return False
+        if self._family(shell, kind) in self._seconds:
+            return True
         if kind not in ("zero3", "offload") and "zero3" in self.kinds and shell.data * shell.cp > 1:
             zero3 = self._least(shell, "zero3")
             if zero3 is not None and zero3[1] > self.capacity:
@@ -295,6 +300,8 @@ class Search(Bounds):
         best = self._limit(cell.shell, kind)
         if bound.seconds >= best:
             return True
+        if best == inf and not self._lean_fits(cell, kind):
+            return False
         family, stage_blocks = self._family(cell.shell, kind), self.stage_blocks(cell)
         timed: list[tuple[Layout, StepTime]] = []
         for replicate, reshard in self._options(bound, kind, best):
