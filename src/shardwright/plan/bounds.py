@@ -104,7 +104,11 @@ class Bounds:
         for microbatch in divisors(rows):
             count = rows // microbatch
             modes = [
-                (recompute, self._saved_bytes(shell, microbatch, recompute), self._block(shell, microbatch, recompute))
+                (
+                    recompute,
+                    self._saved_bytes(shell, microbatch, recompute),
+                    self._block(shell, microbatch, recompute),
+                )
                 for recompute in RECOMPUTE
             ]
             edge, send = self._edges(shell, microbatch)
@@ -198,7 +202,9 @@ class Bounds:
         key = (pp, schedule, chunks)
         kinds = self._kinds.get(key)
         if kinds is None:
-            kinds = self._kinds[key] = [k for k, _ in rank_kinds(self._stage_blocks(pp * chunks), schedule, pp, chunks)]
+            kinds = self._kinds[key] = [
+                k for k, _ in rank_kinds(self._stage_blocks(pp * chunks), schedule, pp, chunks)
+            ]
         one, layers = block.forward + block.backward, self.job.shape.layers
         head, embedding = edge[0] + edge[1], edge[2] + edge[3]
         longest, worst = -1.0, kinds[0]

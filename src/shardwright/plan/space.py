@@ -18,7 +18,7 @@ from shardwright.plan.job import Job, Layout, Recompute
 
 if TYPE_CHECKING:
     from shardwright.arch.shape import Shape
-    from shardwright.config.schema import DataParallel, Schedule
+    from shardwright.config.schema import Schedule
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 CHUNKS = (2, 3, 4, 6, 8)
