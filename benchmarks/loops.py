@@ -6,7 +6,7 @@ once by those of the whole update. R ranks, B rows of a microbatch, T positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,7 @@ Update = Callable[[int], float]
 @dataclass(frozen=True)
 class Job:
     """What all loops do. directory: of the model's config.json. bf16: parameters are computed with and gradients
-    reduced in bf16, stored in fp32. replicas: > 1 for a hybrid.
+    reduced in bf16, stored in fp32. replicas: > 1 for a hybrid. settings: `key=value` of the run file, for ours alone.
     """
 
     directory: str
@@ -40,6 +40,7 @@ class Job:
     microbatches: int = 1
     bf16: bool = False
     replicas: int = 1
+    settings: Sequence[str] = ()
 
 
 def ours(job: Job) -> tuple[Update, Any]:
@@ -48,6 +49,7 @@ def ours(job: Job) -> tuple[Update, Any]:
     import torch.distributed as dist
 
     from shardwright.config import load_run_file
+    from shardwright.config.load import parse_overrides
     from shardwright.data.loader import Microbatch, UpdateBatch
     from shardwright.layout.legality import check_run
     from shardwright.train.update import Engine
@@ -71,7 +73,7 @@ def ours(job: Job) -> tuple[Update, Any]:
         values |= {f"precision.{name}_dtype": "bf16" for name in ("param", "reduce")}
     if job.replicas > 1:
         values["parallelism.dp_replicate_size"] = job.replicas
-    loaded = load_run_file(None, values)
+    loaded = load_run_file(None, {**values, **parse_overrides([f"--{text}" for text in job.settings])})
     engine = Engine(loaded.run, check_run(loaded, ranks), torch.device("cpu"), 1000)
 
     def update(number: int) -> float:
@@ -87,8 +89,11 @@ def ours(job: Job) -> tuple[Update, Any]:
     return update, engine
 
 
-def bare(job: Job, kind: str, start: dict[str, Any]) -> Update:
-    """The loop a careful user writes with torch alone. kind: `ddp`, or `fully_shard` at the stage of the job's layout."""
+def bare(job: Job, kind: str, start: dict[str, Any] | None = None) -> Update:
+    """The loop a careful user writes with torch alone. kind: `ddp`, or `fully_shard` at the stage of the job's layout.
+
+    start: first weights; None for the same random ones on every rank.
+    """
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -156,11 +161,14 @@ def alone(job: Job, start: dict[str, Any]) -> Update:
     return update
 
 
-def _plain(job: Job, start: dict[str, Any]) -> Any:
+def _plain(job: Job, start: dict[str, Any] | None) -> Any:
+    import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(job.directory))
-    model.load_state_dict(start)
+    if start is not None:
+        model.load_state_dict(start)
     return model
 
 

@@ -31,7 +31,8 @@ from shardwright.layout.zero import STAGES, Stage
 from shardwright.parallel.leaves import give_gradient, make_leaf
 from shardwright.parallel.wire import Wire, runs_on_gloo
 
-BUCKET_BYTES = 25 * 2**20
+BUCKET_BYTES = {"cpu": 4 * 2**20, "cuda": 25 * 2**20}
+"""Gradients of a bucket by device. The first is sent when it is full and the last is waited for: on a slow link both count."""
 
 # torch 2.13 renamed the option
 _DDP_OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters
