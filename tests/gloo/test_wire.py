@@ -58,7 +58,8 @@ def bf16_sum(stage: str, replicas: int) -> Tensor:
     model = nn.Sequential(nn.Linear(1, 8, bias=False))
     shape = (replicas, 4 // replicas) if replicas > 1 else (4,)
     options = ShardOptions(STAGES[stage], False, 1, torch.float32, torch.bfloat16, cpu_offload=False)
-    kind = Sharded(model, [[model[0]]], init_device_mesh("cpu", shape), options)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")[-len(shape) :])
+    kind = Sharded(model, [[model[0]]], mesh, options)
     for k in range(2):
         with kind.microbatch(last=k == 1):
             value = 256.0 if dist.get_rank() == 0 and k == 0 else 1.0
