@@ -209,7 +209,8 @@ class Bounds:
         head, embedding = edge[0] + edge[1], edge[2] + edge[3]
         longest, worst = -1.0, kinds[0]
         for kind in kinds:
-            works = kind.blocks * one + kind.first * embedding + kind.last * head
+            blocks, first, last = kind
+            works = blocks * one + first * embedding + last * head
             if works > longest:
                 longest, worst = works, kind
         if pp == 1:

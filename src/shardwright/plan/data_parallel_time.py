@@ -20,6 +20,37 @@ class Waits(NamedTuple):
     update: float
 
 
+class Window(NamedTuple):
+    """The compute of one unit of `size` blocks, of `layers` on its stage: seconds of forward and of backward.
+
+    hides: collectives run beside it, which slows it by the fraction `slowdown` of their time.
+    """
+
+    size: int
+    layers: int
+    hides: bool
+    forward: float
+    backward: float
+    slowdown: float
+
+
+def exposed(window: Window, gather: float, leave: float) -> float:
+    """Seconds per block that are waited for when a unit's collectives take `gather` and `leave`, window by window.
+
+    With prefetch the gather of the next unit runs under the compute of a unit, and in the backward pass the reduce-scatter
+    of the unit before as well. What does not fit there is exposed. Embedding and head, at the ends, have nothing to hide
+    under.
+    """
+    size, layers, hides, forward, backward, slow = window
+    waits = gather + leave
+    if hides:
+        hidden = gather - forward + slow * forward if gather > forward else slow * gather
+        hidden = hidden + (leave - backward) + slow * backward if leave > backward else hidden + slow * leave
+        # The first unit of a pass has no unit before it, nor has the last reduce-scatter one after it.
+        waits = hidden + (waits - hidden) * size / layers
+    return waits / size
+
+
 class DataParallelClock(RankClock):
     """Times the collectives of the data-parallel axes, beside what a rank computes."""
 
@@ -77,7 +108,7 @@ class DataParallelClock(RankClock):
 
     def unit_wait(self, layout: Layout) -> float:
         """Seconds per block and microbatch that zero3 waits for parameters to come or gradients to leave."""
-        return self.exposed(layout, *self.unit_transfers(layout))
+        return exposed(self.window(layout), *self.unit_transfers(layout))
 
     def _unit_blocks(self, layout: Layout) -> tuple[int, int]:
         """(blocks of a unit, blocks of a stage)."""
@@ -110,27 +141,14 @@ class DataParallelClock(RankClock):
         self._transfers[key] = (gather, leave)
         return gather, leave
 
-    def exposed(self, layout: Layout, gather: float, leave: float) -> float:
-        """Seconds per block that are waited for when a unit's collectives take `gather` and `leave`, window by window.
-
-        With prefetch the gather of the next unit runs under the compute of a unit, and in the backward pass
-        the reduce-scatter of the unit before as well. What does not fit there is exposed. While both run,
-        compute is slower by `overlap_slowdown`. Embedding and head, at the ends, have nothing to hide under.
-        """
-        b, slow = self.block(layout), self.software.overlap_slowdown
+    def window(self, layout: Layout) -> Window:
+        """What a unit's collectives may run under."""
+        b = self.block(layout)
         size, layers = self._unit_blocks(layout)
-        waits = gather + leave
-        if layout.prefetch > 0 and size < layers:
-            forward, backward = b.forward * size, b.backward * size
-            hidden = (
-                max(gather - forward, 0.0)
-                + slow * min(gather, forward)
-                + max(leave - backward, 0.0)
-                + slow * min(leave, backward)
-            )
-            # The first unit of a pass has no unit before it, nor has the last reduce-scatter one after it.
-            waits = hidden + (waits - hidden) * size / layers
-        return waits / size
+        hides = layout.prefetch > 0 and size < layers
+        return Window(
+            size, layers, hides, b.forward * size, b.backward * size, self.software.overlap_slowdown
+        )
 
     def _piece(self, layout: Layout, volume: float) -> float:
         """Bytes of gradients that are reduced together."""

@@ -15,6 +15,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardwright.plan.bounds import Bounded, Bounds
+from shardwright.plan.data_parallel_time import exposed
 from shardwright.plan.job import Job, Layout
 from shardwright.plan.program import SHARDWRIGHT, Program
 from shardwright.plan.space import (
@@ -133,7 +134,9 @@ class Search(Bounds):
         alive.sort(key=lambda entry: entry[0])
         for bound, shell in alive:
             open_kinds = [
-                kind for kind in self.kinds if bound < self._limit(shell, kind) and self._may_fit(shell, kind)
+                kind
+                for kind in self.kinds
+                if bound < self._limit(self._family(shell, kind)) and self._may_fit(shell, kind)
             ]
             if open_kinds:
                 self._shell(shell, open_kinds)
@@ -173,9 +176,9 @@ class Search(Bounds):
             found = self._families[shell, kind] = f"{kind}+{split}" if split else kind
         return found
 
-    def _limit(self, shell: Shell, kind: str) -> float:
+    def _limit(self, family: str) -> float:
         """Seconds above which a layout of this family is of no interest: its own best, or FAR x the best."""
-        best = self._seconds.get(self._family(shell, kind))
+        best = self._seconds.get(family)
         return inf if best is None else min(best, FAR * self._fastest)
 
     def _least(self, shell: Shell, kind: str) -> tuple[Layout, float] | None:
@@ -205,9 +208,10 @@ class Search(Bounds):
         room = {kind: left - self.states(shell, kind) for kind in kinds}
         bounded = self.bounded(shell, max(room.values()))
         too_many: dict[tuple[object, ...], int] = {}
+        families = {kind: self._family(shell, kind) for kind in kinds}
         for bound in bounded:
-            cell = bound.cell
-            open_kinds = [kind for kind in kinds if bound.seconds < self._limit(shell, kind)]
+            cell, seconds = bound.cell, bound.seconds
+            open_kinds = [kind for kind in kinds if seconds < self._limit(families[kind])]
             if not open_kinds:
                 break
             open_kinds = [kind for kind in open_kinds if bound.kept <= room[kind] and kind in kinds_of(cell)]
@@ -295,21 +299,22 @@ class Search(Bounds):
             return [s for s, one in zip(every, found) if self.clock.least_once(lean, rank, one[0]) < left]
         # The waits of the microbatches, and of those that pass while the pipeline fills.
         left /= (cell.microbatches + (shell.pp - 1) / cell.chunks) * bound.worst.blocks
-        exposed = self.clock.exposed
+        window = self.clock.window(lean)
         quickest = min([one[0] for one in found]), min([one[1] for one in found])
-        if exposed(lean, *quickest) >= left:
+        if exposed(window, *quickest) >= left:
             return []
-        return [split for split, one in zip(every, found) if exposed(lean, *one) < left]
+        return [split for split, one in zip(every, found) if exposed(window, *one) < left]
 
     def _cell(self, bound: Bounded, kind: str) -> bool:
         """Times the layouts of a cell that may be of interest; False when its leanest one does not fit."""
         cell = bound.cell
-        best = self._limit(cell.shell, kind)
+        family = self._family(cell.shell, kind)
+        best = self._limit(family)
         if bound.seconds >= best:
             return True
         if best == inf and not self._lean_fits(cell, kind):
             return False
-        family, stage_blocks = self._family(cell.shell, kind), self.stage_blocks(cell)
+        stage_blocks = self.stage_blocks(cell)
         timed: list[tuple[Layout, StepTime]] = []
         for replicate, reshard in self._options(bound, kind, best):
             layout = variant(cell, kind, replicate, reshard)
