@@ -7,7 +7,7 @@ once by those of the whole update. R ranks, B rows of a microbatch, T positions.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 ROWS, LENGTH, VOCABULARY = 4, 256, 8192
@@ -87,6 +87,16 @@ def ours(job: Job) -> tuple[Update, Any]:
         return engine.step().loss
 
     return update, engine
+
+
+def unwired(job: Job) -> Update:
+    """`ours` as it would be without what is done for gloo: `fully_shard`'s own reductions, DDP's usual buckets."""
+    from unittest import mock
+
+    if job.layout == "ddp":
+        return ours(replace(job, settings=[f"parallelism.bucket_bytes={25 * 2**20}"]))[0]
+    with mock.patch("shardwright.parallel.data_parallel.runs_on_gloo", lambda mesh: False):
+        return ours(job)[0]
 
 
 def bare(job: Job, kind: str, start: dict[str, Any] | None = None) -> Update:

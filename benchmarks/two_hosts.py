@@ -29,7 +29,7 @@ from loops import LENGTH, MODEL, ROWS
 
 WORKER = Path(__file__).with_name("two_hosts_worker.py")
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-PEERS = ("ddp", "fully_shard")
+PEERS = ("ddp", "fully_shard", "unwired")
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 LIMIT_SECONDS = 1800
 
@@ -180,7 +180,11 @@ def main() -> None:
         "--rate", default="1gbit", help="of the link in each direction: 100mbit, 1gbit, 10gbit"
     )
     parser.add_argument("--layouts", default="ddp,zero1,zero2,zero3")
-    parser.add_argument("--peers", default="ddp,fully_shard")
+    parser.add_argument(
+        "--peers",
+        default="ddp,fully_shard",
+        help="ddp, fully_shard, unwired (ours without what is done for gloo)",
+    )
     parser.add_argument("--accumulation", type=int, default=1, help="microbatches of an update")
     parser.add_argument(
         "--hsdp", action="store_true", help="two ranks a host: shards in a host, replicas over the link"
@@ -219,7 +223,7 @@ def main() -> None:
         (Path(directory) / "config.json").write_text(json.dumps(MODEL))
         for number, layout in enumerate(arguments.layouts.split(",")):
             if layout == "ddp" and arguments.hsdp:
-                print("ddp: left out, it has no hybrid.")
+                print("ddp: left out, it has no hybrid.", flush=True)
                 continue
             job = {
                 "directory": directory,
@@ -229,7 +233,7 @@ def main() -> None:
                 "replicas": 2 if arguments.hsdp else 1,
                 "settings": arguments.set,
             }
-            loops = [peer for peer in peers if layout != "ddp" or peer == "ddp"]
+            loops = [peer for peer in peers if layout != "ddp" or peer != "fully_shard"]
             task = {"job": job, "peers": loops, "n": arguments.n, "warmup": arguments.warmup}
             made = table(run(hosts, task, ranks_per_host, 29511 + number), job, rate, ranks_per_host)
             show(made)
