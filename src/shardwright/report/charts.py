@@ -11,9 +11,9 @@ from shardwright.report.svg import (
     LINE,
     Frame,
     bins,
-    cover,
     element,
     margin,
+    marks,
     number,
     polyline,
     stack,
@@ -51,17 +51,21 @@ class Series:
 
 
 def lines(
-    named: Named, width: float, x: Sequence[Sequence[float]], series: Sequence[Series], label: Label, title: str
+    named: Named,
+    width: float,
+    x: Sequence[Sequence[float]],
+    series: Sequence[Series],
+    label: Label,
+    title: str,
 ) -> str:
     """Lines over counts such as updates; `x[i]` are the positions of `series[i]`."""
     known = [value for one in series for value in one.values if value is not None]
-    low, high = cover(min(known), max(known))
-    marks = ticks(low, high)
-    frame = Frame(width, 220, margin(map(label, marks)))
+    heights = marks(min(known), max(known))
+    frame = Frame(width, 220, margin(map(label, heights)))
     first, last = min(map(min, x)), max(map(max, x))
-    across, up = frame.x(first, last), frame.y(low, high)
+    across, up = frame.x(first, last), frame.y(heights[0], heights[-1])
     shown = whole_ticks(int(first), int(last), 4 if width < NARROW else 8)
-    content = y_axis(frame, up, marks, label) + x_axis(frame, across, shown, lambda v: f"{v:,.0f}", title)
+    content = y_axis(frame, up, heights, label) + x_axis(frame, across, shown, lambda v: f"{v:,.0f}", title)
     for positions, one in zip(x, series):
         path = polyline(
             (across(at), None if value is None else up(value)) for at, value in zip(positions, one.values)
@@ -71,17 +75,21 @@ def lines(
 
 
 def histogram(
-    named: Named, width: float, values: Sequence[float], marked: dict[str, float], label: Label, title: str
+    named: Named,
+    width: float,
+    values: Sequence[float],
+    marked: Sequence[tuple[str, float]],
+    label: Label,
+    title: str,
 ) -> str:
-    """How many of `values` fall where; `marked` positions carry a line with their name above."""
+    """How many of `values` fall where; `marked` positions carry a line with their name above, from the top down."""
     found = bins(values, 12 if width < NARROW else 24)
-    low, high = cover(found[0][0], found[-1][1])
+    places = marks(found[0][0], found[-1][1], 4 if width < NARROW else 8)
     most = max(count for *_, count in found)
-    marks = [mark for mark in whole_ticks(0, most, 4) if mark] or [1.0]
-    frame = Frame(width, 230, margin(f"{m:.0f}" for m in marks), top=14 + LINE * len(marked))
-    across, up = frame.x(low, high), frame.y(0, max(most, marks[-1]))
-    shown = ticks(low, high, 4 if width < NARROW else 8)
-    content = y_axis(frame, up, [0.0, *marks], lambda v: f"{v:.0f}") + x_axis(frame, across, shown, label, title)
+    heights = [mark for mark in marks(0, most, 4) if mark == int(mark)]
+    frame = Frame(width, 230, margin(f"{mark:.0f}" for mark in heights), top=16 + LINE * len(marked))
+    across, up = frame.x(places[0], places[-1]), frame.y(0, heights[-1])
+    content = y_axis(frame, up, heights, lambda v: f"{v:.0f}") + x_axis(frame, across, places, label, title)
     for start, end, count in found:
         left, right = (across(start), across(end)) if end > start else (across(start) - 8, across(start) + 8)
         note = tip(f"{label(start)} to {label(end)}: {count}")
@@ -89,14 +97,13 @@ def histogram(
             "rect", note, x=left + 0.5, y=up(count), width=max(right - left - 1, 1), height=up(0) - up(count),
             class_="bar c0",
         )  # fmt: skip
-    bottom = frame.inner[3]
-    for row, (name, value) in enumerate(marked.items()):
+    bottom, names = frame.inner[3], ""
+    for row, (name, value) in enumerate(marked):
         x, y = across(value), 12 + LINE * row
         content += element("line", x1=x, x2=x, y1=y - 8, y2=bottom, class_="mark")
-        shown_name = f"{name} {label(value)}"
-        ends = x + 6 + len(shown_name) * CHARACTER > width
-        content += text(x - 5 if ends else x + 5, y + 2, shown_name, "note", "end" if ends else "start")
-    return svg(frame, named.identity, named.title, named.description, content)
+        ends = x + 6 + len(name) * CHARACTER > width
+        names += text(x - 5 if ends else x + 5, y + 2, name, "note halo", "end" if ends else "start")
+    return svg(frame, named.identity, named.title, named.description, content + names)
 
 
 def stacked(
@@ -120,13 +127,12 @@ def stacked(
     totals = [sum(column) for column in zip(*columns)]
     kept = thin(totals, int(width // (2 if width < NARROW else 2.5)))
     piled = stack([[column[i] for i in kept] for column in columns])
-    _, high = cover(0, max([*totals, *([line[1]] if line else [])]))
-    marks = ticks(0, high)
-    frame = Frame(width, 280, margin(map(label, marks)), top=12 + LINE * bool(peak))
+    heights = marks(0, max([*totals, *([line[1]] if line else [])]) or 1.0)
+    frame = Frame(width, 280, margin(map(label, heights)), top=12 + LINE * bool(peak))
     count = len(kept)
-    across, up = frame.x(0, count), frame.y(0, high)
+    across, up = frame.x(0, count), frame.y(0, heights[-1])
     edges = [across(i) for i in range(count + 1)]
-    content = y_axis(frame, up, marks, label)
+    content = y_axis(frame, up, heights, label)
     for one, band in zip(series, piled):
         path = steps(edges, [(up(bottom), up(top)) for bottom, top in band])
         content += element("path", tip(one.name), d=path, class_=f"band {one.style}")
@@ -145,7 +151,9 @@ def stacked(
     if peak:
         at = max(range(count), key=lambda i: totals[kept[i]])
         x, y = (edges[at] + edges[at + 1]) / 2, up(totals[kept[at]])
-        content += element("circle", tip(moments[kept[at]] if moments else peak), cx=x, cy=y, r=4, class_="dot")
+        content += element(
+            "circle", tip(moments[kept[at]] if moments else peak), cx=x, cy=y, r=4, class_="dot"
+        )
         anchor = "start" if x < width / 3 else "end" if x > width * 2 / 3 else "middle"
         content += text(x, y - 9, peak, "note halo", anchor)
     return svg(frame, named.identity, named.title, named.description, content)
@@ -153,7 +161,7 @@ def stacked(
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar. parts: (style, length, what it is). spread: the least and greatest of what was measured. value: as text."""
+    """One bar. parts: (style, length, what it is). spread: from where to where most values lie. value: as text."""
 
     name: str
     parts: Sequence[tuple[str, float, str]]
@@ -166,15 +174,14 @@ class Bar:
 
 
 def bars(named: Named, width: float, rows: Sequence[Bar], label: Label, title: str) -> str:
-    """Horizontal bars from zero with their values at the ends; names stand above the bars, so that long ones fit."""
+    """Horizontal bars from zero; values in a column on the right; names stand above the bars, so that long ones fit."""
     pitch = 42.0
-    room = max(len(row.value) for row in rows) * CHARACTER + 14
-    frame = Frame(width, pitch * len(rows) + 52, 1, right=room, top=4, bottom=48)
+    room = max(len(row.value) for row in rows) * CHARACTER + 16
+    frame = Frame(width, pitch * len(rows) + 56, 1, right=room, top=4, bottom=46)
     most = max([row.length for row in rows] + [row.spread[1] for row in rows if row.spread])
-    high = cover(0, most or 1.0)[1]
-    across = frame.x(0, high)
-    shown = ticks(0, high, 3 if width < NARROW else 6)
-    content = x_axis(frame, across, shown, label, title, grid=True)
+    places = marks(0, most or 1.0, 3 if width < NARROW else 6)
+    across = frame.x(0, places[-1])
+    content = x_axis(frame, across, places, label, title, grid=True)
     for i, row in enumerate(rows):
         top = frame.top + i * pitch + 18
         content += text(across(0) + 5, top - 4, row.name, "label halo")
@@ -182,15 +189,20 @@ def bars(named: Named, width: float, rows: Sequence[Bar], label: Label, title: s
         for style, length, what in row.parts:
             x, end = across(start), across(start + length)
             content += element(
-                "rect", tip(f"{row.name}: {what}"), x=x, y=top, width=max(end - x, 0.5), height=16, class_=f"bar {style}"
+                "rect",
+                tip(f"{row.name}: {what}"),
+                x=x,
+                y=top,
+                width=max(end - x, 0.5),
+                height=16,
+                class_=f"bar {style}",
             )
             start += length
         if row.spread and row.spread[1] > row.spread[0]:
             low, far = across(row.spread[0]), across(row.spread[1])
             path = f"M{number(low)} {number(top + 4)}v8m0 -4H{number(far)}m0 -4v8"
-            content += element("path", tip("least to greatest"), d=path, class_="whisker")
-        furthest = across(max(start, row.spread[1] if row.spread else 0.0))
-        content += text(furthest + 6, top + 12, row.value, "value")
+            content += element("path", tip("the middle half of the updates"), d=path, class_="whisker")
+        content += text(width, top + 12.5, row.value, "value", "end")
     return svg(frame, named.identity, named.title, named.description, content)
 
 
@@ -216,12 +228,22 @@ def gantt(named: Named, width: float, spans: Sequence[Span], ranks: int, label: 
         x, end = across(span.start), across(span.end)
         y = frame.top + span.rank * row + 2
         stage, kind, microbatch = span.action
-        note = tip(f"stage {stage}, {STYLES[kind]}, microbatch {microbatch}: {label(span.start)} to {label(span.end)}")
+        note = tip(
+            f"stage {stage}, {STYLES[kind]}, microbatch {microbatch}: {label(span.start)} to {label(span.end)}"
+        )
         content += element(
-            "rect", note, x=x, y=y, width=max(end - x - 0.6, 0.4), height=row - 4, class_=f"act {STYLES[kind]}"
+            "rect",
+            note,
+            x=x,
+            y=y,
+            width=max(end - x - 0.6, 0.4),
+            height=row - 4,
+            class_=f"act {STYLES[kind]}",
         )
         if end - x > len(str(microbatch)) * CHARACTER + 4:
-            content += text((x + end) / 2, y + row / 2 + 2, str(microbatch), f"in {STYLES[kind]}-in", "middle")
+            content += text(
+                (x + end) / 2, y + row / 2 + 2, str(microbatch), f"in {STYLES[kind]}-in", "middle"
+            )
     content += x_axis(frame, across, ticks(0, total, 4 if width < NARROW else 8), label, title)
     return svg(frame, named.identity, named.title, named.description, content)
 
@@ -229,26 +251,32 @@ def gantt(named: Named, width: float, spans: Sequence[Span], ranks: int, label: 
 def ratios(named: Named, width: float, rows: Sequence[tuple[str, str, float]], limit: float) -> str:
     """Measured ÷ predicted of each (name, style, ratio) on one axis with 1 in it; `limit` around 1 is shaded."""
     values = [ratio for *_, ratio in rows]
-    low, high = cover(min([*values, 1 - limit]), max([*values, 1 + limit]))
+    places = marks(min([*values, 1 - limit]), max([*values, 1 + limit]), 4 if width < NARROW else 8)
     pitch = 34.0
     frame = Frame(width, pitch * len(rows) + 60, 12, right=44, top=6, bottom=46)
-    across = frame.x(low, high)
+    across = frame.x(places[0], places[-1])
     _, top, _, bottom = frame.inner
     content = element(
         "rect", tip(f"within {limit:.0%}"), x=across(1 - limit), y=top, width=across(1 + limit) - across(1 - limit),
         height=bottom - top, class_="near",
     )  # fmt: skip
-    content += x_axis(
-        frame, across, ticks(low, high, 4 if width < NARROW else 8), lambda v: f"{v:.3g}", "measured ÷ predicted", grid=True
-    )
+    content += x_axis(frame, across, places, lambda v: f"{v:.3g}", "measured ÷ predicted", grid=True)
     content += element("line", x1=across(1), x2=across(1), y1=top, y2=bottom, class_="one")
     for i, (name, style, ratio) in enumerate(rows):
         y = top + i * pitch + 24
         content += text(frame.left + 4, y - 9, name, "label halo")
         content += element("line", x1=across(1), x2=across(ratio), y1=y, y2=y, class_=f"stem {style}")
-        content += element("circle", tip(f"{name}: {ratio:.3f}"), cx=across(ratio), cy=y, r=5, class_=f"point {style}")
+        content += element(
+            "circle", tip(f"{name}: {ratio:.3f}"), cx=across(ratio), cy=y, r=5, class_=f"point {style}"
+        )
         left = ratio < 1
-        content += text(across(ratio) + (-9 if left else 9), y + 4, f"{ratio:.2f}", "value halo", "end" if left else "start")
+        content += text(
+            across(ratio) + (-9 if left else 9),
+            y + 4,
+            f"{ratio:.2f}",
+            "value halo",
+            "end" if left else "start",
+        )
     return svg(frame, named.identity, named.title, named.description, content)
 
 

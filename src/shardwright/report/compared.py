@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 from shardwright.plan.traffic import sent_by_axis
 from shardwright.report.charts import Bar, bars, ratios
-from shardwright.report.figure import NA, Figure, Section, Table, duration, size
+from shardwright.report.figure import NA, Figure, Section, Table, duration, known, short_duration, size
 from shardwright.report.planned import HOST_ONLY, Subject
 from shardwright.report.predict import Forecast
 from shardwright.report.read import Measured
@@ -39,7 +39,7 @@ def predicted_section(subjects: Sequence[Subject]) -> Section:
         if predicted and measured is not None
     ]
     rows = tuple(_row(pair) for pair in pairs)
-    table = Table(("of", "quantity", "predicted", "measured", "measured ÷ predicted"), rows)
+    table = Table(("of", "quantity", "predicted", "measured", "measured ÷ predicted", "why n/a"), rows)
     lead = "What the planner says beside what was measured. 1 is exact; the band is 10% to either side."
     if not both:
         why = "nothing has both a prediction and a measurement; the table says why."
@@ -51,7 +51,9 @@ def predicted_section(subjects: Sequence[Subject]) -> Section:
             "Measured ÷ predicted",
             f"{close} of {len(both)} within {NEAR:.0%}.",
             partial(ratios, rows=both, limit=NEAR),
-            legend=tuple((kind, name) for name, kind in QUANTITIES.items() if any(kind == k for _, k, _ in both)),
+            legend=tuple(
+                (kind, name) for name, kind in QUANTITIES.items() if any(kind == k for _, k, _ in both)
+            ),
             table=table,
         )
     return Section("predicted", "Predicted against measured", lead, (figure,))
@@ -69,7 +71,14 @@ def _run(name: str, found: Forecast | str, measured: Measured | None, host: bool
     time = found.time.total if found.time else None
     return [
         (name, "memory", found.peak_bytes, allocated, size, HOST_ONLY if host else ""),
-        (name, "traffic", sum(sent_by_axis(found.traffic).values()), None, size, "a training run does not record it"),
+        (
+            name,
+            "traffic",
+            sum(sent_by_axis(found.traffic).values()),
+            None,
+            size,
+            "a training run does not record it",
+        ),
         (name, "time", time, seconds, duration, found.no_time),
     ]
 
@@ -90,15 +99,9 @@ def _benched(layout: Measured) -> list[Pair]:
 
 def _row(pair: Pair) -> tuple[str, ...]:
     name, quantity, predicted, measured, shown, why = pair
-    reason = f"{NA}: {why}" if why else NA
     ratio = f"{measured / predicted:.3f}" if predicted and measured is not None else NA
-    return (
-        name,
-        quantity,
-        reason if predicted is None else shown(predicted),
-        reason if measured is None else shown(measured),
-        ratio,
-    )
+    reason = why if predicted is None or measured is None else ""
+    return name, quantity, known(predicted, shown), known(measured, shown), ratio, reason
 
 
 # Layouts side by side
@@ -111,14 +114,30 @@ def side_by_side(subjects: Sequence[Subject]) -> Section:
         layouts += directory.benched
         if (own := directory.measured()) is not None:
             layouts.append(own)
-    lead = "Bars are medians, whiskers the least and the greatest update. Only layouts that train the same objective compare."
+    lead = "Bars are medians, whiskers hold the middle half of the updates. Only layouts that train the same objective compare."
     title = "Layouts side by side"
     if len(layouts) < 2:
         why = "one layout alone: give several directories, or one that bench wrote."
-        return Section("layouts", title, lead, (Figure("layouts-speed", "Target tokens per second", "", missing=why),))
+        return Section(
+            "layouts", title, lead, (Figure("layouts-speed", "Target tokens per second", "", missing=why),)
+        )
     figures = (
-        _speed("layouts-speed", "Target tokens per second", layouts, lambda m: m.targets_per_s, _rate, "target tokens/s"),
-        _speed("layouts-time", "Seconds per update", layouts, lambda m: m.step_seconds, duration, "seconds"),
+        _speed(
+            "layouts-speed",
+            "Target tokens per second",
+            layouts,
+            lambda m: m.targets_per_s,
+            _rate,
+            "target tokens/s",
+        ),
+        _speed(
+            "layouts-time",
+            "Time of an update",
+            layouts,
+            lambda m: m.step_seconds,
+            duration,
+            "time of an update",
+        ),
         _peak(layouts),
     )
     return Section("layouts", title, lead, figures)
@@ -145,26 +164,41 @@ def _speed(
     if not timed:
         return Figure(identity, title, "", missing="no layout was timed.")
     rows = [
-        Bar(_name(layout), [(style(i).split()[0], median(own), unit)], shown(median(own)), (min(own), max(own)))
+        Bar(_name(layout), [(style(i).split()[0], median(own), unit)], shown(median(own)), _middle(own))
         for i, layout, own in timed
     ]
     table = Table(
         ("layout", "median", "least", "greatest", "updates"),
         tuple(
-            (_name(layout), shown(median(own)), shown(min(own)), shown(max(own)), f"{len(own):,}") for _, layout, own in timed
+            (_name(layout), shown(median(own)), shown(min(own)), shown(max(own)), f"{len(own):,}")
+            for _, layout, own in timed
         ),
     )
     caption = ", ".join(f"{row.name} {row.value}" for row in rows) + "."
-    return Figure(identity, title, caption, partial(bars, rows=rows, label=shown, title=unit), table=table)
+    ticks = short_duration if shown is duration else shown
+    return Figure(identity, title, caption, partial(bars, rows=rows, label=ticks, title=unit), table=table)
+
+
+def _middle(values: Sequence[float]) -> tuple[float, float] | None:
+    """The quartiles, between which half of the values lie; None for one value."""
+    if len(values) < 2:
+        return None
+    low, _, high = quantiles(values, n=4, method="inclusive")
+    return low, high
 
 
 def _peak(layouts: Sequence[Measured]) -> Figure:
-    known = [(i, layout, layout.peak_bytes) for i, layout in enumerate(layouts) if layout.peak_bytes]
-    if not known:
+    found = [(i, layout, layout.peak_bytes) for i, layout in enumerate(layouts) if layout.peak_bytes]
+    if not found:
         return Figure(
-            "layouts-memory", "Peak memory", "", missing=f"no layout has a measured peak: {HOST_ONLY} while training."
+            "layouts-memory",
+            "Peak memory",
+            "",
+            missing=f"no layout has a measured peak: {HOST_ONLY} while training.",
         )
-    rows = [Bar(_name(layout), [(style(i).split()[0], peak, "peak")], size(peak)) for i, layout, peak in known]
+    rows = [
+        Bar(_name(layout), [(style(i).split()[0], peak, "peak")], size(peak)) for i, layout, peak in found
+    ]
     return Figure(
         "layouts-memory",
         "Peak memory",

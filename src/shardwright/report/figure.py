@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from shardwright.report.charts import Named
 from shardwright.units import format_bytes, format_seconds
@@ -20,6 +20,15 @@ class Table:
 
     headers: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
+
+    @property
+    def numeric(self) -> tuple[bool, ...]:
+        """Of each column: it holds numbers, which are aligned at their ends, and not words. The first one names the rows."""
+        columns = zip(*self.rows) if self.rows else [()] * len(self.headers)
+        return tuple(
+            i > 0 and all(cell == NA or cell[:1].isdecimal() or cell[:1] == "-" for cell in column)
+            for i, column in enumerate(columns)
+        )
 
 
 @dataclass(frozen=True)
@@ -58,8 +67,7 @@ class Section:
     identity: str
     title: str
     lead: str
-    figures: tuple[Figure, ...] = ()
-    tables: tuple[tuple[str, Table], ...] = field(default=())
+    figures: tuple[Figure, ...]
 
 
 def size(value: float) -> str:
@@ -68,11 +76,13 @@ def size(value: float) -> str:
 
 
 def duration(value: float) -> str:
-    """`1.2 s`, `450 ms`, `0`."""
-    if value == 0:
-        return "0"
-    shown = format_seconds(value).replace("us", "µs")
-    return shown.replace(".00 s", " s") if value < 60 else shown
+    """`1.20 s`, `450 ms`, `0`."""
+    return "0" if value == 0 else format_seconds(value).replace("us", "µs")
+
+
+def short_duration(value: float) -> str:
+    """`duration` for an axis: without zeros at the end."""
+    return f"{value:.3g} s" if 1 <= value < 60 else duration(value)
 
 
 def known(value: float | None, shown: Callable[[float], str]) -> str:

@@ -85,7 +85,9 @@ def settings(directory: Directory) -> tuple[Setting, ...]:
 
 def differences(directories: Sequence[Directory]) -> Table | None:
     """The keys of the run file in which the runs differ; None for one run."""
-    columns = [{one.key: one.value for one in settings(directory)} for directory in directories if directory.run_file]
+    columns = [
+        {one.key: one.value for one in settings(directory)} for directory in directories if directory.run_file
+    ]
     if len(columns) < 2:
         return None
     names = [directory.name for directory in directories if directory.run_file]
@@ -101,7 +103,8 @@ def environment(directories: Sequence[Directory]) -> Table:
     """Versions, devices and ranks of every run."""
     keys = list(dict.fromkeys(key for directory in directories for key in directory.environment))
     rows = [
-        (key.replace("_", " "), *(_plain(key, directory.environment.get(key)) for directory in directories)) for key in keys
+        (key.replace("_", " "), *(_plain(key, directory.environment.get(key)) for directory in directories))
+        for key in keys
     ]
     return Table(("", *(directory.name for directory in directories)), tuple(rows))
 

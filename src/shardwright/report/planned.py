@@ -144,14 +144,14 @@ def _traffic(index: int, directory: Directory, found: Forecast | str) -> Figure:
     if not found.traffic:
         return Figure(identity, title, "", of=directory.name, missing="one rank sends nothing.")
     by_axis = sent_by_axis(found.traffic)
-    rows = [
-        Bar(axis, [_part(one) for one in found.traffic if one.axis == axis], size(sent)) for axis, sent in by_axis.items()
-    ]
+    rows = [Bar(axis, _parts(found.traffic, axis), size(sent)) for axis, sent in by_axis.items()]
     used = [kind for kind in KINDS if any(one.collective == kind for one in found.traffic)]
     return Figure(
         identity,
         title,
-        f"{found.layout}: " + ", ".join(f"{axis} {size(sent)}" for axis, sent in by_axis.items()) + " planned.",
+        f"{found.layout}: "
+        + ", ".join(f"{axis} {size(sent)}" for axis, sent in by_axis.items())
+        + " planned.",
         partial(bars, rows=rows, label=size, title="bytes sent by a rank"),
         of=directory.name,
         legend=tuple((KINDS[kind], kind) for kind in used),
@@ -163,8 +163,13 @@ def _traffic(index: int, directory: Directory, found: Forecast | str) -> Figure:
     )
 
 
-def _part(one: Traffic) -> tuple[str, float, str]:
-    return KINDS[one.collective], one.sent_bytes, f"{one.collective} of {one.what}, {size(one.sent_bytes)}"
+def _parts(traffic: Sequence[Traffic], axis: str) -> list[tuple[str, float, str]]:
+    """One stretch of a bar for each collective of an axis."""
+    sums = {
+        kind: sum(one.sent_bytes for one in traffic if one.axis == axis and one.collective == kind)
+        for kind in KINDS
+    }
+    return [(KINDS[kind], sent, f"{kind} {size(sent)}") for kind, sent in sums.items() if sent]
 
 
 def _row(one: Traffic) -> tuple[str, ...]:
@@ -180,7 +185,10 @@ def _recorded(identity: str, title: str, name: str, layouts: Sequence[Measured])
     rows = [
         Bar(
             layout.name,
-            [(f"axis-{axis}", layout.traffic[axis], f"{axis} {size(layout.traffic[axis])}") for axis in layout.traffic],
+            [
+                (f"axis-{axis}", layout.traffic[axis], f"{axis} {size(layout.traffic[axis])}")
+                for axis in layout.traffic
+            ],
             size(sum(layout.traffic.values())),
         )
         for layout in sent

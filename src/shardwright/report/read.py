@@ -83,7 +83,11 @@ class Directory:
             self.name,
             None,
             tuple(float(entry["perf/step_seconds"]) for entry in timed),
-            tuple(rate for entry in timed if (rate := _number(entry.get("perf/target_tokens_per_s"))) is not None),
+            tuple(
+                rate
+                for entry in timed
+                if (rate := _number(entry.get("perf/target_tokens_per_s"))) is not None
+            ),
             self.largest("mem/peak_allocated_bytes"),
         )
 
@@ -91,7 +95,7 @@ class Directory:
 def percentiles(values: Sequence[float]) -> tuple[float, float, float]:
     """(p50, p95, max), p95 as the training loop takes it."""
     p95 = quantiles(values, n=20)[18] if len(values) > 1 else values[0]
-    return median(values), p95, max(values)
+    return median(values), min(p95, max(values)), max(values)  # of few values the 95th lies outside of them
 
 
 def read_directory(path: Path) -> Directory:
@@ -175,7 +179,11 @@ def _run_file(path: Path, bench: Mapping[str, Any], missing: dict[str, str]) -> 
 
 
 def _measured(layout: Mapping[str, Any]) -> Measured:
-    traffic = {axis: sent for axis, value in (layout.get("traffic") or {}).items() if (sent := _sent(value)) is not None}
+    traffic = {
+        axis: sent
+        for axis, value in (layout.get("traffic") or {}).items()
+        if (sent := _sent(value)) is not None
+    }
     return Measured(
         str(layout["name"]),
         layout.get("proven"),

@@ -7,13 +7,14 @@ sheet (`c0`, `parameters`), so that one drawing serves light, dark and print.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import accumulate
 
-CHARACTER = 6.4
-"""Average width of a character of tick labels."""
+CHARACTER = 7.0
+"""Width of a character of a label, at most on average."""
 LINE = 16.0
 """Height of a line of labels."""
 
@@ -51,17 +52,15 @@ def whole_ticks(low: int, high: int, most: int = 5) -> list[float]:
     return [value for value in ticks(low, high, most) if value == int(value)]
 
 
-def cover(low: float, high: float, most: int = 5) -> tuple[float, float]:
-    """[low, high] widened to the round values on both sides, so that the axis ends in a tick."""
+def marks(low: float, high: float, most: int = 5) -> list[float]:
+    """Round values as far apart as those of `ticks`, from at or below `low` to at or above `high`: an axis ends in a mark."""
     if low == high:
         spread = abs(low) * 0.1 or 1.0
         low, high = low - spread, high + spread
-    step = _step(ticks(low, high, most), high - low)
-    return math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
-
-
-def _step(marks: Sequence[float], span: float) -> float:
-    return marks[1] - marks[0] if len(marks) > 1 else span
+    found = ticks(low, high, most)
+    step = found[1] - found[0] if len(found) > 1 else high - low
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [float(f"{number * step:.12g}") for number in range(first, last + 1)]
 
 
 def bins(values: Sequence[float], most: int = 24) -> list[tuple[float, float, int]]:
@@ -69,13 +68,11 @@ def bins(values: Sequence[float], most: int = 24) -> list[tuple[float, float, in
     low, high = min(values), max(values)
     if low == high:
         return [(low, high, len(values))]
-    step = _step(ticks(low, high, most), high - low)
-    start = math.floor(low / step + 1e-9)
-    count = max(1, math.ceil(high / step - 1e-9) - start)
-    numbers = [0] * count
+    edges = marks(low, high, most)
+    counts = [0] * (len(edges) - 1)
     for value in values:
-        numbers[min(count - 1, max(0, math.floor(value / step + 1e-9) - start))] += 1
-    return [((start + i) * step, (start + i + 1) * step, number) for i, number in enumerate(numbers)]
+        counts[min(bisect_right(edges, value), len(counts)) - 1] += 1
+    return [(start, end, count) for start, end, count in zip(edges, edges[1:], counts)]
 
 
 def stack(series: Sequence[Sequence[float]]) -> list[list[tuple[float, float]]]:
@@ -112,7 +109,9 @@ def element(name: str, content: str = "", **attributes: str | float | None) -> s
 
 def text(x: float, y: float, label: str, class_: str = "tick", anchor: str = "start") -> str:
     """A label whose baseline begins, is centred (`middle`) or ends at (x, y)."""
-    return element("text", escape(label), x=x, y=y, class_=class_, text_anchor=None if anchor == "start" else anchor)
+    return element(
+        "text", escape(label), x=x, y=y, class_=class_, text_anchor=None if anchor == "start" else anchor
+    )
 
 
 def tip(label: str) -> str:
@@ -139,7 +138,8 @@ def steps(edges: Sequence[float], heights: Sequence[tuple[float, float]]) -> str
     top = [f"{'M' if i == 0 else 'L'}{number(edges[i])} {number(high)}H{number(edges[i + 1])}" for i, (_, high) in
            enumerate(heights)]  # fmt: skip
     bottom = [
-        f"L{number(edges[i + 1])} {number(heights[i][0])}H{number(edges[i])}" for i in reversed(range(len(heights)))
+        f"L{number(edges[i + 1])} {number(heights[i][0])}H{number(edges[i])}"
+        for i in reversed(range(len(heights)))
     ]
     return "".join((*top, *bottom, "Z"))
 
@@ -176,29 +176,35 @@ def margin(labels: Iterable[str]) -> float:
     return max((len(label) for label in labels), default=0) * CHARACTER + 14
 
 
-def y_axis(frame: Frame, scale: Scale, marks: Sequence[float], label: Callable[[float], str]) -> str:
+def y_axis(frame: Frame, scale: Scale, at: Sequence[float], label: Callable[[float], str]) -> str:
     """Horizontal grid lines with their labels on the left."""
     left, _, right, _ = frame.inner
     return "".join(
-        element("line", x1=left, x2=right, y1=scale(mark), y2=scale(mark), class_="grid" if i else "axis")
+        element("line", x1=left, x2=right, y1=scale(mark), y2=scale(mark), class_="grid")
         + text(left - 8, scale(mark) + 4, label(mark), anchor="end")
-        for i, mark in enumerate(marks)
+        for mark in at
     )
 
 
 def x_axis(
-    frame: Frame, scale: Scale, marks: Sequence[float], label: Callable[[float], str], title: str, grid: bool = False
+    frame: Frame,
+    scale: Scale,
+    at: Sequence[float],
+    label: Callable[[float], str],
+    title: str,
+    grid: bool = False,
 ) -> str:
     """Labels under the marks of the axis, and its title at the right end below; with `grid`, vertical lines."""
     left, top, right, bottom = frame.inner
     parts = [] if grid else [element("line", x1=left, x2=right, y1=bottom, y2=bottom, class_="axis")]
-    for i, mark in enumerate(marks):
-        x = scale(mark)
+    for mark in at:
+        x, shown = scale(mark), label(mark)
         if grid:
-            parts.append(element("line", x1=x, x2=x, y1=top, y2=bottom, class_="grid" if i else "axis"))
-        shown = label(mark)
+            parts.append(
+                element("line", x1=x, x2=x, y1=top, y2=bottom, class_="axis" if mark == 0 else "grid")
+            )
         half = len(shown) * CHARACTER / 2
-        parts.append(text(min(x, frame.width - half), bottom + LINE, shown, anchor="middle"))
+        parts.append(text(max(half, min(x, frame.width - half)), bottom + LINE, shown, anchor="middle"))
     parts.append(text(right, bottom + 2 * LINE + 2, title, "name", "end"))
     return "".join(parts)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from shardwright.report.charts import Series, histogram, lines, stacked
-from shardwright.report.figure import Figure, Section, Table, duration, known
+from shardwright.report.figure import Figure, Section, Table, duration, known, short_duration
 from shardwright.report.read import METRICS, Directory, percentiles
 
 COLOURS = 6
@@ -26,7 +26,13 @@ def loss_section(directories: Sequence[Directory]) -> Section:
     """Loss and gradient norm of all runs, one under the other, on the same axis of updates."""
     figures = [
         _over_updates(directories, "loss", "Loss", "train/loss", lambda v: f"{v:.4g}"),
-        _over_updates(directories, "gradient-norm", "Gradient norm before clipping", "train/grad_norm", lambda v: f"{v:.3g}"),
+        _over_updates(
+            directories,
+            "gradient-norm",
+            "Gradient norm before clipping",
+            "train/grad_norm",
+            lambda v: f"{v:.3g}",
+        ),
     ]
     if any(directory.evaluations for directory in directories):
         figures.insert(1, _evaluation(directories))
@@ -47,10 +53,10 @@ def _over_updates(
         gaps = len(one.values) - len(known_values)
         lost = f", {gaps} not finite" if gaps else ""
         prefix = f"{one.name}: " if len(series) > 1 else ""
-        parts.append(
-            f"{prefix}{label(known_values[0])} at first, {label(known_values[-1])} at last, "
-            f"{label(min(known_values))} to {label(max(known_values))}{lost}"
-        )
+        first, last, low, high = known_values[0], known_values[-1], min(known_values), max(known_values)
+        extremes = f", lowest {label(low)}" if low < min(first, last) else ""
+        extremes += f", highest {label(high)}" if high > max(first, last) else ""
+        parts.append(f"{prefix}{label(first)} at first, {label(last)} at last{extremes}{lost}")
     note = _difference(shown, key) if key == "train/loss" else ""
     positions = [d.numbers for d in shown]
     return Figure(
@@ -65,7 +71,10 @@ def _over_updates(
 
 
 def _no_updates(directories: Sequence[Directory]) -> str:
-    return "; ".join(f"{d.name}: {d.missing.get(METRICS, 'every value is not finite')}" for d in directories) + "."
+    return (
+        "; ".join(f"{d.name}: {d.missing.get(METRICS, 'every value is not finite')}" for d in directories)
+        + "."
+    )
 
 
 def _difference(directories: Sequence[Directory], key: str) -> str:
@@ -77,15 +86,21 @@ def _difference(directories: Sequence[Directory], key: str) -> str:
             base = first.get(update)
             if value is not None and base is not None:
                 furthest = max(furthest, abs(value - base))
-    return f"Largest difference of the loss at the same update: {furthest:.2g}." if len(directories) > 1 else ""
+    return (
+        f"Largest difference of the loss at the same update: {furthest:.2g}." if len(directories) > 1 else ""
+    )
 
 
-def _table(directories: Sequence[Directory], key: str, label: Callable[[float], str], most: int = 12) -> Table:
+def _table(
+    directories: Sequence[Directory], key: str, label: Callable[[float], str], most: int = 12
+) -> Table:
     """At most so many updates, evenly spread, the last one among them."""
     numbers = sorted({number for d in directories for number in d.numbers})
     picked = sorted({numbers[round(i * (len(numbers) - 1) / max(1, most - 1))] for i in range(most)})
     columns = [dict(zip(d.numbers, d.column(key))) for d in directories]
-    rows = tuple((f"{update:,}", *(known(column.get(update), label) for column in columns)) for update in picked)
+    rows = tuple(
+        (f"{update:,}", *(known(column.get(update), label) for column in columns)) for update in picked
+    )
     return Table(("update", *(d.name for d in directories)), rows)
 
 
@@ -120,7 +135,9 @@ def _evaluation(directories: Sequence[Directory]) -> Figure:
 def step_section(named: Sequence[tuple[str, Sequence[float], str, int]]) -> Section:
     """Step times of each (name, seconds of each timed update, reason for none, updates in all)."""
     figures = tuple(_steps(i, *one) for i, one in enumerate(named))
-    lead = "Seconds from one update to the next, data to optimizer step; the slowest rank's where ranks differ."
+    lead = (
+        "Seconds from one update to the next, data to optimizer step; the slowest rank's where ranks differ."
+    )
     return Section("step-time", "Step time", lead, figures)
 
 
@@ -129,23 +146,23 @@ def _steps(index: int, name: str, seconds: Sequence[float], reason: str, updates
     if not seconds:
         return Figure(identity, "Distribution", "", of=name, missing=reason)
     p50, p95, longest = percentiles(seconds)
+    shown = (("p50", p50), ("p95", p95), ("max", longest))
     warm = updates - len(seconds)
     left_out = f" The first {warm} of {updates:,} are left out as warm-up." if warm > 0 else ""
-    few = " Fewer than 20 updates: p95 is drawn out from the largest ones." if len(seconds) < 20 else ""
     return Figure(
         identity,
         "Distribution",
         f"p50 {duration(p50)}, p95 {duration(p95)}, max {duration(longest)} over {len(seconds):,} updates.",
         partial(
-            histogram, values=seconds, marked={"p50": p50, "p95": min(p95, longest), "max": longest},
-            label=duration, title="seconds per update",
+            histogram, values=seconds, marked=[(f"{name} {duration(at)}", at) for name, at in shown],
+            label=short_duration, title="time of an update",
         ),
         of=name,
         table=Table(
-            ("", "seconds"),
-            (("fastest", duration(min(seconds))), ("p50", duration(p50)), ("p95", duration(p95)), ("max", duration(longest))),
+            ("", "time of an update"),
+            (("least", duration(min(seconds))), *((name, duration(at)) for name, at in shown)),
         ),
-        note=(left_out + few).strip(),
+        note=left_out.strip(),
     )  # fmt: skip
 
 
@@ -165,12 +182,16 @@ def token_section(directories: Sequence[Directory]) -> Section:
         "Positions that an update computes: those that enter the loss, those that are only read, and padding, which "
         "costs as much and trains nothing. Ranks that share rows count once."
     )
-    return Section("tokens", "Targets and padding", lead, tuple(_tokens(i, d) for i, d in enumerate(directories)))
+    return Section(
+        "tokens", "Targets and padding", lead, tuple(_tokens(i, d) for i, d in enumerate(directories))
+    )
 
 
 def _tokens(index: int, directory: Directory) -> Figure:
     title, identity = "Positions of each update", f"tokens-{index}"
-    slots, real, targets = (directory.column(f"data/{key}") for key in ("slots", "real_tokens", "target_tokens"))
+    slots, real, targets = (
+        directory.column(f"data/{key}") for key in ("slots", "real_tokens", "target_tokens")
+    )
     counted = [
         (update, s, r, t)
         for update, s, r, t in zip(directory.numbers, slots, real, targets)
@@ -196,5 +217,3 @@ def _tokens(index: int, directory: Directory) -> Figure:
         legend=tuple(reversed(TOKENS)),
         table=Table(("positions", "count", "share"), (*rows, ("all", f"{total:,.0f}", "100.0%"))),
     )  # fmt: skip
-
-

@@ -35,7 +35,7 @@ def run_report(
         raise ConfigError(f"--output {page} is a directory.", "", f"Give a file: {page / PAGE}.")
     page.parent.mkdir(parents=True, exist_ok=True)
     title = ", ".join(one.name for one in directories)
-    text = render(subjects, title, clock.date())
+    text = render(subjects, title, f"{clock.date()[:16].replace('T', ' ')} UTC")
     page.write_text(text, encoding="utf-8")
     for one in directories:
         for notice in one.notices:
@@ -51,7 +51,9 @@ def _distinct(directories: list[Directory]) -> list[Directory]:
         if len(set(names)) == len(names):
             return directories
         directories = [
-            replace(one, name="/".join(one.path.resolve().parts[-depth:])) if names.count(one.name) > 1 else one
+            replace(one, name="/".join(one.path.resolve().parts[-depth:]))
+            if names.count(one.name) > 1
+            else one
             for one in directories
         ]
     raise ConfigError(f"{directories[0].path} is given more than once.", "", "Name each directory once.")
