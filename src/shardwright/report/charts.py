@@ -30,6 +30,8 @@ from shardwright.report.svg import (
 
 Label = Callable[[float], str]
 NARROW = 480
+BOLD = 7.8
+"""Width of a character of a note."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ def histogram(
     for row, (name, value) in enumerate(marked):
         x, y = across(value), 12 + LINE * row
         content += element("line", x1=x, x2=x, y1=y - 8, y2=bottom, class_="mark")
-        ends = x + 6 + len(name) * CHARACTER > width
+        ends = x + 6 + len(name) * BOLD > width
         names += text(x - 5 if ends else x + 5, y + 2, name, "note halo", "end" if ends else "start")
     return svg(frame, named.identity, named.title, named.description, content + names)
 
@@ -139,7 +141,7 @@ def stacked(
     if across_label is None:
         content += x_axis(frame, across, [], label, title)
     else:
-        shown = {i: at for i, at in enumerate(kept)}
+        shown = dict(enumerate(kept))
         chosen = [float(i) for i in range(0, count, max(1, count // (3 if width < NARROW else 7)))]
         content += x_axis(
             frame, frame.x(-0.5, count - 0.5), chosen, lambda i: across_label(positions[shown[int(i)]]), title
@@ -252,8 +254,10 @@ def ratios(named: Named, width: float, rows: Sequence[tuple[str, str, float]], l
     """Measured ÷ predicted of each (name, style, ratio) on one axis with 1 in it; `limit` around 1 is shaded."""
     values = [ratio for *_, ratio in rows]
     places = marks(min([*values, 1 - limit]), max([*values, 1 + limit]), 4 if width < NARROW else 8)
-    pitch = 34.0
-    frame = Frame(width, pitch * len(rows) + 60, 12, right=44, top=6, bottom=46)
+    above = width < NARROW  # names: above the marks on a phone, else on the left
+    pitch = 40.0 if above else 26.0
+    left = 12 if above else margin(name for name, *_ in rows)
+    frame = Frame(width, pitch * len(rows) + 60, left, right=44, top=8, bottom=46)
     across = frame.x(places[0], places[-1])
     _, top, _, bottom = frame.inner
     content = element(
@@ -263,15 +267,17 @@ def ratios(named: Named, width: float, rows: Sequence[tuple[str, str, float]], l
     content += x_axis(frame, across, places, lambda v: f"{v:.3g}", "measured ÷ predicted", grid=True)
     content += element("line", x1=across(1), x2=across(1), y1=top, y2=bottom, class_="one")
     for i, (name, style, ratio) in enumerate(rows):
-        y = top + i * pitch + 24
-        content += text(frame.left + 4, y - 9, name, "label halo")
+        y = top + i * pitch + (27 if above else 13)
+        content += (
+            text(4, y - 12, name, "label halo") if above else text(left - 8, y + 4, name, "label", "end")
+        )
         content += element("line", x1=across(1), x2=across(ratio), y1=y, y2=y, class_=f"stem {style}")
         content += element(
             "circle", tip(f"{name}: {ratio:.3f}"), cx=across(ratio), cy=y, r=5, class_=f"point {style}"
         )
-        left = ratio < 1
+        lower = ratio < 1
         content += text(
-            across(ratio) + (-9 if left else 9),
+            across(ratio) + (-9 if lower else 9),
             y + 4,
             f"{ratio:.2f}",
             "value halo",

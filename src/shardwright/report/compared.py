@@ -13,7 +13,6 @@ from shardwright.report.figure import NA, Figure, Section, Table, duration, know
 from shardwright.report.planned import HOST_ONLY, Subject
 from shardwright.report.predict import Forecast
 from shardwright.report.read import Measured
-from shardwright.report.training import style
 
 NEAR = 0.1
 """The shaded band of the ratios: within a tenth."""
@@ -29,7 +28,7 @@ def predicted_section(subjects: Sequence[Subject]) -> Section:
     pairs: list[Pair] = []
     for directory, found in subjects:
         for layout in directory.benched:
-            pairs += _benched(layout)
+            pairs += [] if layout.peer else _benched(layout)
         if directory.updates:
             host = not directory.largest("mem/peak_allocated_bytes")
             pairs += _run(directory.name, found, directory.measured(), host)
@@ -85,9 +84,10 @@ def _run(name: str, found: Forecast | str, measured: Measured | None, host: bool
 
 def _benched(layout: Measured) -> list[Pair]:
     said: Mapping[str, Any] = layout.predicted
-    traffic = said.get("traffic")
-    sent = sum(map(float, traffic.values())) if isinstance(traffic, Mapping) else traffic
-    recorded = sum(layout.traffic.values()) if layout.traffic else None
+    sent, recorded = None, None
+    if layout.traffic:
+        sent = sum(one.predicted_bytes for one in layout.traffic)
+        recorded = sum(one.recorded_bytes for one in layout.traffic)
     seconds = median(layout.step_seconds) if layout.step_seconds else None
     why = "bench.json does not say"
     return [
@@ -140,11 +140,25 @@ def side_by_side(subjects: Sequence[Subject]) -> Section:
         ),
         _peak(layouts),
     )
-    return Section("layouts", title, lead, figures)
+    return Section("layouts", title, lead, (*figures, *_verdicts(layouts)))
+
+
+def _verdicts(layouts: Sequence[Measured]) -> list[Figure]:
+    """What limits each layout, where bench says it."""
+    said = tuple((layout.name, layout.verdict) for layout in layouts if layout.verdict)
+    if not said:
+        return []
+    return [
+        Figure("layouts-verdict", "What limits each", "", table=Table(("layout", "what limits it"), said))
+    ]
 
 
 def _rate(value: float) -> str:
     return f"{value:,.0f}"
+
+
+def _bar(layout: Measured) -> str:
+    return "peer" if layout.peer else "c0"
 
 
 def _name(layout: Measured) -> str:
@@ -160,23 +174,28 @@ def _speed(
     shown: Callable[[float], str],
     unit: str,
 ) -> Figure:
-    timed = [(i, layout, values(layout)) for i, layout in enumerate(layouts) if values(layout)]
+    timed = [(layout, values(layout)) for layout in layouts if values(layout)]
     if not timed:
         return Figure(identity, title, "", missing="no layout was timed.")
     rows = [
-        Bar(_name(layout), [(style(i).split()[0], median(own), unit)], shown(median(own)), _middle(own))
-        for i, layout, own in timed
+        Bar(_name(layout), [(_bar(layout), median(own), unit)], shown(median(own)), _middle(own))
+        for layout, own in timed
     ]
     table = Table(
         ("layout", "median", "least", "greatest", "updates"),
         tuple(
             (_name(layout), shown(median(own)), shown(min(own)), shown(max(own)), f"{len(own):,}")
-            for _, layout, own in timed
+            for layout, own in timed
         ),
     )
-    caption = ", ".join(f"{row.name} {row.value}" for row in rows) + "."
+    caption = _ends(rows)
     ticks = short_duration if shown is duration else shown
     return Figure(identity, title, caption, partial(bars, rows=rows, label=ticks, title=unit), table=table)
+
+
+def _ends(rows: Sequence[Bar]) -> str:
+    low, high = min(rows, key=lambda row: row.length), max(rows, key=lambda row: row.length)
+    return f"From {low.value} ({low.name}) to {high.value} ({high.name})."
 
 
 def _middle(values: Sequence[float]) -> tuple[float, float] | None:
@@ -188,7 +207,7 @@ def _middle(values: Sequence[float]) -> tuple[float, float] | None:
 
 
 def _peak(layouts: Sequence[Measured]) -> Figure:
-    found = [(i, layout, layout.peak_bytes) for i, layout in enumerate(layouts) if layout.peak_bytes]
+    found = [(layout, layout.peak_bytes) for layout in layouts if layout.peak_bytes]
     if not found:
         return Figure(
             "layouts-memory",
@@ -196,13 +215,11 @@ def _peak(layouts: Sequence[Measured]) -> Figure:
             "",
             missing=f"no layout has a measured peak: {HOST_ONLY} while training.",
         )
-    rows = [
-        Bar(_name(layout), [(style(i).split()[0], peak, "peak")], size(peak)) for i, layout, peak in found
-    ]
+    rows = [Bar(_name(layout), [(_bar(layout), peak, "peak")], size(peak)) for layout, peak in found]
     return Figure(
         "layouts-memory",
         "Peak memory",
-        ", ".join(f"{row.name} {row.value}" for row in rows) + ".",
+        _ends(rows),
         partial(bars, rows=rows, label=size, title="bytes allocated on the fullest rank"),
         table=Table(("layout", "peak"), tuple((row.name, row.value) for row in rows)),
     )

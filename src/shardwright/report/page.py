@@ -27,7 +27,6 @@ class Setting:
 def sections(subjects: Sequence[Subject]) -> list[Section]:
     """All sections with figures, in the order of the page."""
     directories = [directory for directory, _ in subjects]
-    runs = [subject for subject in subjects if not subject[0].benched] or list(subjects)
     trained = [directory for directory in directories if not directory.benched] or directories
     steps = [run_steps(directory) for directory in trained if not directory.benched]
     for directory in directories:
@@ -35,12 +34,13 @@ def sections(subjects: Sequence[Subject]) -> list[Section]:
             (layout.name, layout.step_seconds, "bench.json holds no step times.", len(layout.step_seconds))
             for layout in directory.benched
         ]
+    layouts = side_by_side(subjects)
+    runs_first = any(directory.updates for directory in directories)
     return [
-        loss_section(trained),
-        side_by_side(subjects),
+        *((loss_section(trained), layouts) if runs_first else (layouts, loss_section(trained))),
         step_section(steps),
-        memory_section(runs),
-        pipeline_section(runs),
+        memory_section(subjects),
+        pipeline_section(subjects),
         traffic_section(subjects),
         token_section(trained),
         predicted_section(subjects),
@@ -65,9 +65,12 @@ def summary(subjects: Sequence[Subject]) -> Table:
                     known(rate, lambda v: f"{v:,.0f}"),
                     known(p50, duration),
                     known(one.peak_bytes, size),
+                    known(one.padding, lambda v: f"{v:.1%}"),
                 )
             )
-    return Table(("run", "layout", "last loss", "target tokens/s", "step p50", "peak memory"), tuple(rows))
+    return Table(
+        ("run", "layout", "last loss", "target tokens/s", "step p50", "peak memory", "padding"), tuple(rows)
+    )
 
 
 def settings(directory: Directory) -> tuple[Setting, ...]:

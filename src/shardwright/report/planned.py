@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+from shardwright.layout.axes import AXES
 from shardwright.layout.traffic import Traffic
 from shardwright.plan.memory import PARTS
 from shardwright.plan.traffic import sent_by_axis
 from shardwright.report.charts import STYLES, Bar, Series, bars, gantt, idle_seconds, stacked
-from shardwright.report.figure import NA, Figure, Section, Table, duration, size
-from shardwright.report.predict import Forecast, Schedule
+from shardwright.report.figure import NA, Figure, Section, Table, duration, short_duration, size
+from shardwright.report.predict import SECONDS, Forecast, Schedule, played_lists
 from shardwright.report.read import Directory, Measured
 
 Subject = tuple[Directory, Forecast | str]
@@ -33,7 +34,10 @@ def memory_section(subjects: Sequence[Subject]) -> Section:
         "What is alive on the fullest rank from the first forward of an update to the optimizer step, as planned; "
         "the greatest that was measured as a line where there is a measurement."
     )
-    figures = tuple(_memory(i, *subject) for i, subject in enumerate(subjects))
+    figures = tuple(
+        _peaks(i, directory) if directory.benched else _memory(i, directory, found)
+        for i, (directory, found) in enumerate(subjects)
+    )
     return Section("memory", "Memory", lead, figures)
 
 
@@ -63,6 +67,48 @@ def _memory(index: int, directory: Directory, found: Forecast | str) -> Figure:
     )  # fmt: skip
 
 
+def _peaks(index: int, directory: Directory) -> Figure:
+    """What was alive at the peak of each benched layout, predicted and measured."""
+    identity, title = f"memory-{index}", "Memory at the peak"
+    sides = [
+        (f"{layout.name}, {side}", parts)
+        for layout in directory.benched
+        for side, parts in (
+            ("planned", layout.predicted.get("composition")),
+            ("measured", layout.composition),
+        )
+        if parts
+    ]
+    if not sides:
+        return Figure(
+            identity, title, "", of=directory.name, missing="bench.json does not say what was alive."
+        )
+    used = [part for part in PARTS if any(parts.get(part) for _, parts in sides)]
+    rows = [
+        Bar(
+            name,
+            [(slug(part), parts[part], f"{part} {size(parts[part])}") for part in used if parts.get(part)],
+            size(sum(parts.values())),
+        )
+        for name, parts in sides
+    ]
+    return Figure(
+        identity,
+        title,
+        f"What is alive at the fullest moment of the fullest rank, {len(directory.benched)} layouts.",
+        partial(bars, rows=rows, label=size, title="bytes"),
+        of=directory.name,
+        legend=tuple((slug(part), part) for part in used),
+        table=Table(
+            ("layout", *used, "all"),
+            tuple(
+                (name, *(size(parts.get(part, 0.0)) for part in used), size(sum(parts.values())))
+                for name, parts in sides
+            ),
+        ),
+    )
+
+
 def _measured_memory(directory: Directory, measured: float | None) -> str:
     if measured:
         reserved = directory.largest("mem/peak_reserved_bytes")
@@ -84,43 +130,61 @@ def _sentence(text: str) -> str:
 def pipeline_section(subjects: Sequence[Subject]) -> Section:
     """The pipeline schedule of each run, played."""
     lead = "What each pipeline rank does when, and where it waits. Numbers are microbatches."
-    figures = tuple(_pipeline(i, *subject) for i, subject in enumerate(subjects))
-    return Section("pipeline", "Pipeline", lead, figures)
+    figures: list[Figure] = []
+    for directory, found in subjects:
+        if directory.benched:
+            played = [
+                (layout.name, played_lists(layout.schedule))
+                for layout in directory.benched
+                if layout.schedule
+            ]
+            figures += [_played(f"pipeline-{len(figures) + i}", *one) for i, one in enumerate(played)]
+            missing = "" if played else "no layout of bench.json has a pipeline."
+        elif isinstance(found, str):
+            missing = _sentence(found)
+        elif found.schedule is None:
+            missing = "pp_size is 1: there is no pipeline."
+        else:
+            missing = ""
+            figures.append(_played(f"pipeline-{len(figures)}", directory.name, found.schedule))
+        if missing:
+            figures.append(
+                Figure(
+                    f"pipeline-{len(figures)}", "Pipeline schedule", "", of=directory.name, missing=missing
+                )
+            )
+    return Section("pipeline", "Pipeline", lead, tuple(figures))
 
 
-def _pipeline(index: int, directory: Directory, found: Forecast | str) -> Figure:
-    identity, title = f"pipeline-{index}", "Pipeline schedule"
-    if isinstance(found, str):
-        return Figure(identity, title, "", of=directory.name, missing=_sentence(found))
-    if found.schedule is None:
-        return Figure(identity, title, "", of=directory.name, missing="pp_size is 1: there is no pipeline.")
-    schedule = found.schedule
-    label = duration if schedule.seconds else lambda value: f"{value:.3g}"
-    unit = "planned seconds" if schedule.seconds else "forwards of one block"
+def _played(identity: str, name: str, schedule: Schedule) -> Figure:
+    timed = schedule.unit == SECONDS
+    label = duration if timed else lambda value: f"{value:.3g}"
     kinds = [kind for kind in ACTIONS if any(span.action.kind == kind for span in schedule.spans)]
     waits = idle_seconds(schedule.spans, schedule.ranks)
     rows = tuple(
-        (str(rank), label(busy), label(wait), f"{wait / schedule.played.total:.1%}")
+        (f"rank {rank}", label(busy), label(wait), f"{wait / schedule.played.total:.1%}")
         for rank, (busy, wait) in enumerate(zip(schedule.played.busy, waits))
     )
+    note = f"Played with {schedule.microbatches} microbatches, sends taken as free."
+    if not timed:
+        note += " Seconds are not known: a forward counts 1, a backward 2."
     return Figure(
         identity,
-        title,
-        f"{found.layout}: the ranks wait {schedule.idle:.1%} of the time, {label(min(waits))} to {label(max(waits))} of "
-        f"{label(schedule.played.total)}.",
-        partial(gantt, spans=schedule.spans, ranks=schedule.ranks, label=label, title=unit),
-        of=directory.name,
+        "Pipeline schedule",
+        f"The ranks wait {schedule.idle:.1%} of the time: {label(min(waits))} to {label(max(waits))} of "
+        f"{label(schedule.played.total)} each.",
+        partial(
+            gantt,
+            spans=schedule.spans,
+            ranks=schedule.ranks,
+            label=short_duration if timed else label,
+            title=schedule.unit,
+        ),
+        of=name,
         legend=(*((STYLES[kind], ACTIONS[kind]) for kind in kinds), ("idle", "idle")),
         table=Table(("rank", "busy", "idle", "idle share"), rows),
-        note=_how(schedule, directory),
+        note=note,
     )
-
-
-def _how(schedule: Schedule, directory: Directory) -> str:
-    parts = [f"Played with {schedule.microbatches} microbatches, sends taken as free."]
-    if not schedule.seconds:
-        parts.append("The device's speed is not known: a block's forward counts 1, its backward 2.")
-    return " ".join(parts)
 
 
 # Traffic
@@ -181,27 +245,33 @@ def _recorded(identity: str, title: str, name: str, layouts: Sequence[Measured])
     sent = [layout for layout in layouts if layout.traffic]
     if not sent:
         return Figure(identity, title, "", of=name, missing="bench.json holds no recorded traffic.")
-    axes = sorted({axis for layout in sent for axis in layout.traffic})
     rows = [
         Bar(
             layout.name,
             [
-                (f"axis-{axis}", layout.traffic[axis], f"{axis} {size(layout.traffic[axis])}")
-                for axis in layout.traffic
+                (f"axis-{axis}", sent_bytes, f"{axis} {size(sent_bytes)}")
+                for axis, sent_bytes in layout.by_axis.items()
             ],
-            size(sum(layout.traffic.values())),
+            size(sum(layout.by_axis.values())),
         )
         for layout in sent
     ]
+    lines = [(layout.name, one) for layout in sent for one in layout.traffic]
+    exact = sum(one.predicted_bytes == one.recorded_bytes for _, one in lines)
     return Figure(
         identity,
         "Recorded in one update",
-        "Recorded: " + ", ".join(f"{row.name} {row.value}" for row in rows) + ".",
+        f"Of {len(lines)} kinds of calls {exact} sent exactly the bytes that were predicted.",
         partial(bars, rows=rows, label=size, title="bytes sent by a rank"),
         of=name,
-        legend=tuple((f"axis-{axis}", axis) for axis in axes),
+        legend=tuple(
+            (f"axis-{axis}", axis) for axis in AXES if any(axis in layout.by_axis for layout in sent)
+        ),
         table=Table(
-            ("layout", *axes),
-            tuple((layout.name, *(size(layout.traffic.get(axis, 0.0)) for axis in axes)) for layout in sent),
+            ("layout", "axis", "collective", "predicted", "recorded"),
+            tuple(
+                (name, one.axis, one.collective, size(one.predicted_bytes), size(one.recorded_bytes))
+                for name, one in lines
+            ),
         ),
     )

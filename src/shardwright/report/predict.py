@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from shardwright.arch.shape import Shape
 from shardwright.config.schema import RunFile
 from shardwright.errors import ConfigError
 from shardwright.layout.axes import resolve_axes
-from shardwright.layout.schedule import actions, head_blocks, legality, stage_rank
+from shardwright.layout.schedule import Action, actions, head_blocks, legality, stage_rank
 from shardwright.layout.traffic import Traffic
 from shardwright.plan.answer import layout_name
 from shardwright.plan.device import Device
@@ -32,13 +32,14 @@ from shardwright.plan.verb import COMPILED
 from shardwright.report.read import Directory
 
 Inventory = Callable[[str, dict[str, Any]], dict[str, Any]]
+SECONDS = "planned seconds"
 DRAWN_ACTIONS = 800
 """Longer schedules are drawn with fewer microbatches."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A pipeline schedule as it was played. seconds: the times are seconds; else the forward of one block takes 1.
+    """A pipeline schedule as it was played. unit: of the times, `s` or what counts 1.
 
     microbatches: how many were played; fewer than the run's where there are too many to draw.
     """
@@ -47,7 +48,7 @@ class Schedule:
     played: Played
     ranks: int
     microbatches: int
-    seconds: bool
+    unit: str
 
     @property
     def idle(self) -> float:
@@ -95,7 +96,8 @@ def forecast(
         return "environment.json does not say the number of ranks"
     try:
         axes = resolve_axes(run.parallelism, world_size)
-        job, layout = job_of(run, shape_of(run, inventory)), layout_of(run, axes)
+        loss = "chunked" if directory.environment.get("loss_chunk_tokens") else "full"
+        job, layout = replace(job_of(run, shape_of(run, inventory)), loss=loss), layout_of(run, axes)
         return _forecast(run, job, layout, device)
     except ConfigError as error:
         return str(error)
@@ -141,7 +143,17 @@ def _schedule(job: Job, layout: Layout, stages: tuple[int, ...], clock: Clock | 
     played = play(
         actions(kind, pp, chunks, count), lambda stage: stage_rank(kind, pp, stage), times, seen=spans
     )
-    return Schedule(tuple(spans), played, pp, count, clock is not None)
+    return Schedule(tuple(spans), played, pp, count, SECONDS if clock else "forwards of one block")
+
+
+def played_lists(lists: Sequence[Sequence[Action]]) -> Schedule:
+    """Recorded action lists played with stages that are all alike: a forward counts 1, a backward 2."""
+    owner = {action.stage: rank for rank, own in enumerate(lists) for action in own}
+    times = [StageSeconds(1.0, 1.0, 1.0)] * len(owner)
+    spans: list[Span] = []
+    played = play(lists, owner.__getitem__, times, seen=spans)
+    count = 1 + max(action.microbatch for own in lists for action in own)
+    return Schedule(tuple(spans), played, len(lists), count, "forwards of one stage")
 
 
 def device_of(environment: Mapping[str, Any]) -> Device | None:

@@ -13,6 +13,7 @@ from typing import Any
 from shardwright.config.load import load_run_file
 from shardwright.config.schema import RunFile
 from shardwright.errors import ConfigError
+from shardwright.layout.schedule import Action
 
 WARMUP_UPDATES = 2
 """First entries of a run that no time is taken from, as in the training loop."""
@@ -20,11 +21,22 @@ METRICS, RUN_FILE, ENVIRONMENT, BENCH = "metrics.jsonl", "config.yaml", "environ
 
 
 @dataclass(frozen=True)
-class Measured:
-    """One layout as it was measured. step_seconds, targets_per_s: one of each update, warm-up left out.
+class Sent:
+    """Bytes that a rank sends over one axis with one collective in an update, predicted and recorded."""
 
-    proven: its objective was checked against a single process; None: not asked. peak_bytes: allocated, of the fullest rank.
-    predicted: what the planner said when it was measured. traffic: axis -> bytes sent by a rank in an update.
+    axis: str
+    collective: str
+    predicted_bytes: float
+    recorded_bytes: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One layout, or a peer, as it was measured. step_seconds, targets_per_s: one of each update, warm-up left out.
+
+    proven: its objective was checked against a single process; None: not asked. peak_bytes: allocated, of the fullest rank,
+    composition what of at that moment. predicted: what the planner said when it was measured. schedule: the action lists of
+    the pipeline's ranks. verdict: what limits it, as a sentence.
     """
 
     name: str
@@ -32,8 +44,21 @@ class Measured:
     step_seconds: tuple[float, ...]
     targets_per_s: tuple[float, ...]
     peak_bytes: float | None
+    padding: float | None = None
+    composition: Mapping[str, float] = field(default_factory=dict)
     predicted: Mapping[str, Any] = field(default_factory=dict)
-    traffic: Mapping[str, float] = field(default_factory=dict)
+    traffic: tuple[Sent, ...] = ()
+    schedule: tuple[tuple[Action, ...], ...] = ()
+    verdict: str = ""
+    peer: bool = False
+
+    @property
+    def by_axis(self) -> dict[str, float]:
+        """Recorded bytes by axis."""
+        sums: dict[str, float] = {}
+        for one in self.traffic:
+            sums[one.axis] = sums.get(one.axis, 0.0) + one.recorded_bytes
+        return sums
 
 
 @dataclass(frozen=True)
@@ -74,6 +99,14 @@ class Directory:
         """The largest value of a metric over all updates."""
         return max((value for value in self.column(key) if value is not None), default=None)
 
+    @property
+    def padding(self) -> float | None:
+        """The fraction of the positions of all logged updates that is padding."""
+        pairs = zip(self.column("data/slots"), self.column("data/real_tokens"))
+        counted = [(slots, real) for slots, real in pairs if slots is not None and real is not None]
+        slots = sum(slots for slots, _ in counted)
+        return 1 - sum(real for _, real in counted) / slots if slots else None
+
     def measured(self) -> Measured | None:
         """The run itself as one measured layout; None where no update was timed."""
         timed = [entry for entry in self.steady if _number(entry.get("perf/step_seconds"))]
@@ -89,6 +122,7 @@ class Directory:
                 if (rate := _number(entry.get("perf/target_tokens_per_s"))) is not None
             ),
             self.largest("mem/peak_allocated_bytes"),
+            self.padding,
         )
 
 
@@ -179,30 +213,27 @@ def _run_file(path: Path, bench: Mapping[str, Any], missing: dict[str, str]) -> 
 
 
 def _measured(layout: Mapping[str, Any]) -> Measured:
-    traffic = {
-        axis: sent
-        for axis, value in (layout.get("traffic") or {}).items()
-        if (sent := _sent(value)) is not None
-    }
+    """An entry of bench.json."""
+    sent = [
+        Sent(axis, collective, float(row["predicted_bytes"]), float(row["recorded_bytes"]))
+        for axis, collectives in (layout.get("traffic") or {}).items()
+        for collective, row in collectives.items()
+    ]
+    verdict = layout.get("verdict")
     return Measured(
         str(layout["name"]),
         layout.get("proven"),
         tuple(map(float, layout.get("step_seconds") or ())),
         tuple(map(float, layout.get("targets_per_s") or ())),
         _number(layout.get("peak_bytes")),
+        _number(layout.get("padding_fraction")),
+        (layout.get("memory") or {}).get("composition") or {},
         layout.get("predicted") or {},
-        traffic,
+        tuple(sent),
+        tuple(tuple(Action(*action) for action in own) for own in layout.get("schedule") or ()),
+        f"{verdict['limit']}: {verdict['evidence']}. Would help: {verdict['helps']}." if verdict else "",
+        layout.get("kind") == "peer",
     )
-
-
-def _sent(value: Any) -> float | None:
-    """Bytes of one axis: a number, what it holds as `sent_bytes`, or the sum of that over its collectives."""
-    if not isinstance(value, Mapping):
-        return _number(value)
-    if "sent_bytes" in value:
-        return _number(value["sent_bytes"])
-    parts = [sent for part in value.values() if (sent := _sent(part)) is not None]
-    return sum(parts) if parts else None
 
 
 def _checkpoints(path: Path) -> tuple[tuple[int, str], ...]:

@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 CHARACTER = 7.0
 """Width of a character of a label, at most on average."""
@@ -86,7 +86,7 @@ def thin(totals: Sequence[float], most: int) -> list[int]:
     if len(totals) <= most:
         return list(range(len(totals)))
     edges = [len(totals) * i // most for i in range(most + 1)]
-    return [max(range(low, high), key=totals.__getitem__) for low, high in zip(edges, edges[1:])]
+    return [max(range(low, high), key=totals.__getitem__) for low, high in pairwise(edges)]
 
 
 # Text

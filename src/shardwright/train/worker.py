@@ -75,6 +75,7 @@ def _describe(loaded: Loaded, engine: Engine, connection: Connection, console: C
         **device_facts(connection.device),
         "layout": layout_name(layout_of(loaded.run, engine.axes)),
         "parameters": engine.parameters,
+        "loss_chunk_tokens": engine.loss_chunks.tokens,
     }
     (output_dir / "environment.json").write_text(json.dumps(environment, indent=1) + "\n", encoding="utf-8")
     for notice in connection.notices:
