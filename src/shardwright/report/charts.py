@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from shardwright.plan.playback import Span
 from shardwright.report.svg import (
@@ -161,6 +162,34 @@ def stacked(
     return svg(frame, named.identity, named.title, named.description, content)
 
 
+def strips(
+    named: Named, width: float, rows: Sequence[tuple[str, Sequence[float], str]], label: Label, title: str
+) -> str:
+    """Every value of each (name, values, median as text) as a dot on its own line, the median as a stroke."""
+    pitch = 38.0
+    places = marks(
+        min(min(values) for _, values, _ in rows),
+        max(max(values) for _, values, _ in rows),
+        3 if width < NARROW else 6,
+    )
+    room = max(len(shown) for *_, shown in rows) * CHARACTER + 16
+    frame = Frame(width, pitch * len(rows) + 56, 8, right=room, top=4, bottom=46)
+    across = frame.x(places[0], places[-1])
+    content = x_axis(frame, across, places, label, title, grid=True)
+    for i, (name, values, shown) in enumerate(rows):
+        y = frame.top + i * pitch + 25
+        content += text(frame.left + 4, y - 10, name, "label halo")
+        content += "".join(
+            element("circle", cx=across(value), cy=y, r=3.5, class_="dust c0") for value in values
+        )
+        middle = across(median(values))
+        content += element(
+            "line", tip(f"{name}: {shown}"), x1=middle, x2=middle, y1=y - 8, y2=y + 8, class_="median"
+        )
+        content += text(width, y + 4, shown, "value", "end")
+    return svg(frame, named.identity, named.title, named.description, content)
+
+
 @dataclass(frozen=True)
 class Bar:
     """One bar. parts: (style, length, what it is). spread: from where to where most values lie. value: as text."""
@@ -281,7 +310,7 @@ def ratios(named: Named, width: float, rows: Sequence[tuple[str, str, float]], l
             y + 4,
             f"{ratio:.2f}",
             "value halo",
-            "end" if left else "start",
+            "end" if lower else "start",
         )
     return svg(frame, named.identity, named.title, named.description, content)
 

@@ -162,7 +162,7 @@ def _bar(layout: Measured) -> str:
 
 
 def _name(layout: Measured) -> str:
-    marks = {True: " (checked)", False: " (objective differs)", None: ""}
+    marks = {True: ", checked", False: ", objective differs", None: ""}
     return layout.name + marks[layout.proven]
 
 

@@ -29,16 +29,16 @@ def sections(subjects: Sequence[Subject]) -> list[Section]:
     directories = [directory for directory, _ in subjects]
     trained = [directory for directory in directories if not directory.benched] or directories
     steps = [run_steps(directory) for directory in trained if not directory.benched]
-    for directory in directories:
-        steps += [
-            (layout.name, layout.step_seconds, "bench.json holds no step times.", len(layout.step_seconds))
-            for layout in directory.benched
-        ]
+    benched = [
+        (layout.name, layout.step_seconds, "bench.json holds no step times.", len(layout.step_seconds))
+        for directory in directories
+        for layout in directory.benched
+    ]
     layouts = side_by_side(subjects)
     runs_first = any(directory.updates for directory in directories)
     return [
         *((loss_section(trained), layouts) if runs_first else (layouts, loss_section(trained))),
-        step_section(steps),
+        step_section(steps, benched),
         memory_section(subjects),
         pipeline_section(subjects),
         traffic_section(subjects),
@@ -49,6 +49,7 @@ def sections(subjects: Sequence[Subject]) -> list[Section]:
 
 def summary(subjects: Sequence[Subject]) -> Table:
     """One row of figures for each run and benched layout."""
+    headers = ("run", "layout", "last loss", "target tokens/s", "step p50", "peak memory", "padding")
     rows = []
     for directory, found in subjects:
         layout = NA if isinstance(found, str) else found.layout
@@ -68,9 +69,9 @@ def summary(subjects: Sequence[Subject]) -> Table:
                     known(one.padding, lambda v: f"{v:.1%}"),
                 )
             )
-    return Table(
-        ("run", "layout", "last loss", "target tokens/s", "step p50", "peak memory", "padding"), tuple(rows)
-    )
+    if not any(directory.updates for directory, _ in subjects):  # benched layouts are named by what they are
+        return Table((headers[0], *headers[3:]), tuple((row[0], *row[3:]) for row in rows))
+    return Table(headers, tuple(rows))
 
 
 def settings(directory: Directory) -> tuple[Setting, ...]:

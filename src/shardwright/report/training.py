@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from shardwright.report.charts import Series, histogram, lines, stacked
+from shardwright.report.charts import Series, histogram, lines, stacked, strips
 from shardwright.report.figure import Figure, Section, Table, duration, known, short_duration
 from shardwright.report.read import METRICS, Directory, percentiles
 
@@ -132,13 +132,37 @@ def _evaluation(directories: Sequence[Directory]) -> Figure:
 # Step time
 
 
-def step_section(named: Sequence[tuple[str, Sequence[float], str, int]]) -> Section:
-    """Step times of each (name, seconds of each timed update, reason for none, updates in all)."""
-    figures = tuple(_steps(i, *one) for i, one in enumerate(named))
+Timed = tuple[str, Sequence[float], str, int]
+"""(name, seconds of each timed update, the reason where there is none, updates in all)."""
+
+
+def step_section(runs: Sequence[Timed], benched: Sequence[Timed]) -> Section:
+    """The distribution of the step times of each run, and of all benched layouts on one axis."""
+    figures = [_steps(i, *one) for i, one in enumerate(runs)]
+    timed = [(name, seconds, duration(percentiles(seconds)[0])) for name, seconds, _, _ in benched if seconds]
+    if timed:
+        figures.append(_strips(timed))
+    elif benched:
+        figures.append(Figure("step-time-benched", "Every update", "", missing=benched[0][2]))
     lead = (
         "Seconds from one update to the next, data to optimizer step; the slowest rank's where ranks differ."
     )
-    return Section("step-time", "Step time", lead, figures)
+    return Section("step-time", "Step time", lead, tuple(figures))
+
+
+def _strips(timed: Sequence[tuple[str, Sequence[float], str]]) -> Figure:
+    rows = tuple(
+        (name, *(duration(value) for value in (min(seconds), *percentiles(seconds))), f"{len(seconds):,}")
+        for name, seconds, _ in timed
+    )
+    fast, slow = (choose(timed, key=lambda one: percentiles(one[1])[0]) for choose in (min, max))
+    return Figure(
+        "step-time-benched",
+        "Every update",
+        f"A dot for each update, a stroke at p50: from {fast[2]} ({fast[0]}) to {slow[2]} ({slow[0]}).",
+        partial(strips, rows=timed, label=short_duration, title="time of an update"),
+        table=Table(("layout", "least", "p50", "p95", "max", "updates"), rows),
+    )
 
 
 def _steps(index: int, name: str, seconds: Sequence[float], reason: str, updates: int) -> Figure:
@@ -166,7 +190,7 @@ def _steps(index: int, name: str, seconds: Sequence[float], reason: str, updates
     )  # fmt: skip
 
 
-def run_steps(directory: Directory) -> tuple[str, Sequence[float], str, int]:
+def run_steps(directory: Directory) -> Timed:
     """What `step_section` takes, of a run."""
     measured = directory.measured()
     reason = directory.missing.get(METRICS, "no update was timed") + "."
