@@ -304,7 +304,7 @@ def ratios(named: Named, width: float, rows: Sequence[tuple[str, str, float]], l
         content += element(
             "circle", tip(f"{name}: {ratio:.3f}"), cx=across(ratio), cy=y, r=5, class_=f"point {style}"
         )
-        lower = ratio < 1
+        lower = ratio < 1 and across(ratio) - 9 - 4 * CHARACTER > frame.left  # the value has room on the left
         content += text(
             across(ratio) + (-9 if lower else 9),
             y + 4,

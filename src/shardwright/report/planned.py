@@ -95,7 +95,7 @@ def _peaks(index: int, directory: Directory) -> Figure:
     return Figure(
         identity,
         title,
-        f"What is alive at the fullest moment of the fullest rank of each layout.",
+        "What is alive at the fullest moment of the fullest rank of each layout.",
         partial(bars, rows=rows, label=size, title="bytes"),
         of=directory.name,
         legend=tuple((slug(part), part) for part in used),

@@ -96,8 +96,9 @@ def forecast(
         return "environment.json does not say the number of ranks"
     try:
         axes = resolve_axes(run.parallelism, world_size)
-        loss = "chunked" if directory.environment.get("loss_chunk_tokens") else "full"
-        job, layout = replace(job_of(run, shape_of(run, inventory)), loss=loss), layout_of(run, axes)
+        job, layout = job_of(run, shape_of(run, inventory)), layout_of(run, axes)
+        if directory.environment.get("loss_chunk_tokens"):
+            job = replace(job, loss="chunked")
         return _forecast(run, job, layout, device)
     except ConfigError as error:
         return str(error)

@@ -34,16 +34,22 @@ class Scale:
         return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
 
 
-def ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """At most `most` round values (1, 2 or 5 times a power of ten apart) from `low` to `high`."""
-    if not high > low:
-        return [low]
+def round_step(low: float, high: float, most: int) -> float:
+    """The smallest 1, 2 or 5 times a power of ten of which at most `most` multiples lie from `low` to `high` > `low`."""
     power = 10.0 ** math.floor(math.log10((high - low) / most))
     for factor in (1, 2, 5, 10, 20, 50):
         step = factor * power
-        first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-        if last - first < most:
+        if math.floor(high / step + 1e-9) - math.ceil(low / step - 1e-9) < most:
             break
+    return step
+
+
+def ticks(low: float, high: float, most: int = 5) -> list[float]:
+    """At most `most` round values from `low` to `high`."""
+    if not high > low:
+        return [low]
+    step = round_step(low, high, most)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [float(f"{number * step:.12g}") for number in range(first, last + 1)]
 
 
@@ -57,8 +63,7 @@ def marks(low: float, high: float, most: int = 5) -> list[float]:
     if low == high:
         spread = abs(low) * 0.1 or 1.0
         low, high = low - spread, high + spread
-    found = ticks(low, high, most)
-    step = found[1] - found[0] if len(found) > 1 else high - low
+    step = round_step(low, high, most)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [float(f"{number * step:.12g}") for number in range(first, last + 1)]
 
