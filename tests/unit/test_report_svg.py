@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from xml.etree import ElementTree
@@ -12,8 +13,31 @@ from hypothesis import strategies as st
 
 from shardwright.layout.schedule import Action
 from shardwright.plan.playback import Span
-from shardwright.report.charts import Bar, Named, Series, bars, gantt, histogram, idle_seconds, lines, ratios, stacked
-from shardwright.report.svg import Frame, Scale, bins, element, marks, polyline, stack, steps, text, thin, ticks
+from shardwright.report.charts import (
+    Bar,
+    Named,
+    Series,
+    bars,
+    gantt,
+    histogram,
+    idle_seconds,
+    lines,
+    ratios,
+    stacked,
+)
+from shardwright.report.svg import (
+    Frame,
+    Scale,
+    bins,
+    element,
+    marks,
+    polyline,
+    stack,
+    steps,
+    text,
+    thin,
+    ticks,
+)
 
 NAMED = Named("one", "A title", "What <can> be seen & read")
 finite = st.floats(-1e12, 1e12, allow_nan=False)
@@ -53,7 +77,7 @@ def test_a_scale_is_linear_and_a_point_range_is_in_the_middle() -> None:
     ],
 )
 def test_ticks_by_hand(low: float, high: float, most: int, expected: list[float]) -> None:
-    assert ticks(low, high, most) == [value for value in expected]
+    assert ticks(low, high, most) == list(expected)
 
 
 def test_marks_by_hand() -> None:
@@ -83,7 +107,7 @@ def test_every_value_is_in_one_bin(values: list[float]) -> None:
         last = index == len(found) - 1
         inside = sum(low <= value < high or (last and value == high) or low == high for value in values)
         assert count == inside
-    assert all(first[1] == second[0] for first, second in zip(found, found[1:]))
+    assert all(first[1] == second[0] for first, second in itertools.pairwise(found))
 
 
 def test_stack_piles_up() -> None:
@@ -122,11 +146,15 @@ def test_what_people_write_is_escaped() -> None:
 
 @pytest.mark.parametrize("width", [760.0, 320.0])
 def test_lines_stand_where_their_values_are(width: float) -> None:
-    root = drawn(lines(NAMED, width, [[1, 2, 3]], [Series("run", "c0 d0", [2.0, None, 4.0])], plain, "update"))
+    root = drawn(
+        lines(NAMED, width, [[1, 2, 3]], [Series("run", "c0 d0", [2.0, None, 4.0])], plain, "update")
+    )
     assert root.get("aria-labelledby") == "one-title one-desc" and root.get("role") == "img"
     assert [root[0].text, root[1].text] == ["A title", "What <can> be seen & read"]
     (path,) = of_class(root, "line")
-    (x0, y0), (x2, y2) = [tuple(map(float, pair)) for pair in re.findall(r"M([\d.]+) ([\d.]+)", path.attrib["d"])]
+    (x0, y0), (x2, y2) = [
+        tuple(map(float, pair)) for pair in re.findall(r"M([\d.]+) ([\d.]+)", path.attrib["d"])
+    ]
     labels = {one.text: at(one, "y") - 4 for one in of_class(root, "tick") if one.get("text-anchor") == "end"}
     assert (y0, y2) == pytest.approx((labels["2"], labels["4"]), abs=0.1) and y0 > y2
     assert x0 < x2 == width - 12
@@ -145,22 +173,32 @@ def test_the_bars_of_a_histogram_are_as_high_as_their_counts() -> None:
 
 
 def test_the_peak_is_marked_at_the_fullest_moment() -> None:
-    series = [Series("a", "parameters", [4.0, 4.0, 4.0, 4.0]), Series("b", "activations", [1.0, 9.0, 3.0, 0.0])]
+    series = [
+        Series("a", "parameters", [4.0, 4.0, 4.0, 4.0]),
+        Series("b", "activations", [1.0, 9.0, 3.0, 0.0]),
+    ]
     root = drawn(stacked(NAMED, 760, series, plain, "moments", peak="peak 13", moments=["w", "x", "y", "z"]))
     (dot,) = of_class(root, "dot")
-    left, right = (float(v) for v in re.findall(r"[MH]([\d.]+)", of_class(root, "band")[0].attrib["d"])[0:4:3])
+    left, right = (
+        float(v) for v in re.findall(r"[MH]([\d.]+)", of_class(root, "band")[0].attrib["d"])[0:4:3]
+    )
     assert dot[0].text == "x"
     assert at(dot, "cx") == pytest.approx(left + (760 - 12 - left) * 1.5 / 4, abs=0.2) and right > left
 
 
 def test_bars_are_as_long_as_their_parts() -> None:
-    rows = [Bar("x", [("k0", 30.0, "a"), ("k1", 10.0, "b")], "40"), Bar("y", [("k0", 80.0, "a")], "80", (70.0, 90.0))]
+    rows = [
+        Bar("x", [("k0", 30.0, "a"), ("k1", 10.0, "b")], "40"),
+        Bar("y", [("k0", 80.0, "a")], "80", (70.0, 90.0)),
+    ]
     root = drawn(bars(NAMED, 760, rows, plain, "bytes"))
     first, second, third = of_class(root, "bar")
     per_unit = at(third, "width") / 80
     assert at(first, "width") / per_unit == pytest.approx(30, abs=0.05)
     assert at(second, "x") == pytest.approx(at(first, "x") + at(first, "width"), abs=0.11)
-    low, high = map(float, re.match(r"M([\d.]+) .*H([\d.]+)m", of_class(root, "whisker")[0].attrib["d"]).groups())  # type: ignore[union-attr]
+    low, high = map(
+        float, re.match(r"M([\d.]+) .*H([\d.]+)m", of_class(root, "whisker")[0].attrib["d"]).groups()
+    )  # type: ignore[union-attr]
     assert (high - low) / per_unit == pytest.approx(20, abs=0.05)
     assert [one.text for one in of_class(root, "value")] == ["40", "80"]
 
@@ -171,16 +209,25 @@ def test_a_schedule_stands_where_it_was_played() -> None:
     assert idle_seconds(spans, 2) == [6, 6]
     root = drawn(gantt(NAMED, 760, spans, 2, plain, "s"))
     rects = of_class(root, "act")
-    assert [rect.get("class") for rect in rects] == ["act forward", "act forward", "act backward", "act backward"]
+    assert [rect.get("class") for rect in rects] == [
+        "act forward",
+        "act forward",
+        "act backward",
+        "act backward",
+    ]
     unit = (760 - 12 - at(rects[0], "x")) / 12
-    assert [(at(rect, "x") - at(rects[0], "x")) / unit for rect in rects] == pytest.approx([0, 2, 4, 8], abs=0.01)
+    assert [(at(rect, "x") - at(rects[0], "x")) / unit for rect in rects] == pytest.approx(
+        [0, 2, 4, 8], abs=0.01
+    )
     assert [(at(rect, "width") + 0.6) / unit for rect in rects] == pytest.approx([2, 2, 4, 4], abs=0.01)
     assert at(rects[0], "y") == at(rects[3], "y") < at(rects[1], "y") == at(rects[2], "y")
 
 
 @pytest.mark.parametrize("width", [760.0, 320.0])
 def test_ratios_are_seen_from_one(width: float) -> None:
-    root = drawn(ratios(NAMED, width, [("a, memory", "q0", 1.2), ("a, time", "q2", 0.8), ("b", "q1", 1.0)], 0.1))
+    root = drawn(
+        ratios(NAMED, width, [("a, memory", "q0", 1.2), ("a, time", "q2", 0.8), ("b", "q1", 1.0)], 0.1)
+    )
     one = at(of_class(root, "one")[0], "x1")
     above, below, exact = (at(point, "cx") - one for point in of_class(root, "point"))
     assert above == pytest.approx(-below, abs=0.2) and above > 20 and exact == 0

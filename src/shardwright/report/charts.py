@@ -64,7 +64,7 @@ def lines(
     """Lines over counts such as updates; `x[i]` are the positions of `series[i]`."""
     known = [value for one in series for value in one.values if value is not None]
     heights = marks(min(known), max(known))
-    frame = Frame(width, 220, margin(map(label, heights)))
+    frame = Frame(width, 226, margin(map(label, heights)))
     first, last = min(map(min, x)), max(map(max, x))
     across, up = frame.x(first, last), frame.y(heights[0], heights[-1])
     shown = whole_ticks(int(first), int(last), 4 if width < NARROW else 8)
@@ -90,7 +90,7 @@ def histogram(
     places = marks(found[0][0], found[-1][1], 4 if width < NARROW else 8)
     most = max(count for *_, count in found)
     heights = [mark for mark in marks(0, most, 4) if mark == int(mark)]
-    frame = Frame(width, 230, margin(f"{mark:.0f}" for mark in heights), top=16 + LINE * len(marked))
+    frame = Frame(width, 236, margin(f"{mark:.0f}" for mark in heights), top=16 + LINE * len(marked))
     across, up = frame.x(places[0], places[-1]), frame.y(0, heights[-1])
     content = y_axis(frame, up, heights, lambda v: f"{v:.0f}") + x_axis(frame, across, places, label, title)
     for start, end, count in found:
@@ -131,7 +131,7 @@ def stacked(
     kept = thin(totals, int(width // (2 if width < NARROW else 2.5)))
     piled = stack([[column[i] for i in kept] for column in columns])
     heights = marks(0, max([*totals, *([line[1]] if line else [])]) or 1.0)
-    frame = Frame(width, 280, margin(map(label, heights)), top=12 + LINE * bool(peak))
+    frame = Frame(width, 286, margin(map(label, heights)), top=12 + LINE * bool(peak))
     count = len(kept)
     across, up = frame.x(0, count), frame.y(0, heights[-1])
     edges = [across(i) for i in range(count + 1)]
@@ -173,7 +173,7 @@ def strips(
         3 if width < NARROW else 6,
     )
     room = max(len(shown) for *_, shown in rows) * CHARACTER + 16
-    frame = Frame(width, pitch * len(rows) + 56, 8, right=room, top=4, bottom=46)
+    frame = Frame(width, pitch * len(rows) + 58, 8, right=room, top=4, bottom=50)
     across = frame.x(places[0], places[-1])
     content = x_axis(frame, across, places, label, title, grid=True)
     for i, (name, values, shown) in enumerate(rows):
@@ -208,7 +208,7 @@ def bars(named: Named, width: float, rows: Sequence[Bar], label: Label, title: s
     """Horizontal bars from zero; values in a column on the right; names stand above the bars, so that long ones fit."""
     pitch = 42.0
     room = max(len(row.value) for row in rows) * CHARACTER + 16
-    frame = Frame(width, pitch * len(rows) + 56, 1, right=room, top=4, bottom=46)
+    frame = Frame(width, pitch * len(rows) + 58, 1, right=room, top=4, bottom=50)
     most = max([row.length for row in rows] + [row.spread[1] for row in rows if row.spread])
     places = marks(0, most or 1.0, 3 if width < NARROW else 6)
     across = frame.x(0, places[-1])
@@ -245,7 +245,7 @@ def gantt(named: Named, width: float, spans: Sequence[Span], ranks: int, label: 
     total = max(span.end for span in spans)
     left = margin([f"rank {ranks - 1}"]) if width >= NARROW else margin([str(ranks - 1)]) + 4
     row = max(18.0, min(34.0, 260 / ranks))
-    frame = Frame(width, row * ranks + 56, left, top=4, bottom=48)
+    frame = Frame(width, row * ranks + 58, left, top=4, bottom=50)
     across = frame.x(0, total)
     content = element(
         "rect", tip("idle"), x=frame.left, y=frame.top, width=across(total) - frame.left, height=row * ranks,
@@ -286,7 +286,7 @@ def ratios(named: Named, width: float, rows: Sequence[tuple[str, str, float]], l
     above = width < NARROW  # names: above the marks on a phone, else on the left
     pitch = 40.0 if above else 26.0
     left = 12 if above else margin(name for name, *_ in rows)
-    frame = Frame(width, pitch * len(rows) + 60, left, right=44, top=8, bottom=46)
+    frame = Frame(width, pitch * len(rows) + 62, left, right=44, top=8, bottom=50)
     across = frame.x(places[0], places[-1])
     _, top, _, bottom = frame.inner
     content = element(

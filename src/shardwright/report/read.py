@@ -196,7 +196,7 @@ def _metrics(path: Path, missing: dict[str, str]) -> tuple[list[dict[str, Any]],
             bad += 1
     if not any("train/loss" in entry for entry in entries):
         missing[METRICS] = f"{METRICS} holds no update"
-    return entries, [f"{bad} lines of {METRICS} cannot be read and are left out."] if bad else []
+    return entries, [f"Lines of {METRICS} that cannot be read and are left out: {bad}."] if bad else []
 
 
 def _run_file(path: Path, bench: Mapping[str, Any], missing: dict[str, str]) -> tuple[RunFile | None, str]:

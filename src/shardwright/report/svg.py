@@ -161,7 +161,7 @@ class Frame:
     left: float
     right: float = 12
     top: float = 12
-    bottom: float = 40
+    bottom: float = 46
 
     @property
     def inner(self) -> tuple[float, float, float, float]:
@@ -209,8 +209,8 @@ def x_axis(
                 element("line", x1=x, x2=x, y1=top, y2=bottom, class_="axis" if mark == 0 else "grid")
             )
         half = len(shown) * CHARACTER / 2
-        parts.append(text(max(half, min(x, frame.width - half)), bottom + LINE, shown, anchor="middle"))
-    parts.append(text(right, bottom + 2 * LINE + 2, title, "name", "end"))
+        parts.append(text(max(half, min(x, frame.width - half)), bottom + LINE + 4, shown, anchor="middle"))
+    parts.append(text(right, bottom + 2 * LINE + 6, title, "name", "end"))
     return "".join(parts)
 
 
