@@ -19,7 +19,7 @@ from shardwright.plan.playback import Span, StageSeconds, play
 from shardwright.report.page import sections, settings, summary
 from shardwright.report.predict import Forecast, forecast
 from shardwright.report.read import percentiles, read_directory
-from shardwright.report.training import token_section
+from shardwright.report.training import other_objective, token_section
 from shardwright.report.verb import run_report
 
 TINY = str(Path(__file__).parents[2] / "examples" / "tiny")
@@ -207,12 +207,9 @@ def test_names_are_not_markup(tmp_path: Path) -> None:
 
 
 def test_runs_side_by_side(tmp_path: Path) -> None:
-    paths = [write_run(tmp_path / "a", parallelism__data_parallel="zero3"), write_run(tmp_path / "b")]
+    paths = [write_run(tmp_path / "a", parallelism__data_parallel="ddp"), write_run(tmp_path / "b")]
     subjects = [(one, forecast(one, None)) for one in map(read_directory, paths)]
-    assert [row[1] for row in summary(subjects).rows] == [
-        "zero3",
-        subjects[1][0].environment.get("layout", summary(subjects).rows[1][1]),
-    ]
+    assert [row[1] for row in summary(subjects).rows] == ["ddp", "zero3"]  # zero3 is the default
     by_name = {s.identity: s for s in sections(subjects)}
     speed = by_name["layouts"].figures[0]
     assert speed.table is not None
@@ -226,6 +223,18 @@ def test_runs_side_by_side(tmp_path: Path) -> None:
     page = page_of(*paths, output=tmp_path / "page.html")
     check_html(page)
     assert "parallelism.data_parallel" in page.split("What differs")[1].split("</table>")[0]
+
+
+def test_another_objective_is_named(tmp_path: Path) -> None:
+    same = {"parallelism__data_parallel": "ddp", "training__per_device_train_batch_size": 2}
+    paths = [
+        write_run(tmp_path / "a"),
+        write_run(tmp_path / "b", **same),
+        write_run(tmp_path / "c", training__seed=7),
+    ]
+    a, b, c = map(read_directory, paths)
+    assert other_objective([a, b]) == [] and other_objective([a, b, c]) == ["training.seed"]
+    assert "same objective: training.seed differ." in page_of(*paths, output=tmp_path / "page.html")
 
 
 def test_what_bench_wrote(tmp_path: Path) -> None:

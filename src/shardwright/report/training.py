@@ -86,9 +86,23 @@ def _difference(directories: Sequence[Directory], key: str) -> str:
             base = first.get(update)
             if value is not None and base is not None:
                 furthest = max(furthest, abs(value - base))
-    return (
-        f"Largest difference of the loss at the same update: {furthest:.2g}." if len(directories) > 1 else ""
-    )
+    if len(directories) < 2:
+        return ""
+    apart = f"Largest difference of the loss at the same update: {furthest:.2g}."
+    keys = other_objective(directories)
+    return f"{apart} The runs do not train the same objective: {', '.join(keys)} differ." if keys else apart
+
+
+def other_objective(directories: Sequence[Directory]) -> list[str]:
+    """The keys that belong to the objective, not to the layout, in which the runs' run files differ."""
+    found: list[str] = []
+    runs = [directory.run for directory in directories if directory.run is not None]
+    for section in ("model", "data", "training", "precision"):
+        values = [getattr(run, section).model_dump() for run in runs]
+        for key in values[0] if values else ():
+            if not key.startswith("per_device_") and any(one[key] != values[0][key] for one in values):
+                found.append(f"{section}.{key}")
+    return found
 
 
 def _table(
