@@ -217,16 +217,7 @@ class Clock(DataParallelClock):
             played //= 2
         if legality(schedule, a.pp, chunks, played):
             return closed
-        last = len(stage_blocks) - 1
-        stages = [
-            self.rank(layout, RankKind(blocks, stage == 0, stage == last))
-            for stage, blocks in enumerate(stage_blocks)
-        ]
-        waits = [wait.microbatch / 2 for wait in self._waits(layout, stages)]
-        times = [
-            StageSeconds(r.forward + wait, r.backward + wait - r.weights, r.weights)
-            for r, wait in zip(stages, waits)
-        ]
+        times = self.stage_seconds(layout, stage_blocks)
         key = (schedule, a.pp, chunks, played, *times)
         idle = self._played.get(key)
         if idle is None:
@@ -237,6 +228,19 @@ class Clock(DataParallelClock):
             )
             idle = self._played[key] = max(ran.total - max(ran.busy), 0.0)
         return closed._replace(bubble=idle)
+
+    def stage_seconds(self, layout: Layout, stage_blocks: tuple[int, ...]) -> list[StageSeconds]:
+        """One microbatch on every pipeline stage, the waits of data parallelism at each microbatch included."""
+        last = len(stage_blocks) - 1
+        stages = [
+            self.rank(layout, RankKind(blocks, stage == 0, stage == last))
+            for stage, blocks in enumerate(stage_blocks)
+        ]
+        waits = [wait.microbatch / 2 for wait in self._waits(layout, stages)]
+        return [
+            StageSeconds(r.forward + wait, r.backward + wait - r.weights, r.weights)
+            for r, wait in zip(stages, waits)
+        ]
 
     def _optimizer(self, layout: Layout, local_parameters: float) -> float:
         if layout.offload == "params":
