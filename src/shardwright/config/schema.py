@@ -152,6 +152,9 @@ class Training(Section):
     eval_steps: Positive | None = Field(
         None, description="Evaluate every so many updates, and at the end; needs data.validation"
     )
+    until_eval_loss: PositiveFloat | None = Field(
+        None, description="Stop once eval/loss is this or less; needs eval_steps"
+    )
     on_non_finite: Literal["stop", "skip"] = Field(
         "stop",
         description="A loss or gradient that is not finite: stop all ranks, or skip the update on all ranks",
@@ -290,6 +293,10 @@ class Logging(Section):
     """What is printed and recorded. metrics.jsonl is always written."""
 
     log_steps: Positive = 1
+    profile_steps: Positive | None = Field(
+        None,
+        description="Profile the third update, and then one in so many: comm/exposed_seconds; costs these some time",
+    )
     report_to: list[Literal["tensorboard", "trackio"]] = []
 
 
