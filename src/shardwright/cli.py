@@ -228,6 +228,25 @@ def inspect(
 
 
 @app.command()
+def report(
+    directories: Annotated[
+        list[Path], typer.Argument(help="What runs (output_dir) or bench have left", show_default=False)
+    ],
+    output: Annotated[
+        Path | None, typer.Option(help="The page; default report.html in the directory, or here for several")
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(help="For predicted times: a name of the catalogue, or a YAML file of your own"),
+    ] = None,
+) -> None:
+    """Report: one self-contained HTML page about runs and measured layouts."""
+    from shardwright.report.verb import run_report
+
+    raise typer.Exit(run_report(directories, output, device, typer.echo, _inventory))
+
+
+@app.command()
 def doctor(
     nproc_per_node: Processes = 2,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",

@@ -199,7 +199,9 @@ class Parallelism(Section):
         description="zero3 only: drop gathered parameters after forward (default true), or keep them on N ranks",
     )
     prefetch: NonNegative | None = Field(None, description="zero* only: units gathered ahead; default 1")
-    bucket_bytes: Positive | None = Field(None, description="ddp only: gradient bucket; default 25 MiB")
+    bucket_bytes: Positive | None = Field(
+        None, description="ddp only: gradient bucket; default 25 MiB, 4 on CPUs"
+    )
 
     @field_validator("data_parallel", mode="before")
     @classmethod

@@ -133,12 +133,16 @@ class Comparison:
 
 
 def compare(predicted: Iterable[Traffic], recorded: Iterable[Traffic], buckets: bool) -> list[Comparison]:
-    """Both sides by axis and collective. `buckets`: the data-parallel kind reduces in buckets (ddp)."""
+    """Both sides by axis and collective. `buckets`: the data-parallel kind reduces in buckets (ddp).
+
+    An all-to-all counts as the reduce-scatter that it is: on gloo, pieces are exchanged and then summed (`parallel/wire.py`).
+    """
     sides: list[dict[tuple[str, str], list[float]]] = []
     for side in (predicted, recorded):
         sums: dict[tuple[str, str], list[float]] = {}
         for one in side:
-            entry = sums.setdefault((one.axis, one.collective), [0.0, 0.0])
+            collective = "reduce-scatter" if one.collective == "all-to-all" else one.collective
+            entry = sums.setdefault((one.axis, collective), [0.0, 0.0])
             entry[0] += one.count
             entry[1] += one.sent_bytes
         sides.append(sums)

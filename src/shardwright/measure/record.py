@@ -6,11 +6,13 @@ import json
 import math
 import platform
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+import torch
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
@@ -124,6 +126,18 @@ def versions() -> dict[str, str]:
     packages = ("shardwright", "torch", "transformers", "tokenizers", "safetensors", "numpy")
     found = {name: metadata.version(name) for name in packages if _installed(name)}
     return {"python": platform.python_version(), "machine": platform.machine(), **found}
+
+
+def device_facts(device: torch.device) -> dict[str, str | int]:
+    """`device_name` as the driver or the processor calls it, and of an accelerator `device_memory_bytes`."""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return {"device_name": properties.name, "device_memory_bytes": properties.total_memory}
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return {"device_name": line.partition(":")[2].strip()}
+    return {"device_name": platform.processor() or platform.machine()}
 
 
 def _installed(name: str) -> bool:

@@ -27,13 +27,23 @@ class StageSeconds(NamedTuple):
     weights: float
 
 
+class Span(NamedTuple):
+    """An action that pipeline rank `rank` is at from `start` to `end`, in seconds."""
+
+    rank: int
+    action: Action
+    start: float
+    end: float
+
+
 def play(
     lists: Sequence[Sequence[Action]],
     rank_of: Callable[[int], int],
     times: Sequence[StageSeconds],
     send: float = 0.0,
+    seen: list[Span] | None = None,
 ) -> Played:
-    """Plays the lists: an action starts when its rank is free and what it needs has arrived.
+    """Plays the lists: an action starts when its rank is free and what it needs has arrived. `seen` gets every span.
 
     A forward needs the forward of the stage before, a backward that of the stage after and its own forward; a
     hop between ranks takes `send` seconds beside compute. Raises `ValueError` when the lists never finish.
@@ -55,6 +65,8 @@ def play(
             stage, kind, index = own[at]
             forward, inputs, weights = times[stage]
             if kind == "W":
+                if seen is not None:
+                    seen.append(Span(rank, own[at], now, now + weights))
                 now += weights
                 worked += weights
                 at += 1
@@ -77,6 +89,8 @@ def play(
                     ready += send
                 if ready > now:
                     now = ready
+            if seen is not None:
+                seen.append(Span(rank, own[at], now, now + took))
             now += took
             worked += took
             at += 1

@@ -14,9 +14,11 @@ from shardwright.export.huggingface import save_pretrained
 from shardwright.launch import OwnWatch, Pulse, finish, listen_for_dumps, worker_main
 from shardwright.layout.legality import check_device, check_run
 from shardwright.measure import clock
-from shardwright.measure.record import versions
+from shardwright.measure.record import device_facts, versions
 from shardwright.models.build import quiet_transformers
 from shardwright.parallel.process_group import Connection, connect
+from shardwright.plan.answer import layout_name
+from shardwright.plan.of_run import layout_of
 from shardwright.train.loop import Trainer
 from shardwright.train.run_data import RunData, open_data
 from shardwright.train.signals import StopFlag
@@ -66,7 +68,15 @@ def _describe(loaded: Loaded, engine: Engine, connection: Connection, console: C
     output_dir = Path(loaded.run.checkpoint.output_dir)
     output_dir.mkdir(parents=True, exist_ok=True)
     (output_dir / "config.yaml").write_text(loaded.to_yaml(origins=True), encoding="utf-8")
-    environment = {"date": clock.date(), **versions(), **connection.configuration()}
+    environment = {
+        "date": clock.date(),
+        **versions(),
+        **connection.configuration(),
+        **device_facts(connection.device),
+        "layout": layout_name(layout_of(loaded.run, engine.axes)),
+        "parameters": engine.parameters,
+        "loss_chunk_tokens": engine.loss_chunks.tokens,
+    }
     (output_dir / "environment.json").write_text(json.dumps(environment, indent=1) + "\n", encoding="utf-8")
     for notice in connection.notices:
         console.print(notice, highlight=False, soft_wrap=True)
