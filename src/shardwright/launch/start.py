@@ -100,7 +100,8 @@ def rank_environment(
 ) -> dict[str, str]:
     """The variables that all ranks get, from those of this process."""
     kept = {name: value for name, value in inherited.items() if not name.startswith("TORCHELASTIC_")}
-    defaults = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+    # a profiler's own notes, which some builds of torch print at each start and stop
+    defaults = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "KINETO_LOG_LEVEL": "99"}
     share = str(threads or kept.get("OMP_NUM_THREADS") or share_of_cores(local_ranks))
     defaults |= {"OMP_NUM_THREADS": share, "MKL_NUM_THREADS": share}
     if device == "cpu" and sys.platform == "linux" and MALLOC_MMAP not in kept:
