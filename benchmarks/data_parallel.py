@@ -1,6 +1,6 @@
 """Our layouts beside a bare torch loop of the same layout: python benchmarks/data_parallel.py [--layouts ddp,zero3]
 
-Two gloo ranks, a Llama of about 35M parameters in float32. Step times: both loops live in the same processes and take
+Two gloo ranks, a Llama of about 35M parameters in float32 (or bf16). Step times: both loops live in the same processes and take
 turns, update by update, so that load on the machine meets both. Peak memory: each loop alone in fresh processes, host
 memory above what imports and process groups take, with an allocator setting that returns freed blocks at once.
 """
@@ -15,120 +15,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from loops import LENGTH, MODEL, ROWS, Job, bare, ours
+
 HERE = Path(__file__).resolve()
-RANKS, ROWS, LENGTH, VOCABULARY = 2, 4, 256, 8192
-MODEL = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 512,
-    "intermediate_size": 1408,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "vocab_size": VOCABULARY,
-    "tie_word_embeddings": False,
-    "max_position_embeddings": LENGTH,
-}
-
-
-def ours(directory: str, layout: str, microbatches: int) -> Callable[[int], float]:
-    """One update of the product under `layout`; returns the loss."""
-    import torch
-    import torch.distributed as dist
-
-    from shardwright.config import load_run_file
-    from shardwright.data.loader import Microbatch, UpdateBatch
-    from shardwright.layout.legality import check_run
-    from shardwright.train.update import Engine
-
-    values = {
-        "model.model_name_or_path": directory,
-        "model.init": "random",
-        "data.train": ["unused"],
-        "data.max_length": LENGTH,
-        "training.max_steps": 1000,
-        "training.global_batch_size": ROWS * RANKS * microbatches,
-        "training.per_device_train_batch_size": ROWS,
-        "training.lr_scheduler_type": "constant",
-        "parallelism.data_parallel": layout,
-    }
-    loaded = load_run_file(None, values)
-    axes = check_run(loaded, dist.get_world_size())
-    engine = Engine(loaded.run, axes, torch.device("cpu"), 1000)
-
-    def update(number: int) -> float:
-        made = []
-        for k in range(microbatches):
-            ids, labels = rows(number * microbatches + k)
-            made.append(Microbatch(k * RANKS + dist.get_rank(), ids, labels, tuple(range(ROWS))))
-        targets = RANKS * microbatches * ROWS * (LENGTH - 1)
-        slots = RANKS * microbatches * ROWS * LENGTH
-        engine.forward_backward(UpdateBatch(number, tuple(made), targets, slots, slots, ()))
-        return engine.step().loss
-
-    return update
-
-
-def bare(directory: str, layout: str, microbatches: int) -> Callable[[int], float]:
-    """The loop a careful user writes with torch alone for the same layout."""
-    import torch
-    import torch.distributed as dist
-    import torch.nn.functional as F
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.nn.parallel import DistributedDataParallel
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory))
-    runner: Any = model
-    if layout == "ddp":
-        runner = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    else:
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        for block in model.model.layers:
-            fully_shard(block, mesh=mesh, reshard_after_forward=layout == "zero3")
-        fully_shard(model, mesh=mesh, reshard_after_forward=False)
-    optimizer = torch.optim.AdamW(runner.parameters(), lr=3e-4, weight_decay=0.0, fused=True)
-    targets = microbatches * ROWS * (LENGTH - 1)
-
-    def update(number: int) -> float:
-        total = torch.zeros(())
-        for k in range(microbatches):
-            ids, labels = rows(number * microbatches + k)
-            last = k == microbatches - 1
-            if layout == "ddp":
-                runner.require_backward_grad_sync = last
-            else:
-                model.set_requires_gradient_sync(last or layout != "zero1")
-                model.set_reshard_after_backward(last or layout == "zero3")
-            logits = runner(input_ids=ids, use_cache=False).logits
-            loss = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum") / targets
-            loss.backward()
-            total += loss.detach()
-        norm = torch.nn.utils.clip_grad_norm_(runner.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-        dist.all_reduce(total)
-        return total.item() / RANKS
-
-    return update
-
-
-def rows(number: int) -> tuple[Any, Any]:
-    """Random rows and shifted labels of this rank; equal for both loops."""
-    import torch
-    import torch.distributed as dist
-
-    generator = torch.Generator().manual_seed(number * 1009 + dist.get_rank())
-    ids = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator)
-    labels = torch.cat([ids[:, 1:], torch.full((ROWS, 1), -100)], dim=1)
-    return ids, labels
+RANKS = 2
 
 
 def peak_rss_bytes() -> int:
@@ -146,14 +39,15 @@ def worker(task: dict[str, Any]) -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // RANKS))
     dist.init_process_group("gloo", init_method=f"file://{task['store']}", rank=rank, world_size=RANKS)
     result: dict[str, Any] = {}
-    loops = {"ours": ours, "bare": bare}
+    job = Job(task["model"], task["layout"], task["microbatches"], task["bf16"], settings=task["settings"])
+    kind = "ddp" if job.layout == "ddp" else "fully_shard"
     if task["what"] == "time":
-        updates = {
-            name: loop(task["model"], task["layout"], task["microbatches"]) for name, loop in loops.items()
-        }
-        seconds: dict[str, list[float]] = {name: [] for name in loops}
+        first, engine = ours(job)
+        start = {name: engine.full(p.detach()).clone() for name, p in engine.module.named_parameters()}
+        updates = {"ours": first, "bare": bare(job, kind, start)}
+        seconds: dict[str, list[float]] = {name: [] for name in updates}
         for number in range(task["warmup"] + task["n"]):
-            names = list(loops) if number % 2 else list(loops)[::-1]
+            names = list(updates) if number % 2 else list(updates)[::-1]
             for name in names:
                 dist.barrier()
                 start = time.perf_counter()
@@ -169,7 +63,7 @@ def worker(task: dict[str, Any]) -> None:
         dist.barrier()
         Path("/proc/self/clear_refs").write_text("5")
         base = peak_rss_bytes()
-        update = loops[task["what"]](task["model"], task["layout"], task["microbatches"])
+        update = ours(job)[0] if task["what"] == "ours" else bare(job, kind)
         for number in range(3):
             update(number)
         peak = torch.tensor([float(peak_rss_bytes() - base)])
@@ -182,7 +76,16 @@ def worker(task: dict[str, Any]) -> None:
     os._exit(0)
 
 
-def run(directory: str, layout: str, what: str, microbatches: int, n: int, warmup: int) -> dict[str, Any]:
+def run(
+    directory: str,
+    layout: str,
+    what: str,
+    microbatches: int,
+    n: int,
+    warmup: int,
+    bf16: bool,
+    settings: list[str],
+) -> dict[str, Any]:
     """Starts the ranks of one task and returns rank 0's result."""
     with tempfile.TemporaryDirectory() as scratch:
         task = {
@@ -192,6 +95,8 @@ def run(directory: str, layout: str, what: str, microbatches: int, n: int, warmu
             "microbatches": microbatches,
             "n": n,
             "warmup": warmup,
+            "bf16": bf16,
+            "settings": settings,
             "store": f"{scratch}/store",
             "result": f"{scratch}/result.json",
         }
@@ -227,6 +132,10 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=1)
     parser.add_argument("-n", type=int, default=24)
     parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--bf16", action="store_true", help="compute and reduce in bf16 (bare ddp: autocast)")
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="KEY=VALUE", help="keys of the run file, for ours"
+    )
     parser.add_argument("--no-memory", action="store_true")
     parser.add_argument("--record", action="store_true", help="append to benchmarks/results.jsonl")
     parser.add_argument("--task", help=argparse.SUPPRESS)
@@ -244,7 +153,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(MODEL))
         for layout in arguments.layouts.split(","):
-            settings = (arguments.microbatches, arguments.n, arguments.warmup)
+            settings = (arguments.microbatches, arguments.n, arguments.warmup, arguments.bf16)
+            settings += (arguments.set,)
             seconds = run(directory, layout, "time", *settings)["seconds"]
             mine, theirs = (statistics.median(seconds[name]) for name in ("ours", "bare"))
             # pairs of neighbouring updates: what disturbs one disturbs the other
@@ -255,6 +165,7 @@ def main() -> None:
                 "bare_seconds": theirs,
                 "ratio": ratio,
                 "n": arguments.n,
+                "bf16": arguments.bf16,
             }
             memory = ["n/a"] * 3
             if not arguments.no_memory:

@@ -1,4 +1,4 @@
-"""Ways to keep packed documents apart: python benchmarks/document_attention.py [-n 7] [--threads 1] [--record]
+"""Ways to keep packed documents apart: python benchmarks/document_attention.py [-n 7] [--widths 256 1024 4096] [--record]
 
 Forward and backward of the core attention alone on the CPU, in turns, for mixes of lengths at several widths of rows. `mask`:
 one call with a T x T mask, made once. `document`: a call for each document. `ours`: a call for each length that occurs
@@ -111,6 +111,7 @@ def measured(size: tuple[int, int, int, int, int], mix: str, turns: int) -> dict
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("-n", type=int, default=7)
+    parser.add_argument("--widths", type=int, nargs="+", default=[size[0] for size in SIZES])
     parser.add_argument("--record", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -118,7 +119,7 @@ def main() -> None:
     print(
         "width  mix                       documents  calls  ours, ms  mask/ours          document/ours      causal/ours"
     )
-    for size in SIZES:
+    for size in (size for size in SIZES if size[0] in options.widths):
         for mix in MIXES:
             found = measured(size, mix, options.n)
             seconds = found.pop("seconds")

@@ -2,9 +2,9 @@
 
     python benchmarks/planner_speed.py
 
-`considered` is every legal layout of the space; `asked` those whose memory was asked for, because no bound ruled
-them out. The command is the one that a user types, interpreter and imports included. CPU seconds are what the work takes on one core; wall time also depends on what else the machine
-does.
+`considered` is every legal layout of the space; `asked` those whose memory was asked for, because no bound
+ruled them out. The command is the one that a user types, interpreter and imports included. CPU seconds are
+what the work takes on one core; wall time also depends on what else the machine does.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ CASES = (
     ("llama-3.1-405b", 100000, 8192, 20000),
 )
 
+
 def one_by_one(seconds: float = 1.0) -> float:
     """Layouts per CPU second when each is timed and its peak asked for, without any bound."""
     search, _ = make_search(
@@ -46,7 +47,9 @@ def one_by_one(seconds: float = 1.0) -> float:
     return done / (time.process_time() - start)
 
 
-def command(model: str, devices: int, length: int, batch: int, times: int = 7) -> tuple[list[float], list[float]]:
+def command(
+    model: str, devices: int, length: int, batch: int, times: int = 7
+) -> tuple[list[float], list[float]]:
     """(wall, CPU) seconds of the whole command in fresh processes, sorted."""
     arguments = ["--model", model, "--devices", str(devices), "--device", "h100-sxm-80gb"]
     arguments += ["--max-length", str(length), "--global-batch-size", str(batch)]

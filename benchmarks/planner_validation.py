@@ -87,9 +87,7 @@ def _line(name: str, errors: list[Error]) -> str:
     return f"  {name:<22}{s['rows']:>6.0f}{s['bias']:>+9.1%}{s['median']:>9.1%}{s['p90']:>9.1%}"
 
 
-def _table(
-    title: str, errors: list[Error], stalled: list[Error], write: Callable[[str], object]
-) -> None:
+def _table(title: str, errors: list[Error], stalled: list[Error], write: Callable[[str], object]) -> None:
     """stalled: rows that are left out, which a last line counts too."""
     write(f"\n{title}")
     write(f"  {'source':<22}{'rows':>6}{'bias':>9}{'median':>9}{'90th':>9}")

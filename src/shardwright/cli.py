@@ -37,6 +37,9 @@ def train(
         int,
         typer.Option(help="How often ranks that failed start again from the newest good checkpoint", min=0),
     ] = 0,
+    until_eval_loss: Annotated[
+        float | None, typer.Option(help="Stop at this evaluation loss and say how long it took")
+    ] = None,
     print_config: Annotated[
         bool, typer.Option(help="Print the resolved run file with the origin of every value, and stop")
     ] = False,
@@ -45,7 +48,8 @@ def train(
     from shardwright.config import load_run_file, parse_overrides
 
     least, most = _ranks(nproc_per_node)
-    loaded = load_run_file(run_file, parse_overrides(context.args))
+    reach = [] if until_eval_loss is None else [f"--training.until_eval_loss={until_eval_loss}"]
+    loaded = load_run_file(run_file, parse_overrides([*context.args, *reach]))
     if print_config:
         typer.echo(loaded.to_yaml(origins=True), nl=False)
         return
@@ -155,6 +159,32 @@ def _inventory(name: str, overrides: dict[str, Any]) -> dict[str, Any]:
 
 
 @app.command(context_settings=_OVERRIDES, epilog=_EPILOG)
+def bench(
+    context: typer.Context,
+    run_file: RunFilePath,
+    layouts: Annotated[str, typer.Option(help="Names joined by commas, as for check; or all")] = (
+        "ddp,zero1,zero2,zero3"
+    ),
+    nproc_per_node: Processes = 2,
+    vs: Annotated[str, typer.Option(help="peers: other programs for the same rows, where installed")] = "",
+    updates: Annotated[int, typer.Option(help="Updates to time", min=2)] = 12,
+    warmup: Annotated[int, typer.Option(help="Updates before that are told apart", min=1)] = 3,
+    device: Annotated[
+        str | None, typer.Option(help="Predicts step times: the hardware file of doctor, or a known device")
+    ] = None,
+    trace: Annotated[Path | None, typer.Option(help="Keep the trace of each layout and rank here")] = None,
+) -> None:
+    """Bench: speed, memory and communication of layouts side by side, beside what was planned; exit 3 as check."""
+    from shardwright.config import load_run_file, parse_overrides
+
+    loaded = load_run_file(run_file, parse_overrides(context.args))
+    from shardwright.bench.verb import Request, run_bench
+
+    request = Request(nproc_per_node, layouts, vs, updates, warmup, device, trace)
+    raise typer.Exit(run_bench(loaded, request))
+
+
+@app.command(context_settings=_OVERRIDES, epilog=_EPILOG)
 def drill(
     context: typer.Context,
     run_file: RunFilePath,
@@ -214,6 +244,18 @@ def report(
     from shardwright.report.verb import run_report
 
     raise typer.Exit(run_report(directories, output, device, typer.echo, _inventory))
+
+
+@app.command()
+def doctor(
+    nproc_per_node: Processes = 2,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+    output: Annotated[Path, typer.Option(help="The hardware file that is written")] = Path("hardware.yaml"),
+) -> None:
+    """Doctor: is this machine sane, and what does it reach? Writes a hardware file for plan and bench; exit 1 on a failure."""
+    from shardwright.doctor.verb import run_doctor
+
+    raise typer.Exit(run_doctor(nproc_per_node, device, output))
 
 
 @app.command()

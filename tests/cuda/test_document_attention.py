@@ -1,4 +1,4 @@
-"""Packed rows on one GPU: torch's flash kernel by lengths, and a run against the CPU. Skipped where there is no GPU. Row A15."""
+"""Packed rows on one GPU: torch's flash kernel by lengths, and a run against the CPU. Skipped where there is none. Row A15."""
 
 from __future__ import annotations
 

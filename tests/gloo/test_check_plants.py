@@ -5,9 +5,11 @@ Known faults: A01, A03, A07, A11, A13, A29, A34, A37, A38, A42, A47.
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -73,16 +75,33 @@ def _record_all(specs: list[CandidateSpec]) -> None:
         dist.barrier()
 
 
+def _weighted_rows(directory: Path) -> Path:
+    """40 documents of token ids with a weight for each, some of them 0."""
+    draw, path = Random(0), directory / "weighted.jsonl"
+    with path.open("w", encoding="utf-8") as out:
+        for _ in range(40):
+            length = draw.randint(5, 60)
+            ids, weights = draw.choices(range(250), k=length), draw.choices([0.0, 0.3, 1.0, 2.0], k=length)
+            out.write(json.dumps({"input_ids": ids, "loss_weights": weights}) + "\n")
+    return path
+
+
 def judged(plants: list[tuple[str, str, str]], directory: Path) -> dict[tuple[str, str, str], str]:
-    """The diagnosis of every plant, "" for a pass: one reference per example, one start of ranks for all."""
+    """The diagnosis of every plant, "" for a pass: one reference per example, one start of ranks for all.
+
+    An example is a name of examples/, then how its rows are batched, then `weighted` for targets of unequal weights.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     references, specs, places = {}, [], {}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(REPOSITORY)
         for example in sorted({example for example, _, _ in plants}):
-            name, _, batching = example.partition(" ")
-            options = {"data.cache_dir": str(directory), "data.batching": batching or "pad", **SMALL}
+            name, *words = example.split()
+            batching = next((word for word in words if word != "weighted"), "pad")
+            options = {"data.cache_dir": str(directory), "data.batching": batching, **SMALL}
+            if "weighted" in words:
+                options |= {"data.train": [str(_weighted_rows(directory))], "data.validation": []}
             run = load_run_file(f"examples/{name}.yaml", options).run
             adjusted = adjust(run, dtype="fp64", data_ranks=2, device="cpu", updates=2)
             record, _, training = run_reference(adjusted.run, adjusted.changes, directory / example, 2)

@@ -158,24 +158,28 @@ def _whole_inputs(width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 DOCUMENTS = PackedRows(torch.tensor([[0] * 4 + [1] * 7 + [2], [0] * 12]), torch.device("cpu"))
-ATTENTION_CASES: dict[str, tuple[str, bool, int, dict[str, Any]]] = {
-    f"{kind} {'balanced' if balanced else 'plain'} {width}": (kind, balanced, width, {})
-    for kind in ATTENTIONS
-    for balanced in (True, False)
-    for width in (8, 6)
-} | {
-    f"all_gather {balanced} {name}": ("all_gather", balanced, 8, options)
-    for balanced in (True, False)
-    for name, options in {
-        "window": {"sliding_window": 3},
-        "documents": {"documents": DOCUMENTS},
-        "both": {"documents": DOCUMENTS, "sliding_window": 3},
-    }.items()
-} | {
-    f"ring {balanced} documents {width}": ("ring", balanced, width, {"documents": DOCUMENTS})
-    for balanced in (True, False)
-    for width in (8, 6)
-}
+ATTENTION_CASES: dict[str, tuple[str, bool, int, dict[str, Any]]] = (
+    {
+        f"{kind} {'balanced' if balanced else 'plain'} {width}": (kind, balanced, width, {})
+        for kind in ATTENTIONS
+        for balanced in (True, False)
+        for width in (8, 6)
+    }
+    | {
+        f"all_gather {balanced} {name}": ("all_gather", balanced, 8, options)
+        for balanced in (True, False)
+        for name, options in {
+            "window": {"sliding_window": 3},
+            "documents": {"documents": DOCUMENTS},
+            "both": {"documents": DOCUMENTS, "sliding_window": 3},
+        }.items()
+    }
+    | {
+        f"ring {balanced} documents {width}": ("ring", balanced, width, {"documents": DOCUMENTS})
+        for balanced in (True, False)
+        for width in (8, 6)
+    }
+)
 
 
 def _attention(kind: str, balanced: bool, width: int, options: dict[str, Any]) -> list[Tensor]:

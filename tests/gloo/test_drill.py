@@ -38,6 +38,7 @@ def sessions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[
     values = {
         "training.max_steps": UPDATES, "checkpoint.save_steps": 2, "checkpoint.output_dir": str(tmp_path / "x"),
         "data.cache_dir": str(tmp_path / "cache"), "hardware.device": "cpu", "hardware.timeout_seconds": 60,
+        "hardware.threads_per_rank": 1,
     }  # fmt: skip
     loaded = load_run_file("examples/tiny.yaml", values)
     prepare_run(loaded, Console(quiet=True))

@@ -77,7 +77,7 @@ class _Operators(TorchDispatchMode):
 
 _COLLECTIVES = {
     "c10d._allgather_base_.default": "gathers",
-    "c10d._reduce_scatter_base_.default": "reductions",
+    "c10d.alltoall_base_.default": "reductions",
     "c10d.allreduce_.default": "all_reduces",
 }
 

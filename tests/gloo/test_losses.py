@@ -30,6 +30,7 @@ from torch import Tensor
 from transformers import Gemma2Config
 
 from shardwright.data.loader import UpdateBatch
+from shardwright.errors import ShardwrightError
 from shardwright.models.head import Deferred
 from shardwright.train.objective import logits_of
 from shardwright.train.update import Engine
@@ -149,7 +150,7 @@ def one_microbatch_without_targets(batch: UpdateBatch) -> UpdateBatch:
 
 def batch_for(engine: Engine, update: int, name: str) -> UpdateBatch:
     place, ranks = engine.axes.data_rank(engine.rank), engine.axes.data_ranks
-    batch = batch_of(update, place, ranks, 2, length=T)
+    batch = batch_of(update, place, ranks, engine.run.training.per_device_train_batch_size, length=T)
     if "weighted" in name:
         return weighted(batch)
     return one_microbatch_without_targets(batch) if update == 1 else batch
@@ -307,3 +308,17 @@ def test_chunks_change_nothing(name: str, other: str, on_two: dict[str, Outcome]
     """Chunks against whole logits of the same engine: 1e-12 of every gradient."""
     difference, where = worst(on_two[name].gradients[0], on_two[other].gradients[0])
     assert difference < 1e-12, where
+
+
+def _without_count() -> str:
+    engine = make_engine(run_file(training__loss=OWN + "counts_nothing", parallelism__data_parallel="zero2"))
+    try:
+        engine.forward_backward(batch_for(engine, 0, ""))
+    except ShardwrightError as error:
+        return str(error)
+    return ""
+
+
+def test_a_loss_that_counts_no_target_is_stopped_on_all_ranks() -> None:
+    """A11: there is nothing to divide by."""
+    assert all("counts 0.0 targets in update 0" in error for error in run_ranks(_without_count, 2))

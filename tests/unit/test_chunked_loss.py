@@ -28,7 +28,9 @@ from shardwright.layout.axes import Axes
 from shardwright.layout.legality import check_run
 from shardwright.layout.loss import chunk_tokens, loss_chunk_tokens
 from shardwright.models.adapters import find_parts
+from shardwright.models.build import build_model
 from shardwright.models.head import Deferred, Step, apply_steps, steps_behind_head
+from shardwright.parallel.apply import check_model
 from shardwright.parallel.chunked_loss import (
     ChunkedHead,
     How,
@@ -281,3 +283,13 @@ def test_a_loss_that_is_not_there() -> None:
         own_loss("cross_entrop")
     with pytest.raises(ConfigError, match="cannot be imported"):
         own_loss("tests.own_losses:nothing")
+
+
+def test_a_loss_of_ones_own_on_a_divided_vocabulary_is_refused() -> None:
+    """It is given whole logits; the layer that divides them is named, and the style that makes them whole."""
+    values = {"model.model_name_or_path": "examples/tiny", "model.init": "random", "data.train": ["a"],
+              "training.max_steps": 1, "training.global_batch_size": 1, "parallelism.tp_size": 2,
+              "training.loss": "tests.own_losses:smoothed"}  # fmt: skip
+    run = load_run_file(None, values).run
+    with pytest.raises(ModelError, match=r"lm_head is divided by vocabulary.*colwise_gather_output"):
+        check_model(build_model(run.model, torch.float32), run)

@@ -23,7 +23,10 @@ def test_the_median_error_is_within_ten_percent() -> None:
 
 
 def test_hardly_any_row_is_under_estimated() -> None:
-    """By more than 10%: one row of nanotron, at 12.3%. Rows there that need equal memory differ by up to 16%."""
+    """By more than 10%: one row of nanotron, at 12.3%, so the bar is missed by it. Rows there that need equal memory differ
+    by up to 16%. It needs 4 bytes per parameter more, as much as a copy of its gradients; no run of the calibration half on
+    as many replicas does, so nothing is added for it (benchmarks/planner_validation.py).
+    """
     low = {label: error for label, error in ERRORS.items() if error < -0.10}
     assert list(low) == ["8.86B dp32 pp2 tp2 zero1 microbatch 1 x 8"]
     assert low.popitem()[1] > -0.125

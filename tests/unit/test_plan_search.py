@@ -23,6 +23,8 @@ from shardwright.plan.space import (
     count_layouts,
     kinds_of,
     shells,
+    splits,
+    variant,
     variants,
 )
 
@@ -178,3 +180,17 @@ def test_405b_on_16384_considers_every_layout() -> None:
     """How fast this is, `benchmarks/planner_speed.py` says."""
     found = make("llama-3.1-405b", 16384, 8192, 2048).run()
     assert found.best and found.considered > 2_000_000
+
+
+@pytest.mark.parametrize(("model", "devices", "rows"), [("llama-3-8b", 8, 8), ("llama-3-70b", 96, 192)])
+def test_no_bound_is_above_a_layout(model: str, devices: int, rows: int) -> None:
+    """Of shells, of cells, and of the splits of the data axis: what the search leaves out is slower than it asks for."""
+    search = make(model, devices, 4096, rows, "h100-sxm-80gb")
+    for shell in shells(search.job, devices)[0]:
+        for cell in list(cells(search.job, shell))[::7]:
+            bound, blocks = search.bound(cell), search.stage_blocks(cell)
+            for kind in set(kinds_of(cell)) & set(ON_DEVICE):
+                for split in splits(shell.data, shell.cp, kind):
+                    seconds = search.clock.step(variant(cell, kind, *split), blocks).total * (1 + 1e-9)
+                    assert search.shell_bound(shell) <= seconds and bound.seconds <= seconds, (cell, kind)
+                    assert split in search._options(bound, kind, seconds), (cell, kind, split)

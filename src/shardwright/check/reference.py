@@ -40,6 +40,12 @@ def excluded_from_decay(name: str, dims: int, patterns: list[str]) -> bool:
     return dims < 2 or any(fnmatch(name, pattern) for pattern in patterns)
 
 
+def _weight(microbatch: Microbatch) -> float:
+    """The sum of the weights of a microbatch's targets."""
+    targets = microbatch.labels != IGNORE
+    return float(targets.sum() if microbatch.weights is None else microbatch.weights.double()[targets].sum())
+
+
 class Reference:
     """A model, its rows and its optimizer in one process; `record` writes the updates down."""
 
@@ -202,7 +208,7 @@ class Reference:
         sums: list[float] = []
         if number == 0:
             self._note_first(batch, targets)
-        count, likely = 0.0, float(sum(targets))
+        count, likely = 0.0, sum(map(_weight, batch.microbatches))
         for microbatch, loss, own_count, gradients in self._gradients(batch, likely):
             sums.append(loss)
             count += own_count

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from shardwright.check.changes import IGNORE, Changes, thinned
@@ -45,12 +46,19 @@ class CheckedRows:
         """Update `number` (0-based)."""
         batch = self.loader.update(number)
         microbatches = tuple(self._changed(microbatch) for microbatch in batch.microbatches)
-        targets = batch.target_tokens
+        targets, weight = batch.target_tokens, batch.target_weight
         if self.changes.thin:
-            labels = (torch.from_numpy(self.table.row(row)[1]) for row in batch.row_ids if row >= 0)
-            rows = (row for row in batch.row_ids if row >= 0)
-            targets = sum(int((thinned(own, row) != IGNORE).sum()) for own, row in zip(labels, rows))
-        return replace(batch, microbatches=microbatches, target_tokens=targets)
+            counts = [self._thinned_counts(row) for row in batch.row_ids if row >= 0]
+            targets = sum(count for count, _ in counts)
+            weight = None if weight is None else sum(own for _, own in counts)
+        return replace(batch, microbatches=microbatches, target_tokens=targets, target_weight=weight)
+
+    def _thinned_counts(self, row: int) -> tuple[int, float]:
+        """(targets that are left of a row, the sum of their weights)."""
+        block = self.table.block([row], int(self.table.real_tokens(np.array([row]))[0]), 0)
+        kept = thinned(torch.from_numpy(block.labels[0]), row).numpy() != IGNORE
+        weights = kept if block.weights is None else block.weights[0][kept]
+        return int(kept.sum()), float(weights.sum(dtype=np.float64))
 
     def _changed(self, microbatch: Microbatch) -> Microbatch:
         ids, labels = microbatch.input_ids, microbatch.labels

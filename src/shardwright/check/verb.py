@@ -70,6 +70,23 @@ def run_check(
             "Call it once, without torchrun or srun.",
         )
     fault = known_fault(plant) if plant else ""
+    codes = check_layouts(loaded, layouts, nproc_per_node, console, dtype=dtype, updates=updates, fault=fault)
+    if ExitCode.CHECK_FAILED in codes.values():
+        return ExitCode.CHECK_FAILED
+    return next((code for code in codes.values() if code), ExitCode.DONE)
+
+
+def check_layouts(
+    loaded: Loaded,
+    layouts: str,
+    nproc_per_node: int,
+    console: Console,
+    *,
+    dtype: str = "fp64",
+    updates: int = 3,
+    fault: str = "",
+) -> dict[str, int]:
+    """Checks the layouts and prints what is found; {name: exit code of this layout alone} of those that are possible."""
     names, data_ranks, split = _possible(loaded, layouts, nproc_per_node, console)
     device = device_kind(loaded.run.hardware.device, nproc_per_node)
     adjusted = adjust(
@@ -129,7 +146,7 @@ def _check(
     fault: str,
     directory: Path,
     console: Console,
-) -> int:
+) -> dict[str, int]:
     tolerance = _tolerance(adjusted, ranks)
     started, before = clock.now(), torch.get_num_threads()
     reference, limit, training = _reference(adjusted, directory / "reference")
@@ -159,15 +176,14 @@ def _check(
         comparison = compare_records(reference, record, tolerance)
         rows.append(result_row(candidate.layout, comparison, candidate.spec.seconds))
         if not comparison.passed:
+            codes[len(rows) - 1] = ExitCode.CHECK_FAILED
             found = explain(reference, record, comparison, tolerance, candidate.axes, candidate.layout)
             findings.append((candidate.layout, found))
     torch.set_num_threads(before)
     show(console, rows)
     for layout, finding in findings:
         _report(console, layout, finding)
-    if findings:
-        return ExitCode.CHECK_FAILED
-    return next((code for code in codes if code), ExitCode.DONE)
+    return dict(zip(names, codes))
 
 
 def _reference(adjusted: Adjusted, directory: Path) -> tuple[Record, float | None, Training]:

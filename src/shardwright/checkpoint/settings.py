@@ -12,7 +12,7 @@ from shardwright.errors import CheckpointError
 NOT_THE_OBJECTIVE = {
     "model.init", "data.train", "data.validation", "data.num_proc", "data.cache_dir", "model.tokenizer_name_or_path",
     "training.per_device_train_batch_size", "training.per_device_eval_batch_size", "training.eval_steps",
-    "training.on_non_finite",
+    "training.on_non_finite", "training.until_eval_loss",
 }  # fmt: skip
 """Keys of model, data and training that change no later update, or whose effect on rows the data's fingerprint shows."""
 LENGTHS = ("training.max_steps", "training.num_train_epochs")

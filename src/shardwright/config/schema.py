@@ -152,6 +152,9 @@ class Training(Section):
     eval_steps: Positive | None = Field(
         None, description="Evaluate every so many updates, and at the end; needs data.validation"
     )
+    until_eval_loss: PositiveFloat | None = Field(
+        None, description="Stop once eval/loss is this or less; needs eval_steps"
+    )
     on_non_finite: Literal["stop", "skip"] = Field(
         "stop",
         description="A loss or gradient that is not finite: stop all ranks, or skip the update on all ranks",
@@ -196,7 +199,9 @@ class Parallelism(Section):
         description="zero3 only: drop gathered parameters after forward (default true), or keep them on N ranks",
     )
     prefetch: NonNegative | None = Field(None, description="zero* only: units gathered ahead; default 1")
-    bucket_bytes: Positive | None = Field(None, description="ddp only: gradient bucket; default 25 MiB")
+    bucket_bytes: Positive | None = Field(
+        None, description="ddp only: gradient bucket; default 25 MiB, 4 on CPUs"
+    )
 
     @field_validator("data_parallel", mode="before")
     @classmethod
@@ -290,6 +295,10 @@ class Logging(Section):
     """What is printed and recorded. metrics.jsonl is always written."""
 
     log_steps: Positive = 1
+    profile_steps: Positive | None = Field(
+        None,
+        description="Profile the third update, and then one in so many: comm/exposed_seconds; costs these some time",
+    )
     report_to: list[Literal["tensorboard", "trackio"]] = []
 
 

@@ -114,7 +114,7 @@ def judge(rows: list[Row], session: Session, reference: Session) -> None:
         row.after, row.problem = what, row.problem or what
 
 
-def run_damaged(session: Session, reference: Session, chance: random.Random) -> Row:
+def run_damaged(session: Session, reference: Session, chance: random.Random, say: Say) -> Row:
     """Three checkpoints of the reference damaged in three ways; a start from them must use the fourth newest."""
     there = store.complete_checkpoints(reference.output_dir)[:-1]
     if len(there) < 4:
@@ -128,7 +128,8 @@ def run_damaged(session: Session, reference: Session, chance: random.Random) -> 
         damage(session.output_dir / path.name, kind, files + number)
         for number, (path, kind) in enumerate(zip(there[-3:], kinds))
     ]
-    row = Row("damaged checkpoints", "; ".join(done))
+    say(f"Damaged: {'; '.join(done)}.")
+    row = Row("damaged checkpoints", "the 3 newest")
     struck = clock.now()
     session.start(restarts=0)
     row.resumed_from, begun = session.wait_for_begin(0)

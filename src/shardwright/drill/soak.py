@@ -10,16 +10,18 @@ from statistics import median
 from shardwright.drill.compare import compare_checkpoints, compare_metrics
 from shardwright.drill.faults import KILL
 from shardwright.drill.moments import STAGES, at_stage
-from shardwright.drill.session import Session
+from shardwright.drill.session import POLL_SECONDS, Session
 from shardwright.errors import CheckFailed, ExitCode
 from shardwright.measure import clock
 from shardwright.units import format_seconds
 
 LAUNCHER_SHARE, LOADING_SHARE, SAVING_SHARE = 0.15, 0.1, 0.3
-LOADING_SECONDS, TRAINING_SECONDS = 4.0, 0.7
+OF_THE_LAUNCHER = "of the launcher"
+LOADING_SECONDS, UPDATES_BETWEEN, SECONDS_AFTER = 4.0, 6, 0.1
 """Parts of the kills: of the launcher; before training begins; at a stage of a save.
 
-The rest is at any moment, on average 0.7 s after training has begun.
+The rest is at any moment, on average 6 updates after training has begun: in updates, since a machine that is slow would
+else be killed again and again before its next save.
 """
 
 
@@ -87,6 +89,10 @@ def _one_run(
             return  # it was over before a kill could meet it
         if place is None:
             raise CheckFailed(f"A start that nothing was done to ended with {code}.", session.tail(20))
+        if code is not None and place != OF_THE_LAUNCHER:
+            soak.problems.append(
+                f"killed {place}, ranks were not started again: the launcher ended with {code}"
+            )
         soak.kills += 1
         soak.places[place] = soak.places.get(place, 0) + 1
         before, newest = newest, session.newest()
@@ -101,7 +107,7 @@ def _one_run(
         soak.restart_seconds.append(at - struck)
         soak.resumed += first == newest
         start += 1
-        if soak.kills % 10 == 0:
+        if soak.kills % 5 == 0:
             say()
 
 
@@ -116,13 +122,18 @@ def _kill(session: Session, start: int, updates: int, chance: random.Random) -> 
         return "in a save" if found else None
     loading = draw < SAVING_SHARE + LOADING_SHARE
     if not loading:
-        session.wait_for_begin(start)
-    clock.sleep(chance.uniform(0.0, LOADING_SECONDS) if loading else chance.expovariate(1 / TRAINING_SECONDS))
+        target = session.wait_for_begin(start)[0] + int(chance.expovariate(1 / UPDATES_BETWEEN))
+        for _ in session.polls(f"update {target}", POLL_SECONDS):
+            if not session.running or (
+                (beat := session.beat(rank, start)) and beat.update >= min(target, updates)
+            ):
+                break
+    clock.sleep(chance.uniform(0.0, LOADING_SECONDS if loading else SECONDS_AFTER))
     beat, process = session.beat(rank, start), session.process_of(rank)
     if process is None:
         return None
     if chance.random() < LAUNCHER_SHARE:
         session.kill_launcher()
-        return "of the launcher"
+        return OF_THE_LAUNCHER
     KILL(process)
     return f"in {beat.phase if beat else 'start'}"

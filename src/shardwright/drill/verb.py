@@ -175,7 +175,7 @@ class _Drill:
         if missed:
             seen.problem = seen.after = f"not seen: {', '.join(missed)}"
         session = self._session("damaged")
-        row = run_damaged(session, reference, self.chance)
+        row = run_damaged(session, reference, self.chance, self.say)
         judge([row], session, reference)
         return [seen, row]
 

@@ -66,8 +66,10 @@ def _idle_options(loaded: Loaded) -> Iterator[tuple[str, str]]:
         not run.data.validation,
         "data.validation is empty",
         "training.eval_steps",
+        "training.until_eval_loss",
         "training.per_device_eval_batch_size",
     )
+    when(t.eval_steps is None, "nothing is evaluated before the end", "training.until_eval_loss")
     c = run.checkpoint
     when(c.save_total_limit is None, "every checkpoint is kept", "checkpoint.keep_every")
     when(not c.async_save, "checkpoint.async_save is false", "checkpoint.async_when_busy")

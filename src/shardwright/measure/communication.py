@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import _resolve_process_group
+from torch.profiler import record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.layout.traffic import Traffic
@@ -31,6 +33,9 @@ KINDS = {
     "send": "send",
 }
 """What the name of an operator holds -> the kind of collective, as `layout/traffic.py` spells it."""
+
+MARK = "communication:"
+"""How a mark in a trace begins; axis and kind of the call follow, joined by a slash."""
 
 UNCOUNTED = ("wait", "recv", "barrier", "monitored")
 """Operators that send nothing, or whose sending is another rank's: a receive."""
@@ -52,29 +57,28 @@ class Call:
 class CommunicationRecorder(TorchDispatchMode):
     """A context in which this rank's collectives are counted in `calls`: how often each kind of call was made.
 
-    axes: name of a process group -> axis (`parallel.mesh.axis_of_groups`).
+    axes: name of a process group -> axis (`parallel.mesh.axis_of_groups`). annotate: leave a mark around each call in the
+    trace of a profiler that is running, receives included.
     """
 
-    def __init__(self, axes: Mapping[str, str]) -> None:
+    def __init__(self, axes: Mapping[str, str], annotate: bool = False) -> None:
         super().__init__()
-        self.axes, self.calls = axes, Counter[Call]()
+        self.axes, self.calls, self._annotate = axes, Counter[Call](), annotate
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func.namespace in ("c10d", "_c10d_functional") and not any(
-            word in func.__name__ for word in UNCOUNTED
-        ):
-            self._count(func.__name__, args, result)
+        if func.namespace not in ("c10d", "_c10d_functional") or "wait" in func.__name__:
+            return func(*args, **(kwargs or {}))
+        group, kind = _group(args), _kind(func.__name__)
+        axis = self.axes.get(group.group_name, group.group_name)
+        with record_function(f"{MARK}{axis}/{kind}") if self._annotate else nullcontext():
+            result = func(*args, **(kwargs or {}))
+        if not any(word in func.__name__ for word in UNCOUNTED):
+            # gathered or not yet scattered: whichever side is the whole tensor
+            payload = max(*(_bytes(arg) for arg in args), _bytes(result))
+            self.calls[Call(axis, kind, group.size(), payload)] += 1
         return result
-
-    def _count(self, name: str, args: tuple[Any, ...], result: Any) -> None:
-        kind = next((kind for word, kind in KINDS.items() if word in name), name)
-        group = _group(args)
-        # gathered or not yet scattered: whichever side is the whole tensor
-        payload = max(*(_bytes(arg) for arg in args), _bytes(result))
-        self.calls[Call(self.axes.get(group.group_name, group.group_name), kind, group.size(), payload)] += 1
 
     def traffic(self) -> tuple[Traffic, ...]:
         """What was recorded as the planner writes it, by axis and collective; groups of one rank left out."""
@@ -83,6 +87,12 @@ class CommunicationRecorder(TorchDispatchMode):
             for call, count in sorted(self.calls.items())
             if call.size > 1
         )
+
+
+def _kind(name: str) -> str:
+    if "recv" in name:
+        return "receive"
+    return next((kind for word, kind in KINDS.items() if word in name), name)
 
 
 def _bytes(value: Any) -> int:
@@ -123,12 +133,16 @@ class Comparison:
 
 
 def compare(predicted: Iterable[Traffic], recorded: Iterable[Traffic], buckets: bool) -> list[Comparison]:
-    """Both sides by axis and collective. `buckets`: the data-parallel kind reduces in buckets (ddp)."""
+    """Both sides by axis and collective. `buckets`: the data-parallel kind reduces in buckets (ddp).
+
+    An all-to-all counts as the reduce-scatter that it is: on gloo, pieces are exchanged and then summed (`parallel/wire.py`).
+    """
     sides: list[dict[tuple[str, str], list[float]]] = []
     for side in (predicted, recorded):
         sums: dict[tuple[str, str], list[float]] = {}
         for one in side:
-            entry = sums.setdefault((one.axis, one.collective), [0.0, 0.0])
+            collective = "reduce-scatter" if one.collective == "all-to-all" else one.collective
+            entry = sums.setdefault((one.axis, collective), [0.0, 0.0])
             entry[0] += one.count
             entry[1] += one.sent_bytes
         sides.append(sums)

@@ -91,7 +91,7 @@ def _replicated(
     filled = nn.ModuleList([model, *stages]) if stages else model
     materialise(filled, run.model, seed=run.training.seed, device=device)
     compute_in(model, DTYPES[run.precision.param_dtype])
-    group, bucket_bytes = replica_group(mesh), run.parallelism.bucket_bytes or BUCKET_BYTES
+    group, bucket_bytes = replica_group(mesh), run.parallelism.bucket_bytes or BUCKET_BYTES[device.type]
     if stages:
         return Summed(model, group, bucket_bytes, reduce_dtype)
     return Replicated(model, group, bucket_bytes, reduce_dtype, find_unused=not uses_every_parameter(model))

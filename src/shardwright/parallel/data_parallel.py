@@ -29,8 +29,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardwright.layout.zero import STAGES, Stage
 from shardwright.parallel.leaves import give_gradient, make_leaf
+from shardwright.parallel.wire import Wire, runs_on_gloo
 
-BUCKET_BYTES = 25 * 2**20
+BUCKET_BYTES = {"cpu": 4 * 2**20, "cuda": 25 * 2**20}
+"""Gradients of a bucket by device. The first is sent when it is full and the last is waited for: on a slow link both count."""
 
 # torch 2.13 renamed the option
 _DDP_OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters
@@ -241,6 +243,10 @@ class Sharded:
         fully_shard(model, reshard_after_forward=False, **settings)
         self._modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
         self._set_flags([unit[0] for unit in units])
+        self._wire: Wire | None = None
+        if runs_on_gloo(mesh):
+            self._wire = Wire(mesh.get_group(0) if self._hybrid else None)
+            self._wire.install(self._modules)
 
     def _set_flags(self, order: Sequence[nn.Module]) -> None:
         for module in self._modules:
@@ -269,19 +275,23 @@ class Sharded:
     def microbatch(self, last: bool) -> Iterator[None]:
         """Around forward and backward of one microbatch: the stage says whether it gathers, reduces and reshards."""
         stage = self.stage
+        if self._wire is not None:
+            self._wire.last = last
         for module in self._modules:
             module.set_requires_gradient_sync(last or stage.reduces_each_microbatch, recurse=False)
             module.set_reshard_after_backward(last or stage.gathers_each_microbatch, recurse=False)
-            if self._hybrid:
+            if self._hybrid and self._wire is None:
                 module.set_requires_all_reduce(last, recurse=False)
         yield
 
     def finish_gradients(self) -> None:
-        """Sums the gradients of parameters that `fully_shard` leaves whole, in one tensor.
+        """Waits for reductions that are under way; sums gradients that `fully_shard` leaves whole, in one tensor.
 
         Then calls `finishers`. The parameters are looked up here and in the model's order: weights are filled after
         sharding, which makes new parameters, and a set would have another order on each rank.
         """
+        if self._wire is not None:
+            self._wire.finish()
         whole = [p for p in self.module.parameters() if p.dim() == 0 and p.requires_grad]
         if whole:
             self._sum_whole(whole)

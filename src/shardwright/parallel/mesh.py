@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -60,3 +61,9 @@ def axis_of_groups(mesh: DeviceMesh) -> dict[str, str]:
                 axes[0] if mesh[axes[0]].size() > 1 else "cp"
             )
     return found
+
+
+def all_groups(mesh: DeviceMesh) -> dict[str, str]:
+    """`axis_of_groups`, and the group of every rank as `all ranks` where no axis has it. Collective as `flattened`."""
+    assert dist.group.WORLD is not None, "a mesh needs a default group"
+    return {dist.group.WORLD.group_name: "all ranks", **axis_of_groups(mesh)}

@@ -114,9 +114,9 @@ def will_not_fix(search: Search, choice: Choice, composition: dict[str, float], 
     activations = composition.get("activations", 0.0) + composition.get("recomputation and workspace", 0.0)
     if allocated and activations > 0.3 * allocated and choice.layout.axes.cp == 1:
         lines.append(
-            f"Activations: {format_bytes_binary(activations)} of the {format_bytes_binary(allocated)} allocated at the peak. FSDP does not "
-            f"divide them, nor do more "
-            "data ranks at a fixed microbatch: recompute, lower the microbatch, or split rows with cp_size "
+            f"Activations: {format_bytes_binary(activations)} of the {format_bytes_binary(allocated)} allocated "
+            f"at the peak. FSDP does not divide them, nor do more data ranks at a fixed microbatch: recompute, "
+            f"lower the microbatch, or split rows with cp_size "
             "or tp_size."
         )
     useful = useful_ranks(search, choice)

@@ -15,19 +15,25 @@ from shardwright.plan.job import DTYPE_BYTES, Job, Layout, Recompute
 from shardwright.plan.peak import PeakModel
 from shardwright.plan.program import SHARDWRIGHT, Program
 from shardwright.plan.rank_bytes import planned_stages
+from shardwright.plan.rank_time import rank_kinds
 from shardwright.plan.space import CHUNKS, RECOMPUTE, Cell, Shell, divisors, kinds_of, schedules, variants
 from shardwright.plan.step_time import Clock, idle_rounds
 
 if TYPE_CHECKING:
     from shardwright.plan.device import Device
     from shardwright.plan.kernels import Software
-    from shardwright.plan.rank_time import BlockSeconds
+    from shardwright.plan.rank_time import BlockSeconds, RankKind
+
+
+SLIGHTLY_LESS = 1 - 1e-9
+"""Bounds add up in another order than predictions do."""
 
 
 class Bounded(NamedTuple):
-    """A cell with the seconds and the bytes of activations that it needs at least."""
+    """A cell with the seconds and the bytes of activations that it needs at least, and the rank that works longest."""
 
     seconds: float
+    worst: RankKind
     kept: float
     cell: Cell
 
@@ -49,6 +55,7 @@ class Bounds:
         self._total = counts(job.shape).total
         self._blocks: dict[tuple[object, ...], int] = {}
         self._stages: dict[int, tuple[int, ...]] = {}
+        self._kinds: dict[tuple[object, ...], list[RankKind]] = {}
         self._saved: dict[ActivationKey, float] = {}
 
     def stage_blocks(self, cell: Cell) -> tuple[int, ...]:
@@ -97,19 +104,23 @@ class Bounds:
         for microbatch in divisors(rows):
             count = rows // microbatch
             modes = [
-                (recompute, self._saved_bytes(shell, microbatch, recompute), self._block(shell, microbatch, recompute))
+                (
+                    recompute,
+                    self._saved_bytes(shell, microbatch, recompute),
+                    self._block(shell, microbatch, recompute),
+                )
                 for recompute in RECOMPUTE
             ]
-            ends, send = self._edges(shell, microbatch)
+            edge, send = self._edges(shell, microbatch)
             for schedule, chunks in schedules(shell.pp, self.job.shape.layers, count):
                 if schedule == "gpipe" and count >= shell.pp:
                     continue
                 held = self._held(shell.pp, schedule, chunks, count)
                 for recompute, saved, block in modes:
                     if saved * held <= most:
-                        seconds = self._least_seconds(shell.pp, schedule, chunks, count, block, ends, send)
+                        floor = self._floor(shell.pp, schedule, chunks, count, block, edge, send)
                         cell = Cell(shell, schedule, chunks, microbatch, count, recompute)
-                        found.append(Bounded(seconds, saved * held, cell))
+                        found.append(Bounded(*floor, saved * held, cell))
         found.sort(key=itemgetter(0))
         return found
 
@@ -165,41 +176,57 @@ class Bounds:
                     best = (layout, needed)
         return best
 
-    def cell_bound(self, cell: Cell) -> float:
-        """Seconds that no layout of the cell goes below: kernels and pipeline, no data-parallel cost."""
-        shell = cell.shell
-        block = self._block(shell, cell.microbatch_rows, cell.recompute)
-        ends, send = self._edges(shell, cell.microbatch_rows)
-        return self._least_seconds(
-            shell.pp, cell.schedule, cell.chunks, cell.microbatches, block, ends, send
-        ) * (1 - 1e-9)
+    def bound(self, cell: Cell) -> Bounded:
+        """What no layout of the cell goes below: kernels and pipeline, no data-parallel cost."""
+        shell, rows = cell.shell, cell.microbatch_rows
+        block, (edge, send) = self._block(shell, rows, cell.recompute), self._edges(shell, rows)
+        floor = self._floor(shell.pp, cell.schedule, cell.chunks, cell.microbatches, block, edge, send)
+        held = self._held(shell.pp, cell.schedule, cell.chunks, cell.microbatches)
+        return Bounded(*floor, self._saved_bytes(shell, rows, cell.recompute) * held, cell)
 
-    def _least_seconds(
+    def _floor(
         self,
         pp: int,
         schedule: str | None,
         chunks: int,
         microbatches: int,
         block: BlockSeconds,
-        ends: float,
+        edge: tuple[float, float, float, float],
         send: float,
-    ) -> float:
-        """The time of an update if all pipeline ranks worked equally long: a rank that works longer makes it no shorter.
+    ) -> tuple[float, RankKind]:
+        """`Clock.step` without anything that depends on the data-parallel axes, and the rank that works longest.
 
-        ends: seconds of embedding and head. send: of one send between stages.
+        Heavier stages of other ranks are left out: what they cost depends on which rank works longest. edge: forward and
+        backward of head and embedding. send: seconds of one send between stages.
         """
-        layers = self.job.shape.layers
-        one = ((block.forward + block.backward) * layers + ends) / pp
+        key = (pp, schedule, chunks)
+        kinds = self._kinds.get(key)
+        if kinds is None:
+            kinds = self._kinds[key] = [
+                k for k, _ in rank_kinds(self._stage_blocks(pp * chunks), schedule, pp, chunks)
+            ]
+        one, layers = block.forward + block.backward, self.job.shape.layers
+        head, embedding = edge[0] + edge[1], edge[2] + edge[3]
+        longest, worst = -1.0, kinds[0]
+        for kind in kinds:
+            blocks, first, last = kind
+            works = blocks * one + first * embedding + last * head
+            if works > longest:
+                longest, worst = works, kind
         if pp == 1:
-            return microbatches * one
+            return microbatches * longest * SLIGHTLY_LESS, worst
+        every, w = layers * one + head + embedding, worst.blocks * block.weights
+        missing = max(pp - microbatches, 0)
         if schedule == "zbv":
-            idle = ((block.backward - block.weights) * layers - one) / 2
+            inputs = layers * (block.backward - block.weights) + edge[1] + edge[3]
+            inputs -= worst.blocks * block.backward + worst.last * edge[1] + worst.first * edge[3] - w
+            idle = inputs / 2
         elif schedule == "zero_bubble":
-            idle = (pp - 1) * one - 2 * block.weights * layers
+            idle = every - longest - 2 * layers * block.weights + 2 * w + w * missing
         else:
-            idle = one * ((pp - 1) / chunks + idle_rounds(pp, chunks, microbatches))
-        sends = self.clock.sends(pp, chunks, microbatches) * send
-        return microbatches * one + max(idle, 0.0) + sends
+            idle = (every - longest) / chunks + idle_rounds(pp, chunks, microbatches) * longest
+        seconds = microbatches * longest + max(idle, 0.0) + self.clock.sends(pp, chunks, microbatches) * send
+        return seconds * SLIGHTLY_LESS, worst
 
     def shell_bound(self, shell: Shell) -> float:
         """The smallest bound of its cells: nothing recomputed, the schedule that idles least, the best microbatch."""
@@ -224,8 +251,8 @@ class Bounds:
     def _block(self, shell: Shell, rows: int, recompute: Recompute) -> BlockSeconds:
         return self.clock.block_at(shell.tp, shell.cp, shell.pp, self.devices, rows, recompute)
 
-    def _edges(self, shell: Shell, rows: int) -> tuple[float, float]:
-        """Seconds of embedding and head, and of one send between stages, for one microbatch."""
+    def _edges(self, shell: Shell, rows: int) -> tuple[tuple[float, float, float, float], float]:
+        """`Clock.edge` and `Clock.send` of one microbatch."""
         axes = Axes(shell.pp, 1, shell.data, shell.cp, shell.tp)
         layout = Layout(axes, "ddp", rows, sequence_parallel=shell.tp > 1)
-        return sum(self.clock.edge(layout)), self.clock.send(layout)
+        return self.clock.edge(layout), self.clock.send(layout)

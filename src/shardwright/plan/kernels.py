@@ -40,12 +40,13 @@ class Software:
     backward pass of the last microbatch runs. overlap_tensor_parallel: fraction of the backward
     tensor-parallel collectives hidden under weight gradients. overlap_slowdown: seconds that compute loses
     for each second a collective runs beside it. bucket_bytes: gradients are reduced in pieces of so many
-    bytes (None: all at once). reduces_units: zero1 and zero2 reduce each unit instead (`fully_shard`). overlap_pipeline: sends between stages run beside compute. pipeline_seconds:
-    fixed time of one send and receive. overlap_pipeline_ddp: under a pipeline, ddp's gradients travel while the last
-    microbatch's backward pass runs (ours are reduced after it). pipeline_keeps_gathered: under a pipeline, zero2 and
-    zero3 gather once per update and reduce once, as zero1 does (torch.distributed.pipelining does that to `fully_shard`
-    unless it is hidden from it, as ours is).
-    update_seconds: fixed time of an update (data, logging, gradient norm, host synchronisation).
+    bytes (None: all at once). reduces_units: zero1 and zero2 reduce each unit instead (`fully_shard`).
+    overlap_pipeline: sends between stages run beside compute. pipeline_seconds: fixed time of one send and
+    receive. overlap_pipeline_ddp: under a pipeline, ddp's gradients travel while the last microbatch's
+    backward pass runs (ours are reduced after it). pipeline_keeps_gathered: under a pipeline, zero2 and zero3
+    gather once per update and reduce once, as zero1 does (torch.distributed.pipelining does that to
+    `fully_shard` unless it is hidden from it, as ours is). update_seconds: fixed time of an update (data,
+    logging, gradient norm, host synchronisation).
     """
 
     name: str = "shardwright"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 from operator import mul
 
 from shardwright.layout.schedule import Action, rank_actions, rank_stages
@@ -39,7 +38,7 @@ class Moment:
     label: str
     alive: tuple[float, ...]
 
-    @cached_property
+    @property
     def total(self) -> float:
         return sum(self.alive)
 
@@ -70,8 +69,8 @@ def walked_actions(layout: Layout, microbatches: int, rank: int) -> tuple[Action
 class _Walk:
     """The state of a rank while its action list is walked."""
 
-    def __init__(self, b: RankBytes, microbatches: int) -> None:
-        self.b, self.count = b, microbatches
+    def __init__(self, b: RankBytes, microbatches: int, ends: bool) -> None:
+        self.b, self.count, self.ends = b, microbatches, ends
         stages = len(b.blocks)
         self.alive, self.deferred = [0] * stages, [0] * stages
         self.weights = [0] * stages
@@ -113,7 +112,7 @@ class _Walk:
     def forward(self, chunk: int, name: str) -> Iterator[Moment]:
         b, a = self.b, self.b.activations
         base = self.in_flight()
-        for block in range(b.blocks[chunk]):
+        for block in range(b.blocks[chunk] - 1 if self.ends else 0, b.blocks[chunk]):
             kept = base + a.boundary + (block + 1) * a.saved
             gathered = b.gathered[0]
             yield self.moment(f"forward of {name}, block {block}", kept, gathered=gathered, work=a.forward)
@@ -138,13 +137,14 @@ class _Walk:
             if reduces:
                 self.gradient(chunk, 2)
         for block in reversed(range(n)):
-            yield self.moment(
-                f"backward of {name}, block {block}",
-                base + (block + 1) * saved,
-                gathered=b.gathered[0],
-                unreduced=sending[0],
-                work=a.work,
-            )
+            if block in (0, n - 1) or not self.ends:
+                yield self.moment(
+                    f"backward of {name}, block {block}",
+                    base + (block + 1) * saved,
+                    gathered=b.gathered[0],
+                    unreduced=sending[0],
+                    work=a.work,
+                )
             if reduces:
                 self.gradient(chunk, 0)
         if chunk == b.first and reduces:
@@ -178,11 +178,16 @@ def timeline(
     rank: int = 0,
     program: Program = SHARDWRIGHT,
     stage_blocks: tuple[int, ...] | None = None,
+    ends: bool = False,
 ) -> Iterator[Moment]:
-    """Every moment of one update on pipeline rank `rank`, in order, in the steady state of training."""
+    """Every moment of one update on pipeline rank `rank`, in order, in the steady state of training.
+
+    ends: of the blocks of a stage only those where what is alive can be most, the first and the last: in between it grows
+    or shrinks evenly.
+    """
     microbatches = layout.microbatches(job)
     b = rank_bytes(job, layout, program, rank, stage_blocks)
-    walk = _Walk(b, microbatches)
+    walk = _Walk(b, microbatches, ends)
     pp = layout.axes.pp
     own = (0,) if pp == 1 else rank_stages(layout.schedule or "1f1b", pp, layout.chunks, rank)
     for stage, kind, index in walked_actions(layout, microbatches, rank):
@@ -201,11 +206,11 @@ def timeline(
     )
 
 
-def _reserved(moment: Moment, at_rest: float, program: Program) -> float:
+def _reserved(moment: Moment, total: float, at_rest: float, program: Program) -> float:
     """What the allocator reserves for a moment: states and all gradients at rest, and the rest with fragmentation."""
     parameters, optimizer, gradients, *_, buffers = moment.alive
     states = parameters + optimizer + buffers
-    moving = moment.total - states - gradients
+    moving = total - states - gradients
     always = gradients if at_rest == 0 else at_rest
     return states + always + (1 + program.fragmentation) * moving
 
@@ -217,16 +222,18 @@ def peak(
     *,
     ranks: Iterable[int] | None = None,
     stage_blocks: tuple[int, ...] | None = None,
+    ends: bool = False,
 ) -> Peak:
-    """The fullest moment over all pipeline ranks (or those named), with what is alive at it."""
+    """The fullest moment over all pipeline ranks (or those named), with what is alive at it. ends: see `timeline`."""
     fullest: tuple[float, int, Moment] = (0.0, 0, Moment("nothing", ()))
     reserved = 0.0
     for rank in range(layout.axes.pp) if ranks is None else ranks:
         at_rest = rank_bytes(job, layout, program, rank, stage_blocks).at_rest
-        for moment in timeline(job, layout, rank, program, stage_blocks):
-            if moment.total > fullest[0]:
-                fullest = (moment.total, rank, moment)
-            reserved = max(reserved, _reserved(moment, at_rest, program))
+        for moment in timeline(job, layout, rank, program, stage_blocks, ends):
+            total = moment.total
+            if total > fullest[0]:
+                fullest = (total, rank, moment)
+            reserved = max(reserved, _reserved(moment, total, at_rest, program))
     allocated, rank, moment = fullest
     parts = sorted(zip(PARTS, moment.alive), key=lambda part: -part[1])
     return Peak(
@@ -253,4 +260,4 @@ def short_peak(job: Job, layout: Layout, program: Program = SHARDWRIGHT) -> Peak
         few = microbatches
     rows = layout.microbatch_rows * layout.axes.data_ranks * few
     ranks = PeakModel(job, program).ranks(layout)
-    return peak(replace(job, global_batch_size=rows), layout, program, ranks=ranks)
+    return peak(replace(job, global_batch_size=rows), layout, program, ranks=ranks, ends=True)

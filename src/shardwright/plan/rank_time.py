@@ -106,7 +106,9 @@ class RankClock:
         self, tp: int, cp: int, pp: int, devices: int, rows: int, recompute: Recompute
     ) -> BlockSeconds:
         """`block` by sizes, with sequence parallel: what the bounds of the search ask for."""
-        found = self._blocks.get((tp, cp, rows, tp > 1, recompute, pp > 1 and devices > self.device.node.devices))
+        found = self._blocks.get(
+            (tp, cp, rows, tp > 1, recompute, pp > 1 and devices > self.device.node.devices)
+        )
         if found is None:
             axes = Axes(pp, 1, devices // (tp * cp * pp), cp, tp)
             layout = Layout(axes, "ddp", rows, sequence_parallel=tp > 1, recompute=recompute)

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from math import inf, log
+from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardwright.plan.bounds import Bounds
+from shardwright.plan.bounds import Bounded, Bounds
+from shardwright.plan.data_parallel_time import exposed
 from shardwright.plan.job import Job, Layout
 from shardwright.plan.program import SHARDWRIGHT, Program
 from shardwright.plan.space import (
@@ -27,9 +29,11 @@ from shardwright.plan.space import (
     count_layouts,
     kinds_of,
     shells,
+    splits,
+    variant,
     variants,
 )
-from shardwright.plan.step_time import Alone, StepTime
+from shardwright.plan.step_time import StepTime
 
 if TYPE_CHECKING:
     from shardwright.plan.device import Device
@@ -114,7 +118,7 @@ class Search(Bounds):
         self._fastest, self._seconds = inf, dict[str, float]()
         self._lean: dict[tuple[Cell, str], bool] = {}
         self._leanest: dict[tuple[Shell, str], tuple[Layout, float] | None] = {}
-        self._transfers: dict[tuple[Shell, str], tuple[float, float]] = {}
+        self._transfers: dict[tuple[Shell, str], list[tuple[float, float]]] = {}
         self._leans: dict[tuple[Cell, str], Layout | None] = {}
         self._families: dict[tuple[Shell, str], str] = {}
 
@@ -130,7 +134,9 @@ class Search(Bounds):
         alive.sort(key=lambda entry: entry[0])
         for bound, shell in alive:
             open_kinds = [
-                kind for kind in self.kinds if bound < self._limit(shell, kind) and self._fits_at_least(shell, kind)
+                kind
+                for kind in self.kinds
+                if bound < self._limit(self._family(shell, kind)) and self._may_fit(shell, kind)
             ]
             if open_kinds:
                 self._shell(shell, open_kinds)
@@ -154,7 +160,10 @@ class Search(Bounds):
                 if family in self.found.best:
                     continue
                 known = rejected.get(family)
-                if known is not None and known.device_bytes <= self.states(shell, kind) + self.program.context_bytes:
+                if (
+                    known is not None
+                    and known.device_bytes <= self.states(shell, kind) + self.program.context_bytes
+                ):
                     continue
                 least = self._least(shell, kind)
                 if least is not None and (known is None or least[1] < known.device_bytes):
@@ -167,9 +176,9 @@ class Search(Bounds):
             found = self._families[shell, kind] = f"{kind}+{split}" if split else kind
         return found
 
-    def _limit(self, shell: Shell, kind: str) -> float:
+    def _limit(self, family: str) -> float:
         """Seconds above which a layout of this family is of no interest: its own best, or FAR x the best."""
-        best = self._seconds.get(self._family(shell, kind))
+        best = self._seconds.get(family)
         return inf if best is None else min(best, FAR * self._fastest)
 
     def _least(self, shell: Shell, kind: str) -> tuple[Layout, float] | None:
@@ -178,10 +187,15 @@ class Search(Bounds):
             self._leanest[key] = self.least(shell, kind)
         return self._leanest[key]
 
-    def _fits_at_least(self, shell: Shell, kind: str) -> bool:
-        """Whether the family's leanest layout fits here. zero3 needs least of all kinds on the device."""
+    def _may_fit(self, shell: Shell, kind: str) -> bool:
+        """Whether the family may have a layout that fits here: by its states, and as long as it has none, by its leanest.
+
+        zero3 needs least of all kinds on the device.
+        """
         if self.states(shell, kind) + self.program.context_bytes > self.capacity:
             return False
+        if self._family(shell, kind) in self._seconds:
+            return True
         if kind not in ("zero3", "offload") and "zero3" in self.kinds and shell.data * shell.cp > 1:
             zero3 = self._least(shell, "zero3")
             if zero3 is not None and zero3[1] > self.capacity:
@@ -194,34 +208,24 @@ class Search(Bounds):
         room = {kind: left - self.states(shell, kind) for kind in kinds}
         bounded = self.bounded(shell, max(room.values()))
         too_many: dict[tuple[object, ...], int] = {}
-        for bound, kept, cell in bounded:
-            open_kinds = [kind for kind in kinds if bound < self._limit(shell, kind)]
+        families = {kind: self._family(shell, kind) for kind in kinds}
+        for bound in bounded:
+            cell, seconds = bound.cell, bound.seconds
+            open_kinds = [kind for kind in kinds if seconds < self._limit(families[kind])]
             if not open_kinds:
                 break
-            open_kinds = [kind for kind in open_kinds if kept <= room[kind] and kind in kinds_of(cell)]
-            if not open_kinds:
-                continue
-            base, alone = self._alone(cell)
+            open_kinds = [kind for kind in open_kinds if bound.kept <= room[kind] and kind in kinds_of(cell)]
             for kind in open_kinds:
                 # What does not fit with fewer rows, or with more recomputed, does not fit with more; as long
                 # as there are more microbatches than ranks, so that the pipeline is full.
                 key = (kind, cell.schedule, cell.chunks, cell.recompute)
                 hopeless = cell.microbatches > shell.pp and cell.microbatch_rows >= too_many.get(key, 1 << 60)
-                if hopeless or self._cell(cell, kind, base, alone):
+                if hopeless or self._cell(bound, kind):
                     continue
                 if cell.microbatches > shell.pp:
                     for recompute in RECOMPUTE[: RECOMPUTE.index(cell.recompute) + 1]:
                         key = (kind, cell.schedule, cell.chunks, recompute)
                         too_many[key] = min(too_many.get(key, 1 << 60), cell.microbatch_rows)
-
-    def _alone(self, cell: Cell) -> tuple[Layout, Alone]:
-        """What an update of the cell takes at least, whatever the data-parallel kind, and the layout that says so.
-
-        That of zero3, whose gradients no separate pass adds up; on one rank that of ddp.
-        """
-        layout = self._lean_of(cell, "zero3") or self._lean_of(cell, "ddp")
-        assert layout is not None, "ddp is always legal"
-        return layout, self.clock.alone(layout, self.stage_blocks(cell))
 
     def only(
         self, tp: int, cp: int, pp: int, kind: str, replicate: int | None = None, schedule: str | None = None
@@ -230,9 +234,10 @@ class Search(Bounds):
         data = self.devices // (tp * cp * pp)
         shell = Shell(tp, cp, pp, data)
         best: Choice | None = None
-        for cell in sorted(cells(self.job, shell), key=self.cell_bound):
+        for bound in sorted(map(self.bound, cells(self.job, shell)), key=itemgetter(0)):
+            cell = bound.cell
             wanted = kind in kinds_of(cell) and schedule in (None, cell.schedule)
-            if not wanted or (best and self.cell_bound(cell) >= best.seconds):
+            if not wanted or (best and bound.seconds >= best.seconds):
                 continue
             if not self._lean_fits(cell, kind):
                 continue
@@ -258,7 +263,11 @@ class Search(Bounds):
 
         zero3 needs least of all kinds on the device; asking it first settles most cells.
         """
-        if kind not in ("zero3", "offload") and "zero3" in kinds_of(cell) and not self._lean_fits(cell, "zero3"):
+        if (
+            kind not in ("zero3", "offload")
+            and "zero3" in kinds_of(cell)
+            and not self._lean_fits(cell, "zero3")
+        ):
             return False
         key = (cell, kind)
         known = self._lean.get(key)
@@ -267,41 +276,51 @@ class Search(Bounds):
             known = self._lean[key] = layout is not None and self.fits(layout)
         return known
 
-    def _least_added(self, cell: Cell, kind: str, base: Layout, alone: Alone) -> float:
-        """Seconds that any layout of the cell takes besides `alone`, at least: the quickest collectives of all splits."""
-        if kind not in SHARDED:
-            return 0.0
-        key = (cell.shell, kind)
+    def _options(self, bound: Bounded, kind: str, best: float) -> list[tuple[int, bool]]:
+        """The splits of the cell that may take less than `best` seconds, by the collectives that they add to its bound."""
+        cell = bound.cell
+        shell, every = cell.shell, splits(cell.shell.data, cell.shell.cp, kind)
+        lean = self._lean_of(cell, kind)
+        if lean is None or kind not in SHARDED or not self.clock.software.reduces_units:
+            return list(every)
+        key = (shell, kind)
         found = self._transfers.get(key)
-        if kind in ("zero1", "zero2"):
-            if not self.clock.software.reduces_units:
-                return 0.0
-            if found is None:
-                ones = [self.clock.unit_reduction(layout) for layout in variants(cell, kind)]
-                found = self._transfers[key] = (min(ones), 0.0)
-            return self.clock.least_once(base, alone.worst, found[0], kind == "zero2")
+        updates = kind in ("zero1", "zero2")
         if found is None:
-            every = [self.clock.unit_transfers(layout) for layout in variants(cell, kind)]
-            found = min((one[0] for one in every), default=inf), min((one[1] for one in every), default=inf)
+            layouts = variants(cell, kind)
+            if updates:
+                found = [(self.clock.unit_reduction(layout), 0.0) for layout in layouts]
+            else:
+                found = [self.clock.unit_transfers(layout) for layout in layouts]
             self._transfers[key] = found
-        return cell.microbatches * alone.worst.blocks * self.clock.exposed(base, *found)
+        left = best - bound.seconds
+        if updates:
+            rank = self.clock.rank(lean, bound.worst)
+            return [s for s, one in zip(every, found) if self.clock.least_once(lean, rank, one[0]) < left]
+        # The waits of the microbatches, and of those that pass while the pipeline fills.
+        left /= (cell.microbatches + (shell.pp - 1) / cell.chunks) * bound.worst.blocks
+        window = self.clock.window(lean)
+        quickest = min([one[0] for one in found]), min([one[1] for one in found])
+        if exposed(window, *quickest) >= left:
+            return []
+        return [split for split, one in zip(every, found) if exposed(window, *one) < left]
 
-    def _cell(self, cell: Cell, kind: str, base: Layout, alone: Alone) -> bool:
-        """Times the layouts of a cell that may be of interest; False when its leanest one does not fit.
-
-        base: a layout of the cell, of any kind.
-        """
-        best = self._limit(cell.shell, kind)
-        if alone.least >= best or alone.least + self._least_added(cell, kind, base, alone) >= best:
+    def _cell(self, bound: Bounded, kind: str) -> bool:
+        """Times the layouts of a cell that may be of interest; False when its leanest one does not fit."""
+        cell = bound.cell
+        family = self._family(cell.shell, kind)
+        best = self._limit(family)
+        if bound.seconds >= best:
             return True
-        waits, blocks = kind in ("zero3", "hsdp"), cell.microbatches * alone.worst.blocks
-        family, stage_blocks = self._family(cell.shell, kind), self.stage_blocks(cell)
+        if best == inf and not self._lean_fits(cell, kind):
+            return False
+        stage_blocks = self.stage_blocks(cell)
         timed: list[tuple[Layout, StepTime]] = []
-        for layout in variants(cell, kind):
-            if not (waits and alone.least + blocks * self.clock.unit_wait(layout) >= best):
-                time = self.clock.step(layout, stage_blocks)
-                if time.total < best:
-                    timed.append((layout, time))
+        for replicate, reshard in self._options(bound, kind, best):
+            layout = variant(cell, kind, replicate, reshard)
+            time = self.clock.step(layout, stage_blocks)
+            if time.total < best:
+                timed.append((layout, time))
         if timed and not self._lean_fits(cell, kind):
             return False
         for layout, time in timed:
@@ -312,7 +331,7 @@ class Search(Bounds):
                 best = self._seconds[family] = time.total
                 self._fastest = min(self._fastest, best)
                 self.found.best[family] = Choice(family, layout, stage_blocks, time, allocated, device)
-            elif layout.reshard_after_forward is not False or not waits:
+            elif layout.reshard_after_forward is not False or kind in ("zero1", "zero2"):
                 break  # More replicas shard less.
         return True
 

@@ -18,7 +18,7 @@ from shardwright.plan.job import Job, Layout, Recompute
 
 if TYPE_CHECKING:
     from shardwright.arch.shape import Shape
-    from shardwright.config.schema import DataParallel, Schedule
+    from shardwright.config.schema import Schedule
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 CHUNKS = (2, 3, 4, 6, 8)
@@ -164,36 +164,39 @@ def _axes(shell: Shell, replicate: int) -> Axes:
     return Axes(shell.pp, replicate, shell.data // replicate, shell.cp, shell.tp)
 
 
-def variants(cell: Cell, kind: str) -> Iterator[Layout]:
-    """Every layout of a cell in one data-parallel family, with units of one block and prefetch 1."""
-    shell = cell.shell
-
-    def layout(data_parallel: DataParallel, replicate: int, reshard: bool, offload: str = "none") -> Layout:
-        return Layout(
-            _axes(shell, replicate),
-            data_parallel,
-            cell.microbatch_rows,
-            cell.schedule,
-            cell.chunks,
-            shell.tp > 1,
-            cell.recompute,
-            reshard,
-            offload=offload,  # type: ignore[arg-type]
-        )
-
+@lru_cache(maxsize=65536)
+def splits(data: int, cp: int, kind: str) -> tuple[tuple[int, bool], ...]:
+    """(replicas, reshard after forward) that a family can have; the first shards most and keeps least gathered."""
     if kind == "ddp":
-        yield layout("ddp", 1, False)
-    elif kind in ("zero1", "zero2"):
-        for replicate in divisors(shell.data):
-            if shell.data // replicate * shell.cp > 1:
-                yield layout(kind, replicate, False)  # type: ignore[arg-type]
-    elif kind == "offload":
-        yield layout("zero3", 1, True, "params")
-    else:
-        for replicate in (1,) if kind == "zero3" else divisors(shell.data)[1:]:
-            if shell.data // replicate * shell.cp > 1:
-                yield layout("zero3", replicate, True)
-                yield layout("zero3", replicate, False)
+        return ((1, False),)
+    if kind == "offload":
+        return ((1, True),)
+    replicas = (1,) if kind == "zero3" else divisors(data)[kind == "hsdp" :]
+    sharded = [replicate for replicate in replicas if data // replicate * cp > 1]
+    if kind in ("zero1", "zero2"):
+        return tuple((replicate, False) for replicate in sharded)
+    return tuple((replicate, reshard) for replicate in sharded for reshard in (True, False))
+
+
+def variant(cell: Cell, kind: str, replicate: int, reshard: bool) -> Layout:
+    """One layout of a cell, with units of one block and prefetch 1."""
+    return Layout(
+        _axes(cell.shell, replicate),
+        "zero3" if kind in ("hsdp", "offload") else kind,  # type: ignore[arg-type]
+        cell.microbatch_rows,
+        cell.schedule,
+        cell.chunks,
+        cell.shell.tp > 1,
+        cell.recompute,
+        reshard,
+        offload="params" if kind == "offload" else "none",
+    )
+
+
+def variants(cell: Cell, kind: str) -> Iterator[Layout]:
+    """Every layout of a cell in one data-parallel family."""
+    for replicate, reshard in splits(cell.shell.data, cell.shell.cp, kind):
+        yield variant(cell, kind, replicate, reshard)
 
 
 @lru_cache(maxsize=65536)

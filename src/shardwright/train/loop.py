@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -16,17 +17,14 @@ from shardwright.data.loader import UpdateBatch
 from shardwright.errors import ExitCode, NonFiniteError, SpikeError
 from shardwright.launch import Pulse
 from shardwright.measure import clock
-from shardwright.measure.memory import peak_device_bytes, peak_host_bytes
 from shardwright.measure.record import Progress, Record
-from shardwright.train.anomaly import SlowRanks, Spikes, slow_rank
+from shardwright.train.anomaly import SlowRanks, Spikes
 from shardwright.train.checkpoints import Checkpoints, Progression
+from shardwright.train.metrics import WARMUP_UPDATES, Metrics
 from shardwright.train.run_data import RunData
 from shardwright.train.signals import StopFlag
 from shardwright.train.update import Engine, UpdateResult
-from shardwright.train.utilisation import make_utilisation
-
-WARMUP_UPDATES = 2
-"""Updates after a start that no speed is taken from: allocators, caches and compilation settle."""
+from shardwright.units import format_seconds
 
 
 class Trainer:
@@ -42,11 +40,7 @@ class Trainer:
         self.first = dist.get_rank() == 0
         self.at = Progression()
         self._console = console
-        self._utilisation = make_utilisation(self.run, engine.axes, engine.device)
-        self._seconds: list[float] = []
-        self._waited = 0.0
-        self._busy_since, self._waited_since, self._logged_at = math.nan, 0.0, 0
-        self._stages = [engine.axes.coordinates(rank)["pp"] for rank in range(dist.get_world_size())]
+        self._metrics = Metrics(engine, data.order.epoch)
         self._progress: Progress | None = None
         self.checkpoints = Checkpoints(loaded, engine, data.fingerprint, self.at, self._say)
         self._spikes = Spikes(self.run.training.on_spike)
@@ -88,12 +82,19 @@ class Trainer:
                     self._evaluate(record, progress)
                 due = bool(run.checkpoint.save_steps) and done % (run.checkpoint.save_steps or 1) == 0
                 pulse.enter("save")
-                self.checkpoints.between_updates(due=due, last=bool(result.stop) or done == total)
+                self.checkpoints.between_updates(
+                    due=due, last=bool(result.stop) or done == total or self._reached()
+                )
+                if self._reached():
+                    break
                 if result.stop:
                     code = ExitCode.STOPPED_AND_SAVED if done < total else ExitCode.DONE
                     break
             if total == 0 and not resumed:
                 self.checkpoints.between_updates(due=True, last=True)
+            self._say_reached()
+            if verdict := self._metrics.verdict():
+                self._say(str(verdict))
             pulse.enter("end")
         except (NonFiniteError, SpikeError):  # raised by all ranks alike, after the same update
             self.checkpoints.saver.finish()
@@ -115,13 +116,15 @@ class Trainer:
         start = clock.now()
         self.pulse.enter("data")
         batch = next(batches)
-        self._waited = clock.now() - start
-        self._waited_since += self._waited
-        self.pulse.enter("forward_backward")
-        self.engine.forward_backward(batch)
-        self.checkpoints.saver.before_step()
-        result = self.engine.step(stop=stop.requested)
-        self._seconds.append(clock.now() - start)
+        waited = clock.now() - start
+        with self._metrics.profile() if self._profiles() else nullcontext() as window:
+            self.pulse.enter("forward_backward")
+            self.engine.forward_backward(batch)
+            self.checkpoints.saver.before_step()
+            result = self.engine.step(stop=stop.requested)
+            seconds = clock.now() - start
+        self._metrics.window = window[0] if window else self._metrics.window
+        self._metrics.add(seconds, waited, batch)
         self._batch = batch
         self.at.update += 1
         self.at.eval_loss = None
@@ -129,73 +132,40 @@ class Trainer:
         self.at.target_tokens += batch.target_tokens
         return result
 
+    def _profiles(self) -> bool:
+        every, done = self.run.logging.profile_steps, len(self._metrics.seconds)
+        return every is not None and done >= WARMUP_UPDATES and (done - WARMUP_UPDATES) % every == 0
+
+    def _reached(self) -> bool:
+        """Whether the weights as they are have the loss that was asked for; the same on all ranks."""
+        limit, loss = self.run.training.until_eval_loss, self.at.eval_loss
+        return limit is not None and loss is not None and loss <= limit
+
+    def _say_reached(self) -> None:
+        limit, done = self.run.training.until_eval_loss, len(self._metrics.seconds)
+        if limit is None:
+            return
+        since = f" since update {self.at.update - done}, where it resumed" if done < self.at.update else ""
+        text = f"after {format_seconds(sum(self._metrics.seconds))} of training{since}, without evaluation and saving"
+        if self._reached():
+            self._say(
+                f"Evaluation loss {self.at.eval_loss:.4f} <= {limit} reached in update {self.at.update}, {text}."
+            )
+        else:
+            self._say(f"Evaluation loss {limit} not reached {text}.")
+
     def _log(self, record: Record | None, progress: Progress | None, result: UpdateResult) -> None:
-        values = self._values(result, self._batch)
+        values = self._metrics.values(result, self._batch, self.at.target_tokens)
         if record is None or progress is None:
             return
         record.log(result.update, values)
-        steady = self._seconds[WARMUP_UPDATES:] or self._seconds
         if slow := self._slow.look(values["perf/slowest_rank"], values["perf/slowest_rank_factor"]):
             progress.say(slow)
-        progress.show(result.update, values, median(steady) * (self.engine.updates - self.at.update))
+        progress.show(
+            result.update, values, median(self._metrics.steady) * (self.engine.updates - self.at.update)
+        )
         if result.skipped:
             progress.say(f"Update {result.update} skipped on all ranks: its loss or gradient is not finite.")
-
-    def _values(self, result: UpdateResult, batch: UpdateBatch) -> dict[str, float | int | None]:
-        """The metrics of one update; memory and waits are the maximum over ranks (collective)."""
-        device = self.engine.device
-        on_device = peak_device_bytes(device) or (0, 0)
-        own = self._own_seconds()
-        of_ranks = [own if rank == dist.get_rank() else 0.0 for rank in range(dist.get_world_size())]
-        worst = torch.tensor(
-            [*on_device, peak_host_bytes(), self._seconds[-1], self._waited, *of_ranks],
-            dtype=torch.float64,
-            device=device,
-        )
-        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-        allocated, reserved, host, seconds, waited, *of_ranks = worst.tolist()
-        slowest, factor = slow_rank(of_ranks, self._stages)
-        steady = self._seconds[WARMUP_UPDATES:][-1000:]
-        cuts = quantiles(steady, n=20) if len(steady) > 1 else []
-        rate = batch.target_tokens / seconds
-        mfu, hfu = self._utilisation(batch, seconds) if self._utilisation else (None, None)
-        return {
-            "train/loss": result.loss,
-            "train/grad_norm": result.grad_norm,
-            "train/clip_coefficient": result.clip_coefficient,
-            "train/lr": result.learning_rate,
-            "train/skipped": int(result.skipped),
-            "train/epoch": self.data.order.epoch(result.update + 1),
-            "train/target_tokens": self.at.target_tokens,
-            "perf/target_tokens_per_s": rate,
-            "perf/target_tokens_per_s_per_device": rate / dist.get_world_size(),
-            "perf/step_seconds": seconds,
-            "perf/step_seconds_p50": median(steady) if steady else None,
-            "perf/step_seconds_p95": cuts[18] if cuts else None,
-            "perf/step_seconds_max": max(steady) if steady else None,
-            "perf/slowest_rank": slowest if factor > 1 else None,
-            "perf/slowest_rank_factor": factor if factor > 1 else None,
-            "perf/mfu": mfu,
-            "perf/hfu": hfu,
-            "mem/peak_allocated_bytes": int(allocated) or None,
-            "mem/peak_reserved_bytes": int(reserved) or None,
-            "mem/peak_host_bytes": int(host),
-            "data/wait_seconds": waited,
-            "data/padding_fraction": 1 - batch.real_tokens / batch.slots,
-            "data/real_tokens": batch.real_tokens,
-            "data/slots": batch.slots,
-            "data/target_tokens": batch.target_tokens,
-        }
-
-    def _own_seconds(self) -> float:
-        """Seconds an update since the last call, without waiting for other ranks: data, and what this rank computed.
-
-        Of the host: on a GPU it shows a host that is late, not a device that is slow.
-        """
-        busy, updates = clock.busy(), self.at.update - self._logged_at
-        own = (busy - self._busy_since + self._waited_since) / max(1, updates)
-        self._busy_since, self._waited_since, self._logged_at = busy, 0.0, self.at.update
-        return own if math.isfinite(own) else 0.0
 
     def _evaluate(self, record: Record | None, progress: Progress | None) -> None:
         if self.data.validation is None:
@@ -211,6 +181,7 @@ class Trainer:
                     "eval/loss": loss,
                     "eval/perplexity": math.exp(min(loss, 700)),
                     "eval/target_tokens": targets,
+                    "eval/training_seconds": sum(self._metrics.seconds),
                 },
             )
             progress.say(

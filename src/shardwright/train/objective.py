@@ -40,7 +40,8 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor, weights: Tensor | None = N
     """Sum over targets of weight * -log softmax(logits)[label], in float32 at least; labels of -100 count nothing.
 
     Shapes: logits [B, T, V], labels and weights [B, T]; returns a scalar. Without weights they are 1. bf16 logits are
-    widened first: their cross entropy would be quantised. Logits that are a DTensor are divided by vocabulary (tensor parallelism): the sum is equal on all ranks.
+    widened first: their cross entropy would be quantised. Logits that are a DTensor are divided by vocabulary (tensor
+    parallelism): the sum is equal on all ranks.
     """
     if isinstance(logits, DTensor):
         return vocabulary_cross_entropy_sum(logits, labels, IGNORE, weights)

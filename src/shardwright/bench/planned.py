@@ -1,0 +1,75 @@
+"""What the planner says of a run under a layout, to be held against what is measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shardwright.arch.families import is_known
+from shardwright.arch.inventory import read_config, shape_from_config
+from shardwright.arch.measured import shape_from_inventory
+from shardwright.arch.shape import Shape
+from shardwright.config.schema import RunFile
+from shardwright.errors import ShardwrightError
+from shardwright.layout.axes import Axes
+from shardwright.layout.traffic import Traffic
+from shardwright.models.inventory import inventory
+from shardwright.plan.hardware import find_device
+from shardwright.plan.kernels import Software
+from shardwright.plan.memory import short_peak
+from shardwright.plan.of_run import job_of, layout_of
+from shardwright.plan.program import SHARDWRIGHT, SHARDWRIGHT_COMPILED
+from shardwright.plan.step_time import Clock
+from shardwright.plan.traffic import Place, own_stages, traffic
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Of one layout: peak bytes of tensors on the fullest rank, and of what; seconds of an update, None without a device.
+
+    idle: fraction of the update that the pipeline idles.
+    """
+
+    peak_bytes: float
+    composition: dict[str, float]
+    moment: str
+    seconds: float | None
+    parts: dict[str, float]
+    idle: float | None
+
+
+def shape_of(run: RunFile) -> Shape | None:
+    """The model's shape as the planner sees it; None for a model that it cannot read."""
+    name, overrides = run.model.model_name_or_path, run.model.config_overrides
+    try:
+        if ":" not in name:
+            config: dict[str, Any] = dict(read_config(name)) | overrides
+            if is_known(config):
+                return shape_from_config(config)
+        return shape_from_inventory(inventory(run.model))
+    except ShardwrightError:
+        return None
+
+
+def plan_of(run: RunFile, axes: Axes, shape: Shape, chunked: bool, device: str | None) -> Planned:
+    """Memory and time of `run` on `axes`. chunked: logits are made for a part of the targets at a time.
+
+    device: a name of the hardware catalogue or a hardware file, for the time.
+    """
+    job, layout = replace(job_of(run, shape), loss="chunked" if chunked else "full"), layout_of(run, axes)
+    program = SHARDWRIGHT_COMPILED if run.memory.compile else SHARDWRIGHT
+    found = short_peak(job, layout, program)
+    seconds, parts, idle = None, {}, None
+    if device is not None:
+        clock = Clock(job, find_device(device), Software())
+        time = clock.timed(layout, own_stages(shape, axes.pp * layout.chunks))
+        seconds, parts = time.total, {name: part for name, part in time._asdict().items() if part}
+        idle = time.bubble / time.total
+    return Planned(found.allocated, found.composition, found.moment, seconds, parts, idle)
+
+
+def traffic_of(run: RunFile, axes: Axes, shape: Shape, rank: int) -> tuple[Traffic, ...]:
+    """What rank `rank` sends in the forward and backward passes of an update."""
+    at, ddp = axes.coordinates(rank), run.parallelism.data_parallel == "ddp"
+    place = Place(at["tp"], 0 if ddp else at["dp_shard"] * axes.cp + at["cp"])
+    return traffic(job_of(run, shape), layout_of(run, axes), at["pp"], place=place)

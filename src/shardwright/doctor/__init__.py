@@ -1,0 +1,1 @@
+"""`shardwright doctor`: is this machine sane, and what does it reach? Writes the hardware file that `plan` reads."""

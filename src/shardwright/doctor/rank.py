@@ -1,0 +1,155 @@
+"""One rank of the doctor: `python -m shardwright.doctor.rank RESULT.json DEVICE`. All ranks compute at once, as in training."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+from shardwright.doctor.fit import Product, Transfer
+from shardwright.doctor.spec import Measured
+from shardwright.launch import finish, worker_main
+from shardwright.measure import clock
+from shardwright.parallel.process_group import Connection, connect
+
+SECONDS = 0.2
+"""How long each item is repeated, at least five times."""
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+SHAPES = {
+    "cpu": ((128, 128, 128), (256, 1024, 256), (512, 512, 512), (1024, 1024, 1024), (2048, 512, 128)),
+    "cuda": ((512, 512, 512), (2048, 2048, 2048), (4096, 4096, 4096), (8192, 8192, 8192), (8192, 4096, 1024)),
+}
+PAYLOADS = {"cpu": (4096, 262144, 4 * 2**20, 16 * 2**20), "cuda": (4096, 2**20, 32 * 2**20, 256 * 2**20)}
+HEADS, HEAD_DIM, LENGTH = 4, 64, 512
+
+
+class Stopwatch:
+    """Times what all ranks do at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def _synchronize(self) -> None:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        """The shortest seconds of `work`, the slowest rank's: what else runs on the machine only adds. Collective."""
+        work()
+        self._synchronize()
+        dist.barrier()
+        start = clock.now()
+        work()
+        self._synchronize()
+        repeats = torch.tensor(max(5.0, min(400.0, SECONDS / max(clock.now() - start, 1e-7))))
+        dist.all_reduce(repeats, op=dist.ReduceOp.MIN)
+        found = []
+        for _ in range(int(repeats)):
+            start = clock.now()
+            work()
+            self._synchronize()
+            found.append(clock.now() - start)
+        slowest = torch.tensor(min(found), dtype=torch.float64)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        return slowest.item()
+
+
+def products(watch: Stopwatch) -> dict[str, list[Product]]:
+    """Matrix products by dtype and size."""
+    found: dict[str, list[Product]] = {}
+    for name, dtype in DTYPES.items():
+        found[name] = []
+        for m, n, k in SHAPES[watch.device.type]:
+            a, b = (torch.randn(*size, device=watch.device).to(dtype) for size in ((m, k), (k, n)))
+            out = torch.empty(m, n, dtype=dtype, device=watch.device)
+            seconds = watch.seconds(partial(torch.mm, a, b, out=out))
+            found[name].append(Product(m, n, k, seconds))
+    return found
+
+
+def copy_bandwidth(watch: Stopwatch) -> float:
+    """Bytes/s read and written by an element-wise kernel over blocks that no cache holds."""
+    size = 2**24 if watch.device.type == "cpu" else 2**28
+    a, b = torch.ones(size, device=watch.device), torch.zeros(size, device=watch.device)
+    return 3 * a.nbytes / watch.seconds(lambda: b.add_(a))
+
+
+def attention(watch: Stopwatch) -> tuple[tuple[float, float], float]:
+    """((forward, backward) seconds of causal attention, FLOPs of its forward pass)."""
+    size, dtype = (
+        (1, HEADS, LENGTH, HEAD_DIM),
+        torch.float32 if watch.device.type == "cpu" else torch.bfloat16,
+    )
+    q, k, v = (torch.randn(size, device=watch.device).to(dtype).requires_grad_() for _ in range(3))
+
+    def forward() -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    with torch.no_grad():
+        first = watch.seconds(forward)
+    both = watch.seconds(lambda: forward().sum().backward())
+    return (first, max(both - first, first)), 2.0 * HEADS * LENGTH * LENGTH * HEAD_DIM
+
+
+def transfers(watch: Stopwatch) -> Iterator[Transfer]:
+    """All-gathers, all-reduces and all-to-alls of several sizes over all ranks."""
+    ranks, device = dist.get_world_size(), watch.device
+    if ranks == 1:
+        return
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in 2.13
+    for payload in PAYLOADS[device.type]:
+        count = payload // 4 // ranks * ranks
+        whole = torch.zeros(count, device=device)
+        piece, other = whole[: count // ranks].clone(), torch.empty_like(whole)
+        share, size = (ranks - 1) / ranks * whole.nbytes, whole.nbytes
+        for name, passes, work in (
+            ("all-gather", 1, partial(gather, other, piece)),
+            ("all-to-all", 1, partial(dist.all_to_all_single, other, whole)),
+            ("all-reduce", 2, partial(dist.all_reduce, whole)),
+        ):
+            yield Transfer(name, passes * (ranks - 1), passes * share, size, watch.seconds(work))
+
+
+def measured(connection: Connection) -> Measured:
+    """Everything that a rank measures. Collective."""
+    device, watch = connection.device, Stopwatch(connection.device)
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        name, memory = properties.name, properties.total_memory
+    else:
+        name, memory = "cpu", psutil.virtual_memory().total // connection.placement.local_world_size
+    found, flops = attention(watch)
+    return Measured(
+        device.type,
+        name,
+        dist.get_backend() if device.type == "cpu" else "nccl",
+        dist.get_world_size(),
+        connection.threads,
+        memory,
+        products(watch),
+        copy_bandwidth(watch),
+        found,
+        flops,
+        list(transfers(watch)),
+    )
+
+
+def main() -> int:
+    with connect(sys.argv[2], 60) as connection, torch.random.fork_rng():
+        result = measured(connection)
+        if connection.placement.rank == 0:
+            Path(sys.argv[1]).write_text(json.dumps(asdict(result)), encoding="utf-8")
+        dist.barrier()
+    return 0
+
+
+if __name__ == "__main__":
+    finish(worker_main(main))

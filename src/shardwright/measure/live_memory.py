@@ -1,0 +1,201 @@
+"""Memory of tensors over an update, by phase and by what it is for, seen where torch dispatches: the same on CPU and GPU.
+
+Every storage that an operator makes is counted until it is freed; one that `fully_shard` empties and fills counts as large as
+it is. Not seen: workspace inside of a kernel, what C++ allocates without an operator, and what other threads make.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+PHASES = ("forward", "backward", "update", "save")
+
+
+@dataclass
+class _Block:
+    """One storage: its bytes now, and what made it. task: number of the backward pass that made it, -1 outside of one."""
+
+    size: int
+    operator: str
+    phase: str
+    width: int
+    task: int
+    category: str = ""
+    emptied: bool = False
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The fullest moment: its bytes, the operator that made the last block, the phase, and what was alive, by category."""
+
+    bytes: int
+    operator: str
+    phase: str
+    composition: dict[str, int]
+
+
+@dataclass
+class MemoryTimeline:
+    """What a `LiveMemory` has seen since it was last cleared.
+
+    samples: (number of the operator, phase, bytes alive) whenever a new high of the phase is reached.
+    """
+
+    by_phase: dict[str, int] = field(default_factory=dict)
+    samples: list[tuple[int, str, int]] = field(default_factory=list)
+
+
+class LiveMemory(TorchDispatchMode):
+    """A context in which storages are counted; it can be entered again and again.
+
+    vocabulary: width of logits, which are told apart by it. device: kind of device that is counted.
+    """
+
+    def __init__(self, vocabulary: int = 0, device: str = "cpu") -> None:
+        super().__init__()
+        self.vocabulary, self.device = vocabulary, device
+        self.live, self.phase = 0, ""
+        self.timeline = MemoryTimeline()
+        self._blocks: dict[int, _Block] = {}
+        self._refs: dict[int, Any] = {}
+        self._number = self._most = 0
+        self._at: tuple[str, str, int, dict[int, int]] = ("", "", -1, {})
+        self._ever: dict[int, _Block] = {}
+
+    # What happens to storages
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._number += 1
+        for tensor in tree_leaves(result):
+            if type(tensor) is Tensor and tensor.device.type == self.device:
+                self._made(tensor, func)
+        return result
+
+    def _made(self, tensor: Tensor, func: Any) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._refs and self._refs[key]() is not None:
+            return
+        width = tensor.shape[-1] if tensor.dim() else 0
+        block = _Block(storage.nbytes(), str(func), self._now(), width, torch._C._current_graph_task_id())
+        self._refs[key] = ref(storage, partial(self._freed, key, block))
+        self._blocks[key] = block
+        self._changed(block.size, block)
+
+    def _freed(self, key: int, block: _Block, _: object) -> None:
+        if self._blocks.get(key) is block:
+            del self._blocks[key], self._refs[key]
+            self.live -= block.size
+
+    def _resized(self, storage: Any) -> None:
+        block = self._blocks.get(storage._cdata)
+        if block is not None:
+            change, block.size = storage.nbytes() - block.size, storage.nbytes()
+            block.emptied = block.emptied or block.size == 0
+            self._changed(change, block)
+
+    def _changed(self, change: int, block: _Block) -> None:
+        self.live += change
+        if change <= 0:
+            return
+        phase = self._now()
+        self._note(phase)
+        if self.live > self._most:
+            self._most = self.live
+            alive = {id(b): b.size for b in self._blocks.values()}
+            self._ever.update((id(b), b) for b in self._blocks.values())  # kept, so that an id stays its own
+            self._at = (block.operator, phase, torch._C._current_graph_task_id(), alive)
+
+    def _note(self, phase: str) -> None:
+        if self.live > self.timeline.by_phase.get(phase, 0):
+            self.timeline.by_phase[phase] = self.live
+            self.timeline.samples.append((self._number, phase, self.live))
+
+    def _now(self) -> str:
+        if self.phase == "forward" and torch._C._current_graph_task_id() != -1:
+            return "backward"
+        return self.phase
+
+    def __enter__(self) -> LiveMemory:
+        self._watch = _watched(self._resized)
+        self._watch.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._watch.__exit__(*error)
+
+    # What is asked
+
+    def clear(self) -> None:
+        """Forgets highs and samples; what is alive stays counted."""
+        self.timeline, self._most, self._ever = MemoryTimeline(), 0, {}
+        self._at = ("", "", -1, {})
+
+    def enter(self, phase: str) -> None:
+        """From now on it is `phase`; the backward passes within `forward` are told apart by themselves."""
+        self.phase = phase
+        self._note(phase)
+
+    def label(self, category: str, tensors: Iterable[Tensor]) -> None:
+        """Says what the storages of `tensors` are for; the first word on a storage stays."""
+        for tensor in tensors:
+            plain = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            block = self._blocks.get(plain.untyped_storage()._cdata)
+            if block is not None and not block.category:
+                block.category = category
+
+    def peak(self) -> Peak:
+        """The fullest moment since `clear`, by the planner's categories."""
+        operator, phase, task, alive = self._at
+        sums: dict[str, int] = {}
+        for key, size in alive.items():
+            name = self._category(self._ever[key], task)
+            sums[name] = sums.get(name, 0) + size
+        parts = sorted(sums.items(), key=lambda part: -part[1])
+        return Peak(self._most, operator, phase, {name: size for name, size in parts if size})
+
+    def _category(self, block: _Block, task: int) -> str:
+        if block.category:
+            return block.category
+        if block.emptied or "all_gather" in block.operator:
+            return "gathered parameters"
+        if any(word in block.operator for word in ("reduce_scatter", "chunk_cat", "all_to_all")):
+            return "unreduced gradients"
+        if block.task not in (-1, task):
+            return "unreduced gradients"  # outlived the backward pass that made it
+        if self.vocabulary and block.width == self.vocabulary:
+            return "logits and loss"
+        return "activations" if block.phase == "forward" else "recomputation and workspace"
+
+
+@contextmanager
+def _watched(changed: Callable[[Any], None]) -> Iterator[None]:
+    """Calls `changed(storage)` after each resize of a storage: no operator tells of it."""
+    before = torch.UntypedStorage.resize_
+
+    def resize(storage: Any, size: int) -> Any:
+        result = before(storage, size)
+        changed(storage)
+        return result
+
+    torch.UntypedStorage.resize_ = resize  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = before  # type: ignore[method-assign]
