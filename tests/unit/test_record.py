@@ -7,11 +7,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
 from shardwright.errors import ConfigError
 from shardwright.measure import record as module
-from shardwright.measure.record import Progress, Record, check_sinks
+from shardwright.measure.record import Progress, Record, check_sinks, device_facts
 
 
 def read(directory: Path) -> list[dict[str, object]]:
@@ -74,3 +75,8 @@ def test_the_line_of_an_update() -> None:
         "peak 2.5 GB  1 min 01 s left\n"
     )
     assert text.getvalue() == expected
+
+
+def test_the_processor_has_a_name() -> None:
+    found = device_facts(torch.device("cpu"))
+    assert list(found) == ["device_name"] and found["device_name"]

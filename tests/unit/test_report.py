@@ -269,6 +269,17 @@ def test_the_forecast_is_the_planners(tmp_path: Path) -> None:
     assert forecast(unknown, None) == "environment.json does not say the number of ranks"
 
 
+def test_ddp_is_no_hsdp(tmp_path: Path) -> None:
+    """ddp's ranks are all replicas; only zero kinds are hybrids. A layout is named as --layouts takes it."""
+    for given, name in (
+        ({"parallelism__data_parallel": "ddp"}, "ddp"),
+        ({"parallelism__dp_replicate_size": 2}, "zero3+hsdp2"),
+        ({"parallelism__tp_size": 2}, "zero3+tp2"),
+    ):
+        found = forecast(read_directory(write_run(tmp_path / name, world_size=4, **given)), None)
+        assert isinstance(found, Forecast) and found.layout == name
+
+
 def test_settings_keep_their_origin(tmp_path: Path) -> None:
     found = {one.key: one for one in settings(read_directory(write_run(tmp_path / "a")))}
     assert found["training.global_batch_size"].value == "8"

@@ -29,7 +29,7 @@ def layout_name(layout: Layout) -> str:
     a = layout.axes
     parts = [f"pp{a.pp}:{layout.schedule}"] if a.pp > 1 else []
     parts.append(layout.data_parallel)
-    if a.dp_replicate > 1:
+    if a.dp_replicate > 1 and layout.data_parallel != "ddp":
         parts.append(f"hsdp{a.dp_replicate}")
     parts += [f"{name}{size}" for name, size in (("cp", a.cp), ("tp", a.tp)) if size > 1]
     return "+".join(parts)

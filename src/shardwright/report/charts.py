@@ -304,14 +304,7 @@ def ratios(named: Named, width: float, rows: Sequence[tuple[str, str, float]], l
         content += element(
             "circle", tip(f"{name}: {ratio:.3f}"), cx=across(ratio), cy=y, r=5, class_=f"point {style}"
         )
-        lower = ratio < 1 and across(ratio) - 9 - 4 * CHARACTER > frame.left  # the value has room on the left
-        content += text(
-            across(ratio) + (-9 if lower else 9),
-            y + 4,
-            f"{ratio:.2f}",
-            "value halo",
-            "end" if lower else "start",
-        )
+        content += text(width, y + 4, f"{ratio:.2f}", "value", "end")
     return svg(frame, named.identity, named.title, named.description, content)
 
 
