@@ -90,7 +90,7 @@ def test_until_an_evaluation_loss_is_reached(tmp_path: Path) -> None:
     done = 2 * len(losses)
     assert done < 20 and (tmp_path / f"checkpoint-{done}").is_dir()
     steps = [line["perf/step_seconds"] for line in lines if "train/loss" in line]
-    seconds = next(line["eval/training_seconds"] for line in reversed(lines) if "eval/loss" in line)
+    seconds = next(line["perf/training_seconds"] for line in reversed(lines) if "eval/loss" in line)
     assert 0.5 * sum(steps) <= seconds <= sum(steps) + 1e-6, "steps are the slowest rank's"
     exposed = [line["comm/exposed_seconds"] for line in lines if "train/loss" in line]
     assert [value is not None for value in exposed] == [number == 2 for number in range(done)]

@@ -180,7 +180,7 @@ class Trainer:
                     "eval/loss": loss,
                     "eval/perplexity": math.exp(min(loss, 700)),
                     "eval/target_tokens": targets,
-                    "eval/training_seconds": sum(self._metrics.seconds),
+                    "perf/training_seconds": sum(self._metrics.seconds),
                 },
             )
             progress.say(
