@@ -33,18 +33,14 @@ SIZES = {
     "head_dim": 16,
     "vocab_size": VOCABULARY,
 }
-LAYOUTS = (
-    "zero1",
-    "zero2",
-    "zero3",
-    "hsdp2",
-    "ddp+tp2",
-    "zero3+tp2",
-    "zero3+pp2",
-    "zero3+cp2",
-    "zero2+pp2+tp2",
-)
-TWICE = ("ddp",)
+LAYOUTS = ("zero1", "hsdp2", "ddp+tp2", "zero3+tp2", "zero2+pp2+tp2")
+ON_THE_WAY = ("zero2", "zero3", "zero3+pp2", "zero3+cp2")
+TWICE = "ddp"
+EVERY = (*LAYOUTS, *ON_THE_WAY, TWICE)
+BLOCK = 2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 176 + 2 * 64
+TWO_UNITS = 4 * 2 * (VOCABULARY * 64 + BLOCK)
+"""Bytes that gloo's exchange (`parallel/wire.py`) keeps into the next forward: sent and received gradients of the two units
+that backward ends with, the first block and the embedding."""
 
 
 def loaded(name: str) -> Loaded:
@@ -86,7 +82,7 @@ def _peaks(names: tuple[str, ...]) -> dict[str, tuple[Peak, dict[str, int]]]:
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, tuple[Peak, dict[str, int]]]]:
-    return run_ranks(_peaks, RANKS, (*LAYOUTS, *TWICE), timeout=170.0)
+    return run_ranks(_peaks, RANKS, EVERY, timeout=170.0)
 
 
 def planned(name: str) -> Any:
@@ -106,17 +102,28 @@ def test_the_plan_is_within_a_tenth(name: str, ranks: list[dict[str, tuple[Peak,
         assert most.composition[part] == pytest.approx(plan.composition[part], rel=0.02), part
 
 
-@pytest.mark.parametrize("name", TWICE)
-def test_what_is_not_planned(name: str, ranks: list[dict[str, tuple[Peak, dict[str, int]]]]) -> None:
-    """ddp with accumulation holds gradients twice, which the planner does not know: added up, and DDP's buckets."""
-    most = max((rank[name][0] for rank in ranks), key=lambda peak: peak.bytes)
-    gradients = planned(name).composition["gradients"]
+@pytest.mark.parametrize("name", ON_THE_WAY)
+def test_what_is_on_the_way_is_not_planned(
+    name: str, ranks: list[dict[str, tuple[Peak, dict[str, int]]]]
+) -> None:
+    """The planner does not know of gloo's exchange. With its two units it is as near as elsewhere."""
+    most = max(rank[name][0].bytes for rank in ranks)
+    exact = name in ("zero2", "zero3")
+    assert planned(name).allocated + TWO_UNITS == pytest.approx(most, rel=0.01 if exact else 0.10)
+
+
+def test_ddp_with_accumulation_holds_gradients_twice(
+    ranks: list[dict[str, tuple[Peak, dict[str, int]]]],
+) -> None:
+    """Which the planner does not know either: what microbatches add up, and DDP's buckets."""
+    most = max((rank[TWICE][0] for rank in ranks), key=lambda peak: peak.bytes)
+    gradients = planned(TWICE).composition["gradients"]
     assert most.composition["gradients"] + most.composition["unreduced gradients"] == 2 * gradients
-    assert planned(name).allocated + gradients == pytest.approx(most.bytes, rel=0.01)
+    assert planned(TWICE).allocated + gradients == pytest.approx(most.bytes, rel=0.01)
 
 
 def test_phases(ranks: list[dict[str, tuple[Peak, dict[str, int]]]]) -> None:
     """A109: forward, backward and update have highs of their own, and the peak is the highest of them."""
-    for peak, phases in (rank[name] for rank in ranks for name in LAYOUTS):
+    for peak, phases in (rank[name] for rank in ranks for name in EVERY):
         assert {"backward", "update"} <= set(phases) <= {"forward", "backward", "update"}
         assert peak.bytes == max(phases.values()) == phases[peak.phase]
