@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,8 +104,17 @@ def two_hosts(rate: str) -> Iterator[Hosts]:
         yield hosts
     finally:
         for name in hosts.names:
+            end_processes(name)
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
         subprocess.run(["ip", "link", "del", hosts.links[0]], capture_output=True)
+
+
+def end_processes(host: str) -> None:
+    """Ends every process in a namespace: torchrun's ranks have sessions of their own."""
+    found = subprocess.run(["ip", "netns", "pids", host], capture_output=True, text=True)
+    for pid in found.stdout.split():
+        with suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGKILL)
 
 
 def run(hosts: Hosts, task: dict[str, Any], ranks_per_host: int, port: int) -> dict[str, Any]:
@@ -116,10 +125,9 @@ def run(hosts: Hosts, task: dict[str, Any], ranks_per_host: int, port: int) -> d
         try:
             codes = [process.wait(LIMIT_SECONDS) for process in started]
         finally:
-            for process in started:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
+            for name, process in zip(hosts.names, started):
+                end_processes(name)
+                process.wait()
         if any(codes) or not result.exists():
             raise SystemExit(f"{task['job']['layout']}: torchrun ended with {codes}")
         return json.loads(result.read_text())
