@@ -7,8 +7,9 @@ One process: hidden states [tokens, hidden] and a head [vocabulary, hidden] that
 - `recomputed`: the same with logits made anew in backward, as under the gpipe schedule.
 
 Memory is the peak of bytes that torch's CPU allocator had given out above the start, from the allocation events of
-torch.profiler: with what kernels allocate inside, without what is there before (hidden states and head). Times are medians
-of interleaved repetitions. `masked` is the share of positions whose label is -100.
+torch.profiler: with what kernels allocate inside, without what is there before (hidden states and head). Times are CPU seconds of
+the process, system time for new pages included (wall time also depends on what else the machine does): medians of
+interleaved repetitions. `masked` is the share of positions whose label is -100.
 
     python benchmarks/loss_memory.py                       # 4,096 tokens, vocabulary 128,000, hidden 1,024, fp32
     python benchmarks/loss_memory.py --dtype bf16 --record
@@ -65,7 +66,7 @@ def make_steps(args: argparse.Namespace, masked: float) -> dict[str, Callable[[]
     )
     labels = torch.randint(0, args.vocabulary, (args.tokens,), generator=g)
     labels[torch.rand(args.tokens, generator=g) < masked] = -100
-    chunk = args.chunk or loss_chunk_tokens(args.vocabulary, "cpu")
+    chunk = args.chunk or loss_chunk_tokens(args.vocabulary, "cpu", args.dtype)
 
     def plain() -> Tensor:
         return F.cross_entropy(F.linear(x, w).float(), labels, ignore_index=-100, reduction="sum")
@@ -105,7 +106,7 @@ def main() -> None:
     parser.add_argument("--record", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    chunk = args.chunk or loss_chunk_tokens(args.vocabulary, "cpu")
+    chunk = args.chunk or loss_chunk_tokens(args.vocabulary, "cpu", args.dtype)
     print(
         f"{args.tokens:,} tokens, vocabulary {args.vocabulary:,}, hidden {args.hidden:,}, {args.dtype}, "
         f"chunks of {chunk} tokens, {args.threads} threads, n = {args.n}"
@@ -116,15 +117,15 @@ def main() -> None:
         seconds: dict[str, list[float]] = {name: [] for name in steps}
         for _ in range(args.n):
             for name, step in steps.items():
-                start = time.perf_counter()
+                start = time.process_time()
                 step()
-                seconds[name].append(time.perf_counter() - start)
+                seconds[name].append(time.process_time() - start)
         memory = {name: peak_bytes(step) for name, step in steps.items()}
         for name in steps:
             own, ratio = seconds[name], median(seconds["plain"]) / median(seconds[name])
             print(
                 f"masked {masked:.0%}  {name:11} {memory[name] / 1e6:8.0f} MB ({memory['plain'] / memory[name]:.2f}x less)"
-                f"  {median(own):.2f} s ({min(own):.2f} to {max(own):.2f}; {ratio:.2f}x the speed of plain)"
+                f"  {median(own):.2f} CPU s ({min(own):.2f} to {max(own):.2f}; {ratio:.2f}x the speed of plain)"
                 f"  loss {values[name]:.4f}"
             )
             if args.record:

@@ -244,7 +244,8 @@ def test_auto_chooses_by_size() -> None:
     base = {"model.model_name_or_path": "m", "data.train": ["a"], "training.max_steps": 1,
             "training.global_batch_size": 8, "data.max_length": 4096}  # fmt: skip
     run = load_run_file(None, base).run
-    assert loss_chunk_tokens(128_000, "cpu") == 128 and loss_chunk_tokens(128_000, "cuda") == 1024
+    assert [loss_chunk_tokens(128_000, "cpu", dtype) for dtype in ("fp32", "bf16")] == [128, 512]
+    assert loss_chunk_tokens(128_000, "cuda", "bf16") == 1024
     assert chunk_tokens(run, Axes(), 128_000, "cpu") == 128
     assert chunk_tokens(run, Axes(tp=8), 128_000, "cpu") == 0  # 262 MB on each rank, less than four chunks
     assert chunk_tokens(run, Axes(), 257, "cpu") == 0

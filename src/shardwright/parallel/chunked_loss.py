@@ -36,6 +36,9 @@ from shardwright.parallel.vocabulary import check_ids, vocabulary_range
 
 IGNORE = -100
 
+PRODUCT_ELEMENTS = 2**21
+"""Of the head's gradient in the compute dtype, made at a time and added to the sum in float32."""
+
 
 @dataclass(frozen=True)
 class Targets:
@@ -149,7 +152,9 @@ class _Gradients:
             if gradient.dtype == self.weight.dtype:
                 self.weight.addmm_(gradient.t(), x)
             else:
-                self.weight += gradient.t() @ x
+                rows = max(1, PRODUCT_ELEMENTS // x.size(1))
+                for total, part in zip(self.weight.split(rows), gradient.split(rows, dim=1)):
+                    total += part.t() @ x
         if self.bias is not None:
             self.bias += gradient.sum(0, dtype=self.bias.dtype)
 
