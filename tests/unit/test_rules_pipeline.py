@@ -61,15 +61,15 @@ def test_a_batch_that_does_not_divide() -> None:
     [
         ({"parallelism__data_parallel": "zero1"}, "computes the gradients of weights apart"),
         ({"parallelism__data_parallel": "zero3"}, "with data_parallel zero3"),
-        ({"memory__activation_checkpointing": "selective"}, "can be read once"),
+        ({"memory__activation_checkpointing": "selective"}, "can be read once only"),
         ({"memory__compile": True}, "one backward for inputs and weights together"),
-        ({"memory__activation_checkpointing": "full"}, ""),
+        ({"memory__activation_checkpointing": "full"}, "forward would run again"),
     ],
 )
 def test_split_backward(schedule: str, keys: dict[str, Any], reason: str) -> None:
     """zero_bubble and zbv with what cannot compute weight gradients apart."""
     text = refusal(parallelism__pp_size=2, parallelism__pp_schedule=schedule, **keys)
-    assert bool(text) == bool(reason) and reason in text
+    assert reason in text
 
 
 def test_a_function_has_no_known_parts() -> None:
