@@ -57,7 +57,7 @@ def cases(draw: Any) -> tuple[Job, Layout, str]:
         param_dtype=draw(st.sampled_from(["bf16", "fp32"])),
         reduce_dtype=draw(st.sampled_from(["bf16", "fp32"])),
         attention=draw(st.sampled_from(["flash", "eager"])),
-        loss=draw(st.sampled_from(["full", "chunked"])),
+        loss=draw(st.sampled_from(["full", "chunked", "auto"])),
     )
     layout = Layout(
         axes,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
+from shardwright.layout.combine import SPLIT_BACKWARD
+from shardwright.layout.loss import CHUNK_BYTES, WORTHWHILE, loss_chunk_tokens
 from shardwright.plan.activations import (
     Kept,
     block_kept,
@@ -92,11 +94,37 @@ def with_casts(a: BlockBytes, recompute: Recompute, block_bytes: float, head_byt
 def loss_bytes(job: Job, program: Program, logits: float, layout: Layout) -> tuple[float, float, float]:
     """Bytes of the logits' copies: in the loss's backward, kept from forward to backward, and in the head's backward.
 
-    A chunked loss has the logits and their gradient whole in the compute dtype, and its fp32 copies of one chunk only.
+    A chunked loss of our own keeps no logits: the gradients of hidden states and, in fp32, of the head are there from
+    forward on, with the logits, their wide copy and their gradient of one chunk. That of other programs has the logits and
+    their gradient whole in the compute dtype, and its fp32 copies of one chunk only.
     """
     width, pipelined = DTYPE_BYTES[job.param_dtype], layout.axes.pp > 1
+    if in_chunks(job, program, logits, layout):
+        if program.own:
+            return _own_chunks(job, logits, layout)
+        copies = [size for _, size in loss_copies(program, width, layout.axes.tp > 1, pipelined)]
+        return logits * (2 * width + sum(copies) / LOSS_CHUNKS), logits * width, logits * 2 * width
     copies = [size for _, size in loss_copies(program, width, layout.axes.tp > 1, pipelined)]
     held = width if holds_logits(program, pipelined) else 0
-    if job.loss == "chunked":
-        return logits * (2 * width + sum(copies) / LOSS_CHUNKS), logits * width, logits * 2 * width
     return logits * sum(copies), logits * sum(copies[: 2 if held else 1]), logits * (width + held)
+
+
+def in_chunks(job: Job, program: Program, logits: float, layout: Layout) -> bool:
+    """Whether the loss over so many logits of a microbatch is made in chunks."""
+    if job.loss != "auto":
+        return job.loss == "chunked"
+    large = 4 * logits >= WORTHWHILE * CHUNK_BYTES["cuda"]
+    return program.own and large and layout.schedule not in SPLIT_BACKWARD
+
+
+def _own_chunks(job: Job, logits: float, layout: Layout) -> tuple[float, float, float]:
+    width, vocabulary = DTYPE_BYTES[job.param_dtype], -(-job.shape.vocab // layout.axes.tp)
+    tokens, hidden = logits / vocabulary, job.shape.hidden
+    made = tokens * hidden * width + vocabulary * hidden * max(width, 4)
+    chunk = (
+        min(tokens, loss_chunk_tokens(vocabulary, "cuda", job.param_dtype))
+        * vocabulary
+        * (2 * width + max(width, 4))
+    )
+    narrow = vocabulary * hidden * width if width < 4 else 0
+    return made + chunk, made, made + narrow

@@ -15,6 +15,7 @@ from shardwright.arch.flops import model_flops, recompute_flops
 from shardwright.arch.inventory import counts
 from shardwright.errors import ConfigError, did_you_mean
 from shardwright.plan.activations import kept_tensors, loss_copies, total_per_token
+from shardwright.plan.block_bytes import in_chunks
 from shardwright.plan.job import DTYPE_BYTES
 from shardwright.plan.memory import Peak, short_peak
 from shardwright.plan.program import SHARDWRIGHT, Program
@@ -159,8 +160,9 @@ def _logits(s: Subject) -> list[str]:
     ]
     lines += [f"  {name:<34}{size:g} bytes" for name, size in copies]
     total = sum(size for _, size in copies)
-    if job.loss == "chunked":
-        lines.append(f"  chunked: fp32 copies of a part at a time: {_gib(b.loss)} at once")
+    if in_chunks(job, s.program, logits, layout):
+        own = "gradients of hidden states and head, and the logits" if s.program.own else "fp32 copies"
+        lines.append(f"  made in chunks of tokens: {own} of a part at a time: {_gib(b.loss)} at once")
     else:
         lines.append(f"  alive at once {total:g} bytes x {logits:,.0f} = {_gib(b.loss)}")
     return lines

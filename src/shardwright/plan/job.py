@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 Recompute = Literal["none", "selective", "full"]
 Attention = Literal["flash", "eager"]
-Loss = Literal["full", "chunked"]
+Loss = Literal["full", "chunked", "auto"]
 
 DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
@@ -25,8 +25,8 @@ class Job:
     max_length: tokens per row. global_batch_size: rows per update. The dtypes are those of the run file's
     `precision`: compute, gradient reduction, and stored weights with optimizer states (a bf16 compute dtype
     with an fp32 master keeps the master copy as the only stored weights with zero*, and both copies with
-    ddp). attention `flash`: no tokens x tokens matrix is kept. loss `chunked`: logits of a part of the rows
-    at a time.
+    ddp). attention `flash`: no tokens x tokens matrix is kept. loss `chunked`: logits of a part of the targets
+    at a time; `auto`: as `layout/loss.py` decides for a run of our own, else whole.
     """
 
     shape: Shape

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from shardwright.layout.loss import CROSS_ENTROPY
 from shardwright.layout.schedule import chunks_of
 from shardwright.layout.zero import STAGES
-from shardwright.plan.job import Job, Layout
+from shardwright.plan.job import Job, Layout, Loss
 
 if TYPE_CHECKING:
     from shardwright.arch.shape import Shape
@@ -26,7 +27,16 @@ def job_of(run: RunFile, shape: Shape) -> Job:
         precision.master_dtype,
         t.optimizer,
         "eager" if run.model.attn_implementation == "eager" else "flash",
+        loss_of(run),
     )
+
+
+def loss_of(run: RunFile) -> Loss:
+    """Whether the loss is made in chunks, as far as the run file says it."""
+    asked = run.memory.loss_chunk_tokens
+    if run.training.loss != CROSS_ENTROPY or asked == 0:
+        return "full"
+    return "auto" if asked == "auto" else "chunked"
 
 
 def layout_of(run: RunFile, axes: Axes) -> Layout:

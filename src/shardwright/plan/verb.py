@@ -18,6 +18,7 @@ from shardwright.plan.answer import answer, describe, layout_keys, layout_name
 from shardwright.plan.hardware import find_device
 from shardwright.plan.job import Job
 from shardwright.plan.kernels import Software
+from shardwright.plan.of_run import loss_of
 from shardwright.plan.program import SHARDWRIGHT, SHARDWRIGHT_COMPILED
 from shardwright.plan.search import Choice, Search
 from shardwright.plan.show import bar, keys_line, layout_table, parts_line, text
@@ -149,6 +150,7 @@ def make_search(request: Request) -> tuple[Search, Any]:
         master_dtype=request.master_dtype or (precision.master_dtype if precision else "fp32"),
         optimizer=run.training.optimizer if run else "adamw",
         attention="eager" if run and run.model.attn_implementation == "eager" else "flash",
+        loss=loss_of(run) if run else "auto",
     )
     device = find_device(
         request.device or ("cpu" if run and run.hardware.device == "cpu" else "h100-sxm-80gb")
