@@ -1,6 +1,6 @@
 """Losses in chunks, weighted, and of the user's own, under every layout, against one process of plain torch in float64.
 
-Covers A01, A04, A06, A07, A08, A09, A11 and A130 of the known faults; A03 stands in test_tensor.py.
+Covers A01, A04, A06, A07, A08 and A11 of the known faults; A03 stands in test_tensor.py.
 """
 
 from __future__ import annotations
