@@ -7,9 +7,9 @@ One process: hidden states [tokens, hidden] and a head [vocabulary, hidden] that
 - `recomputed`: the same with logits made anew in backward, as under the gpipe schedule.
 
 Memory is the peak of bytes that torch's CPU allocator had given out above the start, from the allocation events of
-torch.profiler: with what kernels allocate inside, without what is there before (hidden states and head). Times are CPU seconds of
-the process, system time for new pages included (wall time also depends on what else the machine does): medians of
-interleaved repetitions. `masked` is the share of positions whose label is -100.
+torch.profiler: with what kernels allocate inside, without what is there before (hidden states and head). Times are CPU
+seconds of the process, system time for new pages included (wall time also depends on what else the machine does): medians
+of interleaved repetitions. `masked` is the share of positions whose label is -100.
 
     python benchmarks/loss_memory.py                       # 4,096 tokens, vocabulary 128,000, hidden 1,024, fp32
     python benchmarks/loss_memory.py --dtype bf16 --record
