@@ -108,7 +108,11 @@ def test_chunks_without_targets(recompute: bool) -> None:
     labels[10:25] = -100
     for fixed in (False, True):
         targets = Targets.of(labels, None, 5, CPU, fixed=fixed)
-        assert not fixed or any(first == end for first, end in targets.chunks)
+        assert not fixed or any(first == end for first, end, _ in targets.chunks)
+        if fixed:
+            assert [sent for *_, sent in targets.chunks] == [5] * 7 + [2], (
+                "every position once, whatever is masked"
+            )
         loss = chunked_cross_entropy_sum(x, w, b, targets, How(recompute=recompute))
         right = plain(x, w, b, labels, None, ())
         for ours, theirs in zip(torch.autograd.grad(loss, [x, w, b]), torch.autograd.grad(right, [x, w, b])):  # type: ignore[list-item]

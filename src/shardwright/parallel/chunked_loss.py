@@ -45,14 +45,14 @@ class Targets:
     """The targets among P positions.
 
     labels: [N]. weights: [N], None: all 1. positions: [N] in ascending order, None: every position is a target.
-    chunks: (first, end) of each chunk among the N. width: numbers that a chunk sends, where ranks divide the vocabulary.
+    chunks: (first, end, sent) of each chunk among the N; `sent` is the length of what it reduces, where ranks divide the
+    vocabulary.
     """
 
     labels: Tensor
     weights: Tensor | None
     positions: Tensor | None
-    chunks: tuple[tuple[int, int], ...]
-    width: int
+    chunks: tuple[tuple[int, int, int], ...]
 
     @classmethod
     def of(
@@ -80,8 +80,9 @@ class Targets:
             own.to(device, non_blocking=True),
             weights,
             None if every else places.to(device, non_blocking=True),
-            tuple(pairwise(cuts)),
-            min(chunk, total),
+            tuple(
+                (first, end, min(chunk, total - k * chunk)) for k, (first, end) in enumerate(pairwise(cuts))
+            ),
         )
 
 
@@ -182,14 +183,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         ctx.made, ctx.targets, ctx.how, ctx.asked = made, targets, how, asked
         total = x.new_zeros((), dtype=_wide(x[:0]).dtype)
         logs = []
-        for first, end, own in _pieces(x, targets):
+        for first, end, sent, own in _pieces(x, targets):
             chunk = _Chunk(own, weight, bias, how.steps)
             z = chunk.z
-            largest = _reduced(z.amax(-1), targets.width, how.group, "max")
+            largest = _reduced(z.amax(-1), sent, how.group, "max")
             place, here = _place(targets.labels[first:end] - how.first, z.size(-1))
             target = torch.where(here, z.gather(-1, place)[:, 0] - largest, 0.0)
             sums = torch.stack([z.sub_(largest[:, None]).exp_().sum(-1), target])
-            exps, target = _reduced(sums, targets.width, how.group, "sum")
+            exps, target = _reduced(sums, sent, how.group, "sum")
             weights = None if targets.weights is None else targets.weights[first:end].to(z.dtype)
             losses = exps.log() - target
             total += losses.sum() if weights is None else (losses * weights).sum()
@@ -209,7 +210,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         targets, how, made, scale = ctx.targets, ctx.how, ctx.made, gradients[0]
         if how.recompute:
             made = _Gradients(x, weight, bias, len(targets.labels), ctx.asked)
-            for first, end, own in _pieces(x, targets):
+            for first, end, _, own in _pieces(x, targets):
                 chunk = _Chunk(own, weight, bias, how.steps)
                 z = chunk.z.sub_(logs[first:end, None]).exp_()
                 place, here = _place(targets.labels[first:end] - how.first, z.size(-1))
@@ -229,11 +230,11 @@ def _place(labels: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     return torch.where(here, labels, 0)[:, None], here
 
 
-def _pieces(x: Tensor, targets: Targets) -> Iterator[tuple[int, int, Tensor]]:
-    """(first, end, hidden states [end - first, D]) of each chunk."""
-    for first, end in targets.chunks:
+def _pieces(x: Tensor, targets: Targets) -> Iterator[tuple[int, int, int, Tensor]]:
+    """(first, end, sent, hidden states [end - first, D]) of each chunk."""
+    for first, end, sent in targets.chunks:
         positions = targets.positions
-        yield first, end, x[first:end] if positions is None else x[positions[first:end]]
+        yield first, end, sent, x[first:end] if positions is None else x[positions[first:end]]
 
 
 def chunked_cross_entropy_sum(
