@@ -94,13 +94,17 @@ class Bounds:
         gathered = c * (1 + self.program.fragmentation) if kind in ("zero1", "zero2") else 0.0
         return (4 * m / (shell.data * shell.cp) + gathered) * part
 
-    def bounded(self, shell: Shell, most: float) -> list[Bounded]:
-        """Every cell of the shell whose activations may fit into `most` bytes, the quickest bound first.
+    def bounded(self, shell: Shell, most: float, limit: float) -> list[Bounded]:
+        """Every cell of the shell whose activations may fit into `most` bytes and that may take less than `limit` seconds, the
+        quickest bound first.
 
         Left out is GPipe where 1F1B runs too: it idles as long and keeps more.
         """
         found: list[Bounded] = []
-        rows = self.job.global_batch_size // shell.data
+        rows, share = (
+            self.job.global_batch_size // shell.data,
+            self.job.shape.layers / shell.pp * SLIGHTLY_LESS,
+        )
         for microbatch in divisors(rows):
             count = rows // microbatch
             modes = [
@@ -111,6 +115,10 @@ class Bounds:
                 )
                 for recompute in RECOMPUTE
             ]
+            # The longest rank has at least its share of the blocks.
+            modes = [mode for mode in modes if count * share * (mode[2].forward + mode[2].backward) < limit]
+            if not modes:
+                continue
             edge, send = self._edges(shell, microbatch)
             for schedule, chunks in schedules(shell.pp, self.job.shape.layers, count):
                 if schedule == "gpipe" and count >= shell.pp:
@@ -118,9 +126,10 @@ class Bounds:
                 held = self._held(shell.pp, schedule, chunks, count)
                 for recompute, saved, block in modes:
                     if saved * held <= most:
-                        floor = self._floor(shell.pp, schedule, chunks, count, block, edge, send)
-                        cell = Cell(shell, schedule, chunks, microbatch, count, recompute)
-                        found.append(Bounded(*floor, saved * held, cell))
+                        seconds, worst = self._floor(shell.pp, schedule, chunks, count, block, edge, send)
+                        if seconds < limit:
+                            cell = Cell(shell, schedule, chunks, microbatch, count, recompute)
+                            found.append(Bounded(seconds, worst, saved * held, cell))
         found.sort(key=itemgetter(0))
         return found
 

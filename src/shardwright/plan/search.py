@@ -206,10 +206,9 @@ class Search(Bounds):
     def _shell(self, shell: Shell, kinds: list[str]) -> None:
         left = self.capacity - self.program.context_bytes
         room = {kind: left - self.states(shell, kind) for kind in kinds}
-        bounded = self.bounded(shell, max(room.values()))
-        too_many: dict[tuple[object, ...], int] = {}
         families = {kind: self._family(shell, kind) for kind in kinds}
-        for bound in bounded:
+        too_many: dict[tuple[object, ...], int] = {}
+        for bound in self.bounded(shell, max(room.values()), max(map(self._limit, families.values()))):
             cell, seconds = bound.cell, bound.seconds
             open_kinds = [kind for kind in kinds if seconds < self._limit(families[kind])]
             if not open_kinds:
