@@ -19,11 +19,12 @@ from shardwright.arch.known import known_shape
 from shardwright.layout.axes import Axes
 from shardwright.layout.schedule import legality
 from shardwright.layout.zero import STAGES
+from shardwright.plan.block_bytes import loss_bytes
 from shardwright.plan.host import host_bytes, pinned_bytes
 from shardwright.plan.job import Job, Layout
 from shardwright.plan.memory import PARTS, peak, short_peak, timeline
 from shardwright.plan.peak import peak_bytes
-from shardwright.plan.program import PROGRAMS
+from shardwright.plan.program import PROGRAMS, SHARDWRIGHT
 from shardwright.plan.rank_bytes import planned_stages
 
 SHAPES = [
@@ -160,3 +161,16 @@ def test_the_root_unit_is_gathered_once_for_each_microbatch() -> None:
     """zero3 drops a unit after forward and gathers it again for backward, but not its root: 4 gathers, not 8."""
     assert (STAGES["zero3"].gathers(4), STAGES["zero3"].gathers(4, root=True)) == (8, 4)
     assert STAGES["zero1"].gathers(4, root=True) == STAGES["zero2"].gathers(4, root=True) == 1
+
+
+def test_a_loss_in_chunks_keeps_gradients_and_one_chunk() -> None:
+    """Vocabulary 128,000 and 8,192 tokens of width 512 in bf16: 1,024 tokens a chunk, gradients of states and head kept."""
+    shape = replace(known_shape("llama-3-8b"), hidden=512, vocab=128_000)
+    logits = 8_192 * 128_000.0
+    for loss, layout in (("auto", Layout()), ("chunked", Layout())):
+        job = Job(shape, 8_192, 8, loss=loss)  # type: ignore[arg-type]
+        kept = 8_192 * 512 * 2 + 128_000 * 512 * 4
+        chunk = 1_024 * 128_000 * (2 + 4 + 2)  # 512 MiB of fp32 logits, in steps of 64 tokens: 1,024
+        assert loss_bytes(job, SHARDWRIGHT, logits, layout) == (kept + chunk, kept, kept + 128_000 * 512 * 2)
+    whole = loss_bytes(Job(shape, 8_192, 8, loss="auto"), SHARDWRIGHT, 512 * 128_000.0, Layout())
+    assert whole == loss_bytes(Job(shape, 8_192, 8), SHARDWRIGHT, 512 * 128_000.0, Layout())

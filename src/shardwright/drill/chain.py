@@ -6,7 +6,6 @@ import random
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from shardwright.checkpoint import store
 from shardwright.drill.compare import compare_checkpoints, compare_metrics
@@ -146,8 +145,3 @@ def run_damaged(session: Session, reference: Session, chance: random.Random, say
     if named:
         row.problem = row.problem or f"it did not name {', '.join(named)}"
     return row
-
-
-def directory_of(output_dir: Path, name: str) -> Path:
-    """Where the drill keeps one of its runs."""
-    return output_dir / "drill" / name

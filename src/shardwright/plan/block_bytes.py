@@ -99,12 +99,12 @@ def loss_bytes(job: Job, program: Program, logits: float, layout: Layout) -> tup
     their gradient whole in the compute dtype, and its fp32 copies of one chunk only.
     """
     width, pipelined = DTYPE_BYTES[job.param_dtype], layout.axes.pp > 1
-    if in_chunks(job, program, logits, layout):
-        if program.own:
-            return _own_chunks(job, logits, layout)
-        copies = [size for _, size in loss_copies(program, width, layout.axes.tp > 1, pipelined)]
-        return logits * (2 * width + sum(copies) / LOSS_CHUNKS), logits * width, logits * 2 * width
+    chunked = in_chunks(job, program, logits, layout)
+    if chunked and program.own:
+        return _own_chunks(job, logits, layout)
     copies = [size for _, size in loss_copies(program, width, layout.axes.tp > 1, pipelined)]
+    if chunked:
+        return logits * (2 * width + sum(copies) / LOSS_CHUNKS), logits * width, logits * 2 * width
     held = width if holds_logits(program, pipelined) else 0
     return logits * sum(copies), logits * sum(copies[: 2 if held else 1]), logits * (width + held)
 
