@@ -17,8 +17,8 @@ from shardwright.data.loader import Microbatch, UpdateBatch
 from shardwright.errors import ConfigError, did_you_mean
 from shardwright.models import find_parts
 from shardwright.models.packed_rows import PackedRows
-from shardwright.parallel.data_parallel import Replicated
 from shardwright.parallel.pipeline import Pipelined
+from shardwright.parallel.replicated import Replicated
 from shardwright.train.update import Engine
 
 Fault = Callable[[Engine], None]
@@ -136,6 +136,7 @@ def _not_synchronised(engine: Engine) -> None:
         return
     original = engine.parallel.microbatch
     engine.parallel.microbatch = lambda last: original(last=False)  # type: ignore[method-assign]
+    engine.parallel.finish_gradients = lambda: None  # type: ignore[method-assign]
 
 
 def _change_norm(change: Callable[[Engine, float], float]) -> Fault:
