@@ -130,6 +130,7 @@ class RankClock:
             layout.recompute,
             job.attention,
             job.param_dtype,
+            job.attended,
         )
         tokens = layout.microbatch_rows * job.max_length / a.cp
         tp = group_of(a.tp, 1, device.node.devices)
