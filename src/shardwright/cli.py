@@ -145,7 +145,8 @@ def plan(
 
     request = Request(
         run_file, model, layers, hidden, heads, kv_heads, ffn, vocab, gated, devices, device, max_length,
-        global_batch_size, document_length, tokens, param_dtype, reduce_dtype, master_dtype, compiled, offload, tuple(context.args),
+        global_batch_size, document_length, tokens, param_dtype, reduce_dtype, master_dtype, compiled, offload,
+        tuple(context.args),
         inventory=_inventory,
     )  # fmt: skip
     raise typer.Exit(run_plan(request, as_json=as_json, compare=compare, explain=explain, write=typer.echo))
