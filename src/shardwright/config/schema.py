@@ -107,6 +107,14 @@ class Data(Section):
         description="bucket only: the rows of so many updates, at most half an epoch, are sorted by length together. "
         "1: updates hold the rows of pad",
     )
+    streaming: bool = Field(
+        False,
+        description="Read data.train while training, from files or package.module:function (an IterableDataset): for data "
+        "that is not there as a whole, or too large to tokenise first",
+    )
+    stream_window: Positive = Field(
+        10_000, description="streaming only: documents that are shuffled and packed together"
+    )
     shuffle: bool = True
     drop_last: bool = Field(
         False, description="With num_train_epochs: leave out a last update that would be part-filled"

@@ -19,7 +19,7 @@ from shardwright.launch import Pulse
 from shardwright.measure import clock
 from shardwright.measure.record import Progress, Record
 from shardwright.train.anomaly import SlowRanks, Spikes
-from shardwright.train.checkpoints import Checkpoints, Progression
+from shardwright.train.checkpoints import Checkpoints, Progression, accepts_other_data
 from shardwright.train.metrics import WARMUP_UPDATES, Metrics
 from shardwright.train.run_data import RunData
 from shardwright.train.signals import StopFlag
@@ -52,7 +52,10 @@ class Trainer:
 
     def resume(self, restarted: bool = False) -> Path | None:
         """Restores the checkpoint that `checkpoint.resume` names; see `Checkpoints.resume`."""
-        return self.checkpoints.resume(restarted)
+        found = self.checkpoints.resume(restarted)
+        trusted = accepts_other_data(self.run.checkpoint.accept_changes)
+        self.data.seek(self.at.update, self.at.stream, trusted)
+        return found
 
     # The loop
 
@@ -125,7 +128,7 @@ class Trainer:
             seconds = clock.now() - start
         self._metrics.add(seconds, waited, batch, window[0] if window else None)
         self._batch = batch
-        self.at.update += 1
+        self.at.update, self.at.stream = self.at.update + 1, batch.cursor
         self.at.eval_loss = None
         self.pulse.update = self.at.update
         self.at.target_tokens += batch.target_tokens

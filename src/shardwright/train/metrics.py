@@ -27,9 +27,9 @@ Values = dict[str, float | int | None]
 
 
 class Metrics:
-    """What one rank has seen of its updates. `epoch`: the epoch in which an update's rows end."""
+    """What one rank has seen of its updates. `epoch`: the epoch in which an update's rows end, None for a stream."""
 
-    def __init__(self, engine: Engine, epoch: Callable[[int], float]) -> None:
+    def __init__(self, engine: Engine, epoch: Callable[[int], float | None]) -> None:
         self._engine, self._epoch = engine, epoch
         self._utilisation = make_utilisation(engine.run, engine.axes, engine.device)
         self._stages = [engine.axes.coordinates(rank)["pp"] for rank in range(dist.get_world_size())]

@@ -49,7 +49,7 @@ def run_rank(loaded: Loaded) -> int:
         code = trainer.train(stop, restarted=place.restarts > 0)
         if code == 0 and run.checkpoint.export_hf == "final":
             directory = Path(run.checkpoint.output_dir) / "model"
-            save_pretrained(engine.module, run.model, directory)
+            save_pretrained(engine.module, run.model, directory, chat_template=run.data.chat_template)
             console.print(f"Wrote {directory} (Hugging Face format).", highlight=False, soft_wrap=True)
         watch.close()
     return code
