@@ -1,7 +1,7 @@
 """Checkpoints of every layout read by every other, compared bit for bit: python benchmarks/reshard_matrix.py [--all]
 
 Gloo ranks on one machine, a Llama-like model of 4 blocks with tied embedding and head of 257 rows, float64, AdamW. Each layout
-trains two updates and saves; whole weights and moments after a load are hashed and compared with those of the layout that
+trains an update and saves; whole weights and moments after a load are hashed and compared with those of the layout that
 saved; then one update is made, and its loss compared to 1e-9. Prints a table of saved (rows) by loaded (columns); exit code 3
 on any difference. Without --all: the pairs of tests/gloo/test_resharding.py.
 """

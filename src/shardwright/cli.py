@@ -194,12 +194,15 @@ def drill(
     run_file: RunFilePath,
     nproc_per_node: Processes = 2,
     trials: Annotated[
-        str, typer.Option(help="kill, save, signal, write, hang, damage, reshard, joined by commas, or all")
+        str,
+        typer.Option(
+            help="kill, save, async, signal, write, hang, damage, reshard, joined by commas, or all"
+        ),
     ] = "all",
     soak: Annotated[
         int, typer.Option(help="Instead: so many random kills of ranks and launchers", min=0)
     ] = 0,
-    updates: Annotated[int, typer.Option(help="Updates of the run that is broken", min=16)] = 32,
+    updates: Annotated[int, typer.Option(help="Updates of the run that is broken", min=16)] = 40,
     seed: Annotated[int, typer.Option(help="Of moments and ranks: the same seed strikes the same ones")] = 0,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the drill's runs also when all is well")] = False,
 ) -> None:

@@ -39,7 +39,7 @@ PAIRS = [
     ("pp2:interleaved_1f1b", "tp2+pp2"), ("tp2+pp2", "zero2"), ("zero2", "pp2+zero3"), ("pp2+zero3", "zero1"),
     ("zero1", "tp2+ddp"), ("tp2+ddp", "ddp"), ("ddp", "tp2+zero1"), ("pp2:zbv+ddp", "tp2+zero3"), ("tp2+zero3", "tp2+zero1"),
 ]  # fmt: skip
-ROWS, LENGTH, UPDATES = 12, 16, 3
+ROWS, LENGTH, UPDATES = 12, 16, 2
 Digests = dict[str, str]
 
 

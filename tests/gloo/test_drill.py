@@ -5,9 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,15 +12,15 @@ import psutil
 import pytest
 
 from shardwright.config import load_run_file
-from shardwright.drill.chain import judge, run_chain, run_reference
+from shardwright.drill.chain import judge, run_chain
 from shardwright.drill.faults import Fault
-from shardwright.drill.moments import Break, at_stage
+from shardwright.drill.moments import Break, at_phase, at_stage
 from shardwright.drill.session import Session
 from shardwright.train.start import prepare_run
 
 pytestmark = [pytest.mark.gloo, pytest.mark.slow, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[2]
-UPDATES = 10
+UPDATES = 16
 
 
 @pytest.fixture
@@ -48,21 +45,37 @@ def sessions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[
         session.close()
 
 
-def test_a_kill_between_rename_and_link_loses_nothing(
-    sessions: tuple[Session, Session], tmp_path: Path
-) -> None:
-    """Then a flaw in the one run is planted, which the comparison must find and blame on the fault before it."""
+def test_kills_lose_nothing_and_leave_nothing(sessions: tuple[Session, Session], tmp_path: Path) -> None:
+    """A104: SIGKILL of the launcher, whose ranks end and leave no file; then of a rank between rename and link.
 
+    Then a flaw in the one run is planted, which the comparison must find and blame on the fault before it. The reference runs
+    beside the run that is broken.
+    """
     reference, broken = sessions
-    run_reference(reference)
+    temporary, shared, left = tmp_path / "tmp", set(os.listdir("/dev/shm")), []
+
+    def kill_launcher(session: Session, update: int) -> str | None:
+        found = at_phase(session, 0, "forward_backward", update, Break(signal.SIGCONT))
+        assert session.launcher is not None
+        family = psutil.Process(session.launcher.pid).children(recursive=True)
+        session.kill_launcher()
+        left.append((len(family), psutil.wait_procs(family, timeout=10)[1]))
+        return found
+
     kill = Break(signal.SIGKILL)
-    fault = Fault("save", "a kill", lambda s, u: at_stage(s, 0, "before the link", u, kill, tries=9), (None,))
-    rows = run_chain(broken, [fault], UPDATES, random.Random(0), lambda text: None)
+    faults = [
+        Fault("kill", "of the launcher", kill_launcher, (-signal.SIGKILL,)),
+        Fault("save", "of a rank", lambda s, u: at_stage(s, 0, "before the link", u, kill, tries=9), (None,)),
+    ]
+    reference.start(restarts=0)
+    rows = run_chain(broken, faults, UPDATES, random.Random(0), lambda text: None)
+    assert reference.wait_for_end(0) == 0
     judge(rows, broken, reference)
-    (row,) = rows
-    assert row.problem == "" and row.after == "identical" and row.lost == 0
-    assert row.found == f"save of update {row.resumed_from}, before the link"
-    assert not list((tmp_path / "tmp").iterdir())
+    assert [(row.problem, row.after) for row in rows] == [("", "identical")] * 2
+    assert rows[1].lost == 0 and rows[1].found == f"save of update {rows[1].resumed_from}, before the link"
+    ((family, alive),) = left
+    assert family >= 2 and not alive  # a rank and the guard, at least
+    assert not list(temporary.iterdir()) and set(os.listdir("/dev/shm")) <= shared
 
     metrics = broken.output_dir / "metrics.jsonl"
     lines = metrics.read_text().splitlines()
@@ -70,27 +83,4 @@ def test_a_kill_between_rename_and_link_loses_nothing(
         "\n".join([*lines[:-1], lines[-1].replace('"train/loss": 4', '"train/loss": 5')]) + "\n"
     )
     judge(rows, broken, reference)
-    assert row.problem.startswith(f"train/loss of update {UPDATES - 1} is 5")
-
-
-def test_a_killed_train_leaves_no_file_and_no_process(tmp_path: Path) -> None:
-    """A104: SIGKILL of the verb; its ranks end, the temporary directory and shared memory are as they were."""
-    temporary, output = tmp_path / "tmp", tmp_path / "run"
-    temporary.mkdir()
-    before = set(os.listdir("/dev/shm"))
-    command = [
-        sys.executable, "-m", "shardwright", "train", "examples/tiny.yaml", "--training.max_steps", "5000",
-        "--data.cache_dir", str(tmp_path / "cache"), "--checkpoint.output_dir", str(output),
-    ]  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "TMPDIR": str(temporary)}
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
-    while not (output / "metrics.jsonl").exists():
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.05)
-    family = psutil.Process(process.pid).children(recursive=True)
-    process.kill()
-    process.wait()
-    _, alive = psutil.wait_procs(family, timeout=10)
-    assert not alive
-    assert not list(temporary.iterdir()) and set(os.listdir("/dev/shm")) <= before
+    assert rows[1].problem.startswith(f"train/loss of update {UPDATES - 1} is 5")

@@ -10,7 +10,9 @@ import hashlib
 import io
 import random
 import resource
+import shutil
 import threading
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,12 +25,18 @@ from rich.console import Console
 from tests.checkpoints import flip
 from tests.gloo.engine import LLAMA, ODD, batches_for, make_engine, run_file, whole_weights
 from tests.gloo.ranks import run_ranks
-from tests.gloo.test_checkpoint import Data, Flag, _differences, _message, _shared, _whole
+from tests.gloo.test_checkpoint import Data, Flag, _differences, _message, _metrics, _shared, _whole
 from tests.odd_models import OddModel
 from torch import Tensor, nn
 
+from shardwright.arch.inventory import shape_from_config
 from shardwright.checkpoint import saver, store
+from shardwright.drill.disk import fill, small_disk
 from shardwright.errors import CheckpointError
+from shardwright.layout.names import with_layout
+from shardwright.measure.live_memory import LiveMemory
+from shardwright.plan.host import host_bytes
+from shardwright.plan.of_run import job_of, layout_of
 from shardwright.train.loop import Trainer
 
 pytestmark = [pytest.mark.gloo, pytest.mark.slow]
@@ -191,6 +199,35 @@ def _full(directory: Path, **options: Any) -> dict[str, Any]:
         "screen": screen.getvalue(),
         "verified": [store.verify(path) for path in store.complete_checkpoints(directory)],
     }
+
+
+def _no_space(disk: str, **options: Any) -> dict[str, Any]:
+    """A file takes all but 4 KiB of the disk before the save after update 4, and goes after it."""
+    directory, ballast = Path(disk) / "run", Path(disk) / "ballast"
+    trainer, screen = _trainer(directory, **options)
+    start = trainer.checkpoints.start
+
+    def filled() -> None:
+        if trainer.at.update == 4:
+            _shared(lambda: fill(Path(disk), left=4096))
+        elif trainer.at.update > 5:
+            _shared(lambda: ballast.unlink(missing_ok=True))
+        start()
+        trainer.checkpoints.saver.before_step()
+
+    trainer.checkpoints.start = filled  # type: ignore[method-assign]
+    error = _raised(lambda: _train(trainer))
+    _shared(lambda: ballast.unlink(missing_ok=True))
+    found = {
+        "error": error,
+        "names": _names(directory),
+        "screen": screen.getvalue(),
+        "metrics": [line for line in _metrics(directory) if "train/loss" in line],
+        "verified": [store.verify(path) for path in store.complete_checkpoints(directory)],
+    }
+    dist.barrier()
+    _shared(lambda: shutil.rmtree(directory))
+    return found
 
 
 def _forbidden(directory: Path) -> dict[str, Any]:
@@ -410,6 +447,46 @@ def _status_bytes(key: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
 
 
+def _staged(directory: Path) -> dict[str, tuple[int, int, int, int]]:
+    """Layout -> bytes that the main thread makes at most in a first and a second save; the buffer; what plan says."""
+    sizes = {
+        "vocab_size": 500,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "head_dim": 16,
+    }
+    wide = {f"precision__{name}_dtype": "fp32" for name in ("param", "reduce", "master")}
+    found = {}
+    for name in ("zero3", "ddp", "tp2"):
+        options = {
+            "model__config_overrides": sizes,
+            "checkpoint__output_dir": str(directory / f"staged {name}"),
+        }
+        loaded = with_layout(run_file(LLAMA, checkpoint__async_save=True, **options, **wide), name)
+        live = LiveMemory()
+        with live:
+            live.enter("update")
+            engine = make_engine(loaded)
+            engine.forward_backward(batches_for(engine, 0))
+            engine.step()
+            trainer = Trainer(loaded, engine, Data(engine), Console(quiet=True))  # type: ignore[arg-type]
+            rises = [_rise(trainer, live, update) for update in (1, 2)]
+        shape = shape_from_config(engine.module.config.to_dict())
+        planned = host_bytes(job_of(loaded.run, shape), layout_of(loaded.run, engine.axes)).save
+        found[name] = (*rises, trainer.checkpoints.saver.staging_bytes, planned)
+    return found
+
+
+def _rise(trainer: Trainer, live: LiveMemory, update: int) -> int:
+    trainer.at.update, before = update, live.live
+    live.clear()
+    live.enter("save")
+    trainer.checkpoints.start()
+    trainer.checkpoints.saver.finish()
+    return live.timeline.by_phase["save"] - before
+
+
 def _running(directory: Path) -> str:
     trainer, _ = _trainer(directory / "running", "tests.gloo.test_saving:running_model")
     return _raised(lambda: _train(trainer))
@@ -430,7 +507,7 @@ def _alone(directory: Path) -> str:
     return error
 
 
-def _all(directory: Path) -> dict[str, Any]:
+def _all(directory: Path, disk: str) -> dict[str, Any]:
     warn = {"checkpoint__on_save_error": "warn"}
     grouped = {"training__optimizer": "tests.gloo.test_saving:Grouped"}
     return {
@@ -444,6 +521,13 @@ def _all(directory: Path) -> dict[str, Any]:
             "stop beside": _full(directory / "full stop beside", checkpoint__async_save=True),
             "warn beside": _full(directory / "full warn beside", **warn, checkpoint__async_save=True),
         },
+        "no space": {
+            "stop": _no_space(disk),
+            "warn beside": _no_space(disk, **warn, checkpoint__async_save=True),
+        }
+        if disk
+        else {},
+        "staged": _staged(directory),
         "forbidden": _forbidden(directory),
         "damaged": _damaged(directory),
         "grouped": _resumed(directory / "grouped", **grouped),
@@ -459,8 +543,16 @@ def _all(directory: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def facts(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(_all, 2, tmp_path_factory.mktemp("saving"), timeout=170.0)
+def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+    """(a disk of 2 MiB, ""), or ("", why there is none)."""
+    place = tmp_path_factory.mktemp("saving") / "disk"
+    with small_disk(place, 2 * 2**20) as refused:
+        yield ("", refused) if refused else (str(place), "")
+
+
+@pytest.fixture(scope="module")
+def facts(tmp_path_factory: pytest.TempPathFactory, disk: tuple[str, str]) -> list[dict[str, Any]]:
+    return run_ranks(_all, 2, tmp_path_factory.mktemp("saving"), disk[0], timeout=170.0)
 
 
 def test_saving_beside_training_writes_the_same_bytes(facts: list[dict[str, Any]]) -> None:
@@ -506,6 +598,37 @@ def test_a_full_disk_on_one_rank(how: str, facts: list[dict[str, Any]]) -> None:
     if how.startswith("warn"):
         assert "rank 1: OSError: [Errno 27] File too large" in facts[0]["full"][how]["screen"]
         assert "The run goes on" in facts[0]["full"][how]["screen"]
+
+
+@pytest.mark.parametrize("how", ("stop", "warn beside"))
+def test_a_disk_that_is_full(how: str, facts: list[dict[str, Any]], disk: tuple[str, str]) -> None:
+    """A60: ENOSPC of a file system: what was there before is whole, no half one stays, and the run stops or goes on as told."""
+    if disk[1]:
+        pytest.skip(f"no small disk can be mounted: {disk[1]}")
+    for rank in facts:
+        found = rank["no space"][how]
+        assert found["verified"] == [[]] * len(found["names"])
+        if how == "stop":
+            assert "OSError: [Errno 28] No space left on device" in found["error"]
+            assert found["names"] == ["checkpoint-2"]
+        else:
+            assert found["error"] == "" and found["names"] == ["checkpoint-2", "checkpoint-6"]
+    if how == "warn beside":
+        assert "[Errno 28] No space left on device" in facts[0]["no space"][how]["screen"]
+        assert [line["update"] for line in facts[0]["no space"][how]["metrics"]] == list(range(STEPS))
+
+
+@pytest.mark.parametrize("layout", ("zero3", "ddp", "tp2"))
+def test_the_copy_stays_within_the_plan(layout: str, facts: list[dict[str, Any]]) -> None:
+    """A save in the background makes one copy of a rank's share, the first time, and no more than `plan` says.
+
+    The rest, at most 64 KiB, is what ranks tell each other. Replicas under ddp share the writing; plan says what one may take.
+    """
+    for rank in facts:
+        first, second, buffer, planned = rank["staged"][layout]
+        assert buffer <= first <= buffer + 2**16 and second <= 2**16
+        assert first <= planned + 2**16
+        assert buffer > (0.45 if layout == "ddp" else 0.9) * planned > 2**18
 
 
 def test_what_rank_0_cannot_do_is_an_error_on_all(facts: list[dict[str, Any]]) -> None:

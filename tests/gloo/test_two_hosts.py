@@ -15,9 +15,13 @@ from pathlib import Path
 
 import pytest
 
+from shardwright.checkpoint import store
+from shardwright.drill.compare import compare_checkpoints
+
 ROOT = Path(__file__).parents[2]
 UPDATES = 40
-TIMEOUT_SECONDS = 20
+TIMEOUT_SECONDS = 10
+CUT_SECONDS = 2
 
 
 def _missing() -> str:
@@ -51,6 +55,7 @@ class Hosts:
     names: tuple[str, str] = (f"sw-a-{os.getpid()}", f"sw-b-{os.getpid()}")
     links: tuple[str, str] = (f"va{os.getpid()}", f"vb{os.getpid()}")
     started: list[subprocess.Popen[str]] = field(default_factory=list)
+    others: list[subprocess.Popen[bytes]] = field(default_factory=list)
     port: int = 29511
 
     def make(self) -> None:
@@ -70,6 +75,9 @@ class Hosts:
             self.kill(number)
         for process in self.started:
             process.communicate()
+        for other in self.others:
+            other.terminate()
+            other.wait()
         for name in self.names:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
@@ -106,18 +114,19 @@ class Hosts:
         for number, (name, link) in enumerate(zip(self.names, self.links)):
             _ip("-n", name, "neigh", "del", f"10.77.0.{2 - number}", "dev", link)
 
-    def start(self, output: Path) -> list[subprocess.Popen[str]]:
-        """torchrun on both, one rank each, on a port that no earlier start has used."""
+    def start(self, *outputs: Path) -> list[subprocess.Popen[str]]:
+        """torchrun on both, one rank each, on a port that no earlier start has used, with these directories to write to."""
         self.port += 1
-        self.started += (both := [self._start(number, output) for number in (0, 1)])
+        storage = ("--checkpoint.storage", "per_host") if len(set(outputs)) == 2 else ()
+        self.started += (both := [self._start(number, path, *storage) for number, path in enumerate(outputs)])
         return both
 
-    def _start(self, number: int, output: Path) -> subprocess.Popen[str]:
+    def _start(self, number: int, output: Path, *storage: str) -> subprocess.Popen[str]:
         command = [
             "ip", "netns", "exec", self.names[number], sys.executable, "-m", "torch.distributed.run",
             "--nnodes", "2", "--node-rank", str(number), "--nproc-per-node", "1",
             "--master-addr", "10.77.0.1", "--master-port", str(self.port),
-            "-m", "shardwright", *arguments(output),
+            "-m", "shardwright", *arguments(output), *storage,
         ]  # fmt: skip
         return subprocess.Popen(
             command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
@@ -166,22 +175,24 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
 
 
 @pytest.mark.timeout(600)
-def test_a_cut_link_and_a_dead_host(hosts: Hosts, tmp_path: Path) -> None:
+def test_a_cut_link_a_dead_host_and_a_lost_disk(hosts: Hosts, tmp_path: Path) -> None:
     """A cut of seconds is waited out; a lasting one and a dead host end both sides with a reason; all goes on bit for bit.
 
-    Both hosts write their shards to one shared directory.
+    Both hosts write to one shared directory. Then each has a disk of its own: host 0 that directory, host 1 an empty one; it
+    reads over the link. Host 1 dies and its disk is gone: what host 0 has of it is what both go on from.
     """
-    whole, output = tmp_path / "whole", tmp_path / "run"
+    whole, disks = tmp_path / "whole", (tmp_path / "run", tmp_path / "own")
     command = [sys.executable, "-m", "shardwright", *arguments(whole), "--nproc-per-node", "2"]
-    subprocess.run(command, cwd=ROOT, env=environment(), check=True, timeout=200, capture_output=True)
+    reference = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL)
+    hosts.others.append(reference)
 
-    both = hosts.start(output)
-    wait(lambda: len(losses(output)) >= 4)
+    both = hosts.start(disks[0], disks[0])
+    wait(lambda: len(losses(disks[0])) >= 4)
     hosts.cut()
-    time.sleep(3)
-    before = len(losses(output))
+    time.sleep(CUT_SECONDS)
+    before = len(losses(disks[0]))
     hosts.mend()
-    wait(lambda: len(losses(output)) >= before + 2)  # went on
+    wait(lambda: len(losses(disks[0])) >= before + 2)  # went on
     assert [process.poll() for process in both] == [None, None]
 
     hosts.cut()
@@ -190,16 +201,22 @@ def test_a_cut_link_and_a_dead_host(hosts: Hosts, tmp_path: Path) -> None:
     for rank, text in enumerate(said):
         assert f"shardwright: rank {rank} has lost the other ranks" in text, text
     hosts.mend()
-    cut_at = len(losses(output))
+    cut_at = len(losses(disks[0]))
 
-    both = hosts.start(output)
-    wait(lambda: cut_at + 2 <= len(losses(output)) < UPDATES)
+    both = hosts.start(*disks)
+    wait(lambda: cut_at + 2 <= len(losses(disks[0])) < UPDATES and (disks[1] / "latest").exists())
     hosts.kill(1)
+    shutil.rmtree(disks[1])
     said = ended(both, seconds=60)
     assert both[0].returncode
     assert "shardwright: rank 0 has lost the other ranks" in said[0], said[0]
 
-    both = hosts.start(output)  # the host is back
+    both = hosts.start(*disks)  # the host is back, with another disk
     ended(both, seconds=150)
     assert [process.returncode for process in both] == [0, 0]
-    assert losses(output) == losses(whole)
+    assert reference.wait(60) == 0 and losses(disks[0]) == losses(whole)
+    last = f"checkpoint-{UPDATES}"
+    assert [store.verify(disk / last) for disk in disks] == [[], []]
+    assert [compare_checkpoints(disk / last, whole / last) for disk in disks] == ["", ""]
+    assert store.read_manifest(disks[1] / last) == store.read_manifest(disks[0] / last)
+    assert len(store.read_manifest(disks[1] / last).hosts) == 2

@@ -50,6 +50,7 @@ def run(**options: Any) -> Loaded:
         (2, {"training__lr_scheduler_type": "constant", "training__warmup_steps": 2}, "has no effect here"),
         (2, {"training__lr_scheduler_type": "constant_with_warmup", "training__lr_scheduler_kwargs": {"a": 1}}, "has no effect here: lr_scheduler_type constant_with_warmup has no arguments"),
         (2, {"training__no_decay": ["*x"]}, "--training.no_decay: `training.no_decay` has no effect here: training.weight_decay is 0. Remove"),
+        (2, {"checkpoint__copies": 2}, "has no effect here: checkpoint.storage is shared"),
         (2, {"training__eval_steps": 5}, "has no effect here: data.validation is empty"),
         (2, {"training__per_device_eval_batch_size": 5}, "has no effect here: data.validation is empty"),
         (2, {"training__optimizer": "sgd", "training__adam_beta1": 0.8}, "has no effect here: the optimizer is sgd"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import resource
+import sys
 from pathlib import Path
 
 import pytest
@@ -80,3 +82,25 @@ def test_the_line_of_an_update() -> None:
 def test_the_processor_has_a_name() -> None:
     found = device_facts(torch.device("cpu"))
     assert list(found) == ["device_name"] and found["device_name"]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits on the size of files")
+def test_entries_outlive_a_full_disk(tmp_path: Path) -> None:
+    """What cannot be written is said once, kept, and written behind what was cut off when there is room again."""
+    said: list[str] = []
+    record = Record(tmp_path, [], 0, said.append)
+    record.log(0, {"train/loss": 1.0})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "metrics.jsonl").stat().st_size + 7, limits[1]))
+    try:
+        record.log(1, {"train/loss": 2.0})
+        record.log(2, {"train/loss": 3.0})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    record.log(3, {"train/loss": 4.0})
+    record.close()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines == [{"update": n, "train/loss": n + 1.0} for n in range(4)]
+    assert said == [
+        "metrics.jsonl cannot be written: [Errno 27] File too large. Its entries are kept until it can."
+    ]

@@ -98,6 +98,13 @@ def _write_all(descriptor: int, data: memoryview | bytes) -> None:
         rest = rest[os.write(descriptor, rest) :]
 
 
+def write_span(descriptor: int, offset: int, data: memoryview) -> None:
+    """Writes all of `data` at byte `offset` of an open file."""
+    done = 0
+    while done < len(data):
+        done += os.pwrite(descriptor, data[done:], offset + done)
+
+
 def write_parts(path: Path, parts: Sequence[tuple[Held, Tensor]]) -> dict[str, Any]:
     """Writes parts (in `file_order`) as one safetensors file and syncs it; returns what the index needs to know of it.
 
@@ -205,16 +212,26 @@ def _stored(key: str, entry: dict[str, Any]) -> Stored:
 
 def read_piece(descriptor: int, path: Path, offset: int, into: memoryview, right: str, key: str) -> None:
     """Fills `into` from byte `offset` of an open file. Raises `DamagedCheckpointError` where the checksum differs."""
+    read_span(descriptor, path, offset, into)
+    check_piece(path, offset, into, right, key)
+
+
+def check_piece(path: Path, offset: int, data: memoryview, right: str, key: str) -> None:
+    """Raises `DamagedCheckpointError` unless `data`, the piece of `path` from byte `offset`, has the checksum `right`."""
+    if checksum(data) != right:
+        raise damaged(
+            path, f"is not what was written: bytes {offset} to {offset + len(data)}, a part of {key}, differ"
+        )
+
+
+def read_span(descriptor: int, path: Path, offset: int, into: memoryview) -> None:
+    """Fills `into` from byte `offset` of an open file. Raises `DamagedCheckpointError` where the file ends before."""
     done = 0
     while done < len(into):
         count = os.preadv(descriptor, [into[done:]], offset + done)
         if count == 0:
-            raise damaged(path, f"ends at byte {offset + done}, within {key}")
+            raise damaged(path, f"ends at byte {offset + done}")
         done += count
-    if checksum(into) != right:
-        raise damaged(
-            path, f"is not what was written: bytes {offset} to {offset + len(into)}, a part of {key}, differ"
-        )
 
 
 def file_pieces(index: Index, file: str) -> Iterator[tuple[int, int, str, str]]:

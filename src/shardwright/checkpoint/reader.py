@@ -7,14 +7,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.checkpoint.directory import read_index
 from shardwright.checkpoint.files import Index, damaged, read_piece
+from shardwright.checkpoint.hosts import everyone
+from shardwright.checkpoint.manifest import Manifest, read_config, read_index, read_manifest
 from shardwright.checkpoint.parts import PIECE_BYTES, Box, Value, box_of, byte_view, local_part, pieces
 from shardwright.errors import CheckpointError, DamagedCheckpointError
 
@@ -25,7 +25,7 @@ NUMBERS_OF_GROUPS = "optimizer_group."
 
 @dataclass(frozen=True)
 class Wanted:
-    """A piece of a file, and where what is needed of it goes."""
+    """A piece of a file, and where what is needed of it goes: `local` holds the box `own`."""
 
     offset: int
     box: Box
@@ -33,6 +33,19 @@ class Wanted:
     key: str
     local: Tensor
     own: Box
+
+    @property
+    def length(self) -> int:
+        """Bytes of the piece."""
+        return self.box.elements * self.local.element_size()
+
+    def put(self, data: Tensor) -> None:
+        """Copies from the bytes of the whole piece (uint8, contiguous) what this rank holds of it."""
+        met = self.own.meet(self.box)
+        assert met is not None
+        whole = data.view(self.local.dtype).reshape(self.box.shape)
+        with torch.no_grad():
+            self.local[met.within(self.own)].copy_(whole[met.within(self.box)])
 
 
 def covers(patterns: Sequence[str], key: str) -> bool:
@@ -48,16 +61,54 @@ def load(path: Path, state: Mapping[str, Value], partial: Sequence[str] = ()) ->
     side, or differ: these tensors stay as they are. Raises `CheckpointError` on all ranks alike where the two do not fit,
     `DamagedCheckpointError` where a byte is not what was written; tensors are then partly overwritten.
     """
-    return load_index(path, agreed(lambda: read_index(path)), state, partial)
+    source = Directory(path)
+    return load_index(source, source.index(), state, partial)
+
+
+class Source(Protocol):
+    """A checkpoint that ranks read together, wherever its files lie. All methods are collective."""
+
+    @property
+    def path(self) -> Path: ...
+
+    def manifest(self) -> Manifest: ...
+
+    def config(self) -> str:
+        """The resolved run file, as YAML."""
+        ...
+
+    def index(self) -> Index: ...
+
+    def read(self, index: Index, tensors: Mapping[str, Tensor], partial: Sequence[str]) -> None:
+        """Fills `tensors` as `read_into` does. Raises the same error on all ranks."""
+        ...
+
+
+@dataclass(frozen=True)
+class Directory:
+    """A checkpoint that every rank can read whole."""
+
+    path: Path
+
+    def manifest(self) -> Manifest:
+        return read_manifest(self.path)
+
+    def config(self) -> str:
+        return read_config(self.path)
+
+    def index(self) -> Index:
+        return agreed(lambda: read_index(self.path))
+
+    def read(self, index: Index, tensors: Mapping[str, Tensor], partial: Sequence[str]) -> None:
+        agreed(lambda: read_into(index, tensors, partial))
 
 
 def load_index(
-    path: Path, index: Index, state: Mapping[str, Value], partial: Sequence[str] = ()
+    source: Source, index: Index, state: Mapping[str, Value], partial: Sequence[str] = ()
 ) -> dict[str, int | float]:
-    """`load` with the index already read."""
-    _agree_fit(path, index, state, partial)
-    tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-    agreed(lambda: read_into(index, tensors, partial))
+    """`load` from any source, with its index already read."""
+    _agree_fit(source.path, index, state, partial)
+    source.read(index, {key: value for key, value in state.items() if isinstance(value, Tensor)}, partial)
     return index.numbers
 
 
@@ -70,24 +121,18 @@ def agreed(work: Callable[[], T]) -> T:
     except (CheckpointError, OSError) as error:
         damaged = isinstance(error, DamagedCheckpointError | OSError)
         problem = (not damaged, str(error))
-    found = [(other, text) for other, text in _everyone(problem) if text]
+    found = [(other, text) for other, text in everyone(problem) if text]
     if found:
         kind = CheckpointError if any(other for other, _ in found) else DamagedCheckpointError
         raise kind(" ".join(dict.fromkeys(text for _, text in found)))
     return result[0]
 
 
-def _everyone(value: Any) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
-
-
 def _agree_fit(path: Path, index: Index, state: Mapping[str, Value], partial: Sequence[str]) -> None:
     """Raises `CheckpointError` on every rank unless names, shapes and dtypes of all ranks are those of the index."""
     stored = index.shapes
     there = stored.keys() | index.numbers.keys()
-    held = {key for keys in _everyone(list(state)) for key in keys}  # pipeline stages hold different names
+    held = {key for keys in everyone(list(state)) for key in keys}  # pipeline stages hold different names
     missing, extra = sorted(state.keys() - there), sorted(there - held)
     wrong = [
         f"{key}: stored {stored[key][1]} {stored[key][0]}, here {tuple(value.shape)} {value.dtype}"
@@ -114,7 +159,7 @@ def _agree_fit(path: Path, index: Index, state: Mapping[str, Value], partial: Se
         if left:
             more = " ..." if len(left) > 5 else ""
             problems.append(f"{len(left)} {what}: {', '.join(left[:5])}{more}")
-    if problem := next((text for text in _everyone("; ".join(problems)) if text), ""):
+    if problem := next((text for text in everyone("; ".join(problems)) if text), ""):
         raise CheckpointError(
             f"{path} does not fit this model. {problem}.",
             "",
@@ -127,6 +172,14 @@ def read_into(index: Index, tensors: Mapping[str, Tensor], partial: Sequence[str
 
     Each piece is read once and in the order of the file, straight into the tensor where it lies there in one run.
     """
+    for name, wanted in wanted_pieces(index, tensors, partial).items():
+        read_file(index, name, wanted)
+
+
+def wanted_pieces(
+    index: Index, tensors: Mapping[str, Tensor], partial: Sequence[str]
+) -> dict[str, list[Wanted]]:
+    """The pieces of each file that the local parts of `tensors` need, in the order of the file."""
     wanted: dict[str, list[Wanted]] = {}
     for key, tensor in tensors.items():
         stored = index.tensors.get(key)
@@ -142,18 +195,21 @@ def read_into(index: Index, tensors: Mapping[str, Tensor], partial: Sequence[str
                 if own.meet(piece):
                     wanted.setdefault(part.file, []).append(Wanted(offset, piece, right, key, local, own))
                 offset += piece.elements * tensor.element_size()
-    scratch = torch.empty(0, dtype=torch.uint8)
+    return {name: sorted(found, key=lambda want: want.offset) for name, found in sorted(wanted.items())}
+
+
+def read_file(index: Index, name: str, wanted: Sequence[Wanted]) -> None:
+    """Reads pieces of one file to where they belong."""
+    where, scratch = index.directory / name, torch.empty(0, dtype=torch.uint8)
     with ExitStack() as files, torch.no_grad():
-        for name, found in sorted(wanted.items()):
-            where = index.directory / name
-            try:
-                descriptor = files.enter_context(where.open("rb")).fileno()
-            except OSError as error:
-                raise damaged(where, f"cannot be read: {error.strerror}") from None
-            size, right = index.headers[name]
-            read_piece(descriptor, where, 0, memoryview(bytearray(size)), right, "the header")
-            for want in sorted(found, key=lambda w: w.offset):
-                scratch = _read(descriptor, where, want, scratch)
+        try:
+            descriptor = files.enter_context(where.open("rb")).fileno()
+        except OSError as error:
+            raise damaged(where, f"cannot be read: {error.strerror}") from None
+        size, right = index.headers[name]
+        read_piece(descriptor, where, 0, memoryview(bytearray(size)), right, "the header")
+        for want in wanted:
+            scratch = _read(descriptor, where, want, scratch)
 
 
 def read_whole(path: Path) -> tuple[dict[str, Tensor], dict[str, int | float]]:
@@ -172,13 +228,11 @@ def _read(descriptor: int, path: Path, want: Wanted, scratch: Tensor) -> Tensor:
     if met == want.box and target.is_contiguous() and target.device.type == "cpu":
         read_piece(descriptor, path, want.offset, byte_view(target), want.checksum, want.key)
         return scratch
-    size = want.box.elements * want.local.element_size()
-    if scratch.numel() < size:
-        scratch = torch.empty(max(size, PIECE_BYTES), dtype=torch.uint8)
-    data = scratch[:size]
+    if scratch.numel() < want.length:
+        scratch = torch.empty(max(want.length, PIECE_BYTES), dtype=torch.uint8)
+    data = scratch[: want.length]
     read_piece(descriptor, path, want.offset, byte_view(data), want.checksum, want.key)
-    whole = data.view(want.local.dtype).reshape(want.box.shape)
-    target.copy_(whole[met.within(want.box)])
+    want.put(data)
     return scratch
 
 

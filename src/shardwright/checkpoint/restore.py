@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from shardwright.checkpoint import reader, state
-from shardwright.checkpoint.directory import read_index
 from shardwright.checkpoint.parts import Value
 
 
@@ -21,19 +20,20 @@ def current_state(
 
 
 def restore(
-    path: Path,
+    place: Path | reader.Source,
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
     parameters: Sequence[state.LocalParameter],
     partial: Sequence[str] = (),
 ) -> list[str]:
-    """Fills weights and optimizer from the checkpoint at `path`, whatever layout wrote it; collective.
+    """Fills weights and optimizer from the checkpoint at `place`, whatever layout wrote it; collective.
 
     partial: patterns of names that may be missing on either side or differ; they keep their first values, and a fresh
     optimizer state. Returns the keys of this rank that were left so. Raises `CheckpointError` where names, shapes or
     dtypes differ, `DamagedCheckpointError` where a byte is not what was written.
     """
-    index = reader.agreed(lambda: read_index(path))
+    source = reader.Directory(place) if isinstance(place, Path) else place
+    index = source.index()
     shapes, own = index.shapes, list(parameters)
     fits = [
         local
@@ -44,6 +44,6 @@ def restore(
     ]
     state.allocate_optimizer_state(optimizer, fits, shapes, index.numbers)
     found = current_state(module, optimizer, own)
-    numbers = reader.load_index(path, index, found, partial)
+    numbers = reader.load_index(source, index, found, partial)
     state.restore_numbers(optimizer, own, numbers)
     return reader.unread(index, found)

@@ -1,9 +1,13 @@
 """Saving by all ranks together, at once or in the background.
 
 Each rank writes its own file. In the background a thread first copies this rank's parts into one buffer, then writes them
-from there. It calls no collective: ranks agree in the main thread, in `poll` between updates, so that a slow disk never
-holds up a collective of training. The copy is taken while the next forward and backward run, which change no weight and
+from there. It calls no collective of training: ranks agree in the main thread, in `poll` between updates, so that a slow disk
+never holds one up. The copy is taken while the next forward and backward run, which change no weight and
 no moment; `before_step` waits for it. The buffer is kept for the next save: its size is this rank's share of the state.
+
+One step follows another when all ranks have ended it. Where ranks share a directory: writing, completing (by rank 0). Where
+each host has its own: writing, copying to other hosts, publishing, retaining, the last two by one rank of each host. So a
+checkpoint has its name nowhere before it is whole everywhere, and nothing older goes before it has its name everywhere.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ import shutil
 import threading
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,8 +25,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.checkpoint import directory
+from shardwright.checkpoint.copies import hosts_of, send_copies
 from shardwright.checkpoint.files import TENSORS, file_order, write_parts
+from shardwright.checkpoint.hosts import Hosts, everyone, from_rank
 from shardwright.checkpoint.keep import Retention
+from shardwright.checkpoint.manifest import Manifest
 from shardwright.checkpoint.parts import Held, Value, held_parts, local_part, writers
 from shardwright.errors import SaveError
 
@@ -35,21 +42,23 @@ def _attempt(work: Callable[[], Any]) -> tuple[Any, str]:
         return None, f"{type(error).__name__}: {error}"
 
 
-def _everyone(value: Any) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
+Step = Literal["copying", "completing", "publishing", "retaining"]
 
 
 @dataclass
 class _Save:
-    """A save that is under way. result: (value, problem) of the step that this rank has last ended."""
+    """A save that is under way.
+
+    steps: those that follow the present one. records: of all files, once they are written. result: (value, problem) of the
+    step that this rank has last ended.
+    """
 
     update: int
-    manifest: directory.Manifest
+    manifest: Manifest
     run_yaml: str
     numbers: Mapping[str, int | float]
-    step: Literal["writing", "completing"] = "writing"
+    steps: list[Step]
+    records: list[dict[str, Any]] | None = None
     result: tuple[Any, str] | None = None
     thread: threading.Thread | None = None
     staged: threading.Event = field(default_factory=threading.Event)
@@ -58,6 +67,7 @@ class _Save:
 class Saver:
     """Writes checkpoints of one run into `output_dir`. All methods but `before_step` are collective.
 
+    hosts: which ranks share an `output_dir`; all by default. copies: how many other hosts keep a copy of each file.
     background: writing does not hold up training. busy: with a save still under way, wait for it or skip the new one.
     on_complete: called with the directory of each checkpoint when it is complete.
     """
@@ -67,13 +77,15 @@ class Saver:
         output_dir: Path,
         retention: Retention,
         *,
+        hosts: Hosts | None = None,
+        copies: int = 0,
         background: bool = False,
         busy: Literal["wait", "skip"] = "wait",
         on_complete: Callable[[Path], None] | None = None,
     ) -> None:
         self.output_dir, self._retention = output_dir, retention
         self._background, self._busy, self._on_complete = background, busy, on_complete
-        self._first = dist.get_rank() == 0
+        self._hosts, self._copies = hosts or Hosts.one(), copies
         self._save: _Save | None = None
         self._mine: list[Held] | None = None
         self._signature: list[Held] = []
@@ -92,7 +104,7 @@ class Saver:
     def save(
         self,
         state: Mapping[str, Value],
-        manifest: directory.Manifest,
+        manifest: Manifest,
         run_yaml: str,
         volatile: Collection[str] = (),
     ) -> bool:
@@ -108,7 +120,11 @@ class Saver:
         own = held_parts(state)
         numbers = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
         mine, numbers = self._agree_on_parts(own, numbers, manifest.update)
-        self._save = save = _Save(manifest.update, manifest, run_yaml, numbers)
+        steps: list[Step] = ["completing"]
+        if self._hosts.count > 1:
+            steps = ["copying", "publishing", "retaining"]
+            manifest, run_yaml = from_rank(0, (replace(manifest, hosts=self._hosts.names), run_yaml))
+        self._save = save = _Save(manifest.update, manifest, run_yaml, numbers, steps)
         parts = [(held, state[held.key]) for held in file_order(mine)]
         tensors = [(held, value) for held, value in parts if isinstance(value, Tensor)]
         if not self._background:
@@ -132,16 +148,16 @@ class Saver:
 
         What ranks hold is exchanged when it has changed on one of them.
         """
-        problem = _attempt(lambda: directory.prepare(self.output_dir, update))[1] if self._first else ""
+        leads = self._hosts.leads
+        problem = _attempt(lambda: directory.prepare(self.output_dir, update))[1] if leads else ""
         known = self._mine is not None and own == self._signature
-        everyone = _everyone((problem, known, numbers))
-        if everyone[0][0]:
-            raise _error([f"rank 0: {everyone[0][0]}"])
-        if not all(known for _, known, _ in everyone):
-            self._mine = writers(_everyone(own))[dist.get_rank()]
+        found = everyone((problem, known, numbers))
+        _raise_any([text for text, _, _ in found])
+        if not all(known for _, known, _ in found):
+            self._mine = writers(everyone(own))[dist.get_rank()]
             self._signature = own
         assert self._mine is not None
-        return self._mine, {k: v for _, _, part in reversed(everyone) for k, v in part.items()}
+        return self._mine, {k: v for _, _, part in reversed(found) for k, v in part.items()}
 
     def _places(self, tensors: list[tuple[Held, Tensor]]) -> tuple[list[tuple[Held, Tensor]], list[Tensor]]:
         """(parts, tensors) of the staging buffer, one for each part."""
@@ -213,41 +229,57 @@ class Saver:
         assert save.result is not None
         if save.thread is not None:
             save.thread.join()
-        everyone = _everyone(save.result)
-        problems = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(everyone) if text]
-        if problems:
+        found = everyone(save.result)
+        problems = [text for _, text in found]
+        if any(problems):
             self._save = None
-            if self._first:
-                aside = directory.aside_of(self.output_dir, save.update)
-                shutil.rmtree(aside, ignore_errors=True)
-            raise _error(problems)
-        if save.step == "completing":
+            if self._hosts.leads:
+                shutil.rmtree(directory.aside_of(self.output_dir, save.update), ignore_errors=True)
+            _raise_any(problems)
+        if save.records is None:
+            save.records = hosts_of(self._hosts, self._copies, [record for record, _ in found])
+        if not save.steps:
             self._save = None
             path = self.output_dir / f"checkpoint-{save.update}"
             if self._on_complete is not None:
                 self._on_complete(path)
             return path
-        save.step, records = "completing", [record for record, _ in everyone if record is not None]
+        work = self._work(save, save.steps.pop(0), save.records)
         save.result, save.thread = (None, ""), None
-
-        def complete() -> Path:
-            return directory.complete(
-                self.output_dir, records, save.numbers, save.manifest, save.run_yaml, self._retention
-            )
-
-        if self._first and self._background:
-            self._start(save, complete)
-        elif self._first:
-            save.result = _attempt(complete)
+        if work is not None and self._background:
+            self._start(save, work)
+        elif work is not None:
+            save.result = _attempt(work)
         return None
 
+    def _work(self, save: _Save, step: Step, records: list[dict[str, Any]]) -> Callable[[], Any] | None:
+        """What this rank does in a step; None for nothing."""
+        place, what = self.output_dir, (records, save.numbers, save.manifest, save.run_yaml)
 
-def _error(problems: list[str]) -> SaveError:
-    return SaveError(
-        f"The checkpoint was not written: {'; '.join(problems)}.",
-        "Older checkpoints are untouched.",
-        "Free the disk or mend it; checkpoint.on_save_error warn goes on without.",
-    )
+        def copying() -> None:
+            send_copies(self._hosts, records, directory.aside_of(place, save.update) / TENSORS)
+            if self._hosts.leads:
+                directory.seal(place, *what)
+
+        if step == "copying":
+            return copying
+        works: dict[Step, Callable[[], Any]] = {
+            "completing": lambda: directory.complete(place, *what, self._retention),
+            "publishing": lambda: directory.publish(place, save.update),
+            "retaining": lambda: directory.retain(place, save.update, self._retention),
+        }
+        return works[step] if self._hosts.leads else None
+
+
+def _raise_any(problems: list[str]) -> None:
+    """Raises `SaveError` where a rank has a problem."""
+    found = [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text]
+    if found:
+        raise SaveError(
+            f"The checkpoint was not written: {'; '.join(found)}.",
+            "Older checkpoints are untouched.",
+            "Free the disk or mend it; checkpoint.on_save_error warn goes on without.",
+        )
 
 
 def _host_buffer(size: int, old: Tensor, pinned: bool) -> Tensor:

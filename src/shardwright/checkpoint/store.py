@@ -8,24 +8,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from shardwright.checkpoint.directory import (
-    BEST,
-    LATEST,
+from shardwright.checkpoint.directory import BEST, LATEST, bring_back, complete_checkpoints, find, skipped
+from shardwright.checkpoint.files import CONFIG, INDEX, MANIFEST, TENSORS
+from shardwright.checkpoint.keep import Retention
+from shardwright.checkpoint.manifest import (
     Manifest,
-    bring_back,
-    complete_checkpoints,
-    find,
     problems_of,
     read_config,
     read_index,
     read_manifest,
-    skipped,
     stored_keys,
     torch_version,
     verify,
 )
-from shardwright.checkpoint.files import CONFIG, INDEX, MANIFEST, TENSORS
-from shardwright.checkpoint.keep import Retention
 from shardwright.checkpoint.parts import Value
 from shardwright.checkpoint.reader import load, read_whole
 from shardwright.checkpoint.saver import Saver

@@ -252,6 +252,13 @@ class Checkpoint(Section):
     """Where the run writes, and what it keeps."""
 
     output_dir: str = "runs/run"
+    storage: Literal["shared", "per_host"] = Field(
+        "shared",
+        description="per_host: output_dir is each host's own disk, and each writes what its ranks hold",
+    )
+    copies: NonNegative = Field(
+        1, description="With storage per_host: how many other hosts hold a copy of what a host writes"
+    )
     save_steps: Positive | None = Field(None, description="Default: only at the end and when stopped")
     save_total_limit: Positive | None = Field(None, description="Newest checkpoints kept; default: all")
     keep_every: Positive | None = Field(

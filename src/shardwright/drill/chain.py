@@ -45,12 +45,17 @@ def run_chain(
 ) -> list[Row]:
     """Strikes each fault once, spread over the run; a start after each. Returns a row for each fault."""
     rows: list[Row] = []
+    if faults[0].beside:
+        session.save_beside(True)
     session.start()
     for number, fault in enumerate(faults):
         start = max(0, session.starts - 1) if rows or session.starts else 0
         for _ in session.polls("ranks to be started"):
             if session.starts > start:
                 break
+        if number + 1 < len(faults) and faults[number + 1].beside and not fault.beside:
+            session.wait_for_begin(start)  # its ranks have read their run file
+            session.save_beside(True)
         earliest = 1 + number * max(0, updates - 6) // max(1, len(faults)) + chance.randrange(2)
         row = _strike(session, fault, start, earliest)
         rows.append(row)

@@ -56,6 +56,13 @@ class Session:
             )
         self.started_at = clock.now()
 
+    def save_beside(self, beside: bool) -> None:
+        """Whether ranks that start from now on save beside training."""
+        changed = self.loaded.replaced({"checkpoint.async_save": beside}, "drill")
+        part = self._file.with_suffix(".part")
+        part.write_text(changed.to_json(), encoding="utf-8")
+        part.replace(self._file)
+
     @property
     def running(self) -> bool:
         """Whether the launcher is there."""

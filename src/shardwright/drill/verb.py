@@ -14,7 +14,8 @@ from shardwright.checkpoint import store
 from shardwright.config.load import Loaded
 from shardwright.drill.chain import Row, judge, run_chain, run_damaged, run_reference
 from shardwright.drill.damage import unnoticed
-from shardwright.drill.faults import live_faults
+from shardwright.drill.disk import bytes_below, small_disk
+from shardwright.drill.faults import disk_full, live_faults
 from shardwright.drill.reshard import Read, possible_layouts, rows_of, run_reshard
 from shardwright.drill.session import Session
 from shardwright.drill.soak import run_soak
@@ -27,9 +28,11 @@ from shardwright.parallel.process_group import device_kind
 from shardwright.train.start import prepare_run
 from shardwright.units import format_seconds
 
-LIVE = ("kill", "save", "signal", "write", "hang")
+LIVE = ("kill", "save", "async", "signal", "write", "hang")
 TRIALS = (*LIVE, "damage", "reshard")
-UPDATES, SAVE_STEPS, HANG_SECONDS = 32, 2, 15
+UPDATES, SAVE_STEPS, HANG_SECONDS = 40, 2, 15
+ROOM_BYTES = 16 * 2**20
+"""What logs and a save under way may take on a small disk, beside twice the reference."""
 SOAK_SAVE_STEPS, SOAK_UPDATES = 4, 200
 
 
@@ -155,10 +158,14 @@ class _Drill:
         """Every fault of the plan's groups."""
         reference, rows, reads = self._reference(), [], []
         groups = set(self.plan.trials)
+        full = self._full(reference) if "write" in groups else []
+        if full:
+            groups -= {"write"}
         if faults := live_faults(self.plan.ranks, groups, self.chance):
             session = self._session("broken")
             rows = run_chain(session, faults, self.updates, self.chance, self.say)
             judge(rows, session, reference)
+        rows += full
         if "damage" in groups:
             rows += self._damage(reference)
         if rows:
@@ -167,6 +174,24 @@ class _Drill:
             reads = self._reshard(reference)
             show_reads(reads, self.say)
         return not any(row.problem for row in rows) and not any(read.problem for read in reads)
+
+    def _full(self, reference: Session) -> list[Row]:
+        """A run on a small disk that is filled; nothing where none can be mounted, and a limit on files stands for it."""
+        place = self.directory / "full"
+        size = 2 * bytes_below(reference.output_dir) + ROOM_BYTES
+        with small_disk(place, size) as refused:
+            if refused:
+                self.say(f"No disk to fill: {refused}. A limit on the size of a rank's files stands for it.")
+                return []
+            session = self._session(f"{place.name}/run")
+            try:
+                rows = run_chain(session, [disk_full()], self.updates, self.chance, self.say)
+                judge(rows, session, reference)
+            finally:
+                session.close()
+            if self.plan.keep or any(row.problem for row in rows):
+                shutil.copytree(place, self.directory / "full-kept", symlinks=True)
+        return rows
 
     def _damage(self, reference: Session) -> list[Row]:
         newest = store.complete_checkpoints(reference.output_dir)[-1]

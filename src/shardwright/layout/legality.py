@@ -72,6 +72,7 @@ def _idle_options(loaded: Loaded) -> Iterator[tuple[str, str]]:
     when(t.eval_steps is None, "nothing is evaluated before the end", "training.until_eval_loss")
     c = run.checkpoint
     when(c.save_total_limit is None, "every checkpoint is kept", "checkpoint.keep_every")
+    when(c.storage == "shared", "checkpoint.storage is shared", "checkpoint.copies")
     when(not c.async_save, "checkpoint.async_save is false", "checkpoint.async_when_busy")
     when(
         c.resume == "never",

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import math
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol
 
 import torch
 from rich.console import Console
@@ -91,10 +91,17 @@ class Record:
     """The metrics of one run; made by rank 0 only.
 
     first_update: entries of earlier attempts at this update or later are dropped, so that a resumed run's file reads
-    like an uninterrupted one's.
+    like an uninterrupted one's. say: is told once when the file cannot be written (a full disk); entries are then kept
+    and written with a later one.
     """
 
-    def __init__(self, output_dir: Path, report_to: list[Any], first_update: int) -> None:
+    def __init__(
+        self,
+        output_dir: Path,
+        report_to: list[Any],
+        first_update: int,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
         output_dir.mkdir(parents=True, exist_ok=True)
         path = output_dir / METRICS
         kept = []
@@ -104,18 +111,31 @@ class Record:
         aside = path.with_suffix(".new")
         aside.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
         aside.replace(path)
-        self._file: TextIO = path.open("a", encoding="utf-8")
+        self._file = path.open("ab", buffering=0)
+        self._say, self._pending, self._failing = say, b"", False
         self._sinks: list[Sink] = [SINKS[name](output_dir) for name in report_to]
 
     def log(self, update: int, values: Values) -> None:
         """Writes one entry; `update` counts from 0. Values that are not finite, which JSON cannot hold, become null."""
         plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-        self._file.write(json.dumps({"update": update, **plain}, allow_nan=False) + "\n")
-        self._file.flush()
+        self._pending += (json.dumps({"update": update, **plain}, allow_nan=False) + "\n").encode()
+        self._write()
         for sink in self._sinks:
             sink.log(update, values)
 
+    def _write(self) -> None:
+        try:
+            while self._pending:
+                self._pending = self._pending[self._file.write(self._pending) :]
+        except OSError as error:
+            if not self._failing:
+                self._say(f"{METRICS} cannot be written: {error}. Its entries are kept until it can.")
+            self._failing = True
+        else:
+            self._failing = False
+
     def close(self) -> None:
+        self._write()
         self._file.close()
         for sink in self._sinks:
             sink.close()

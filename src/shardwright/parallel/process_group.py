@@ -175,6 +175,11 @@ def _leave(placement: Placement, store: Store | None) -> None:
             store.wait(others, timedelta(seconds=SECONDS_FOR_THE_LAST))
 
 
+def transfer_group(timeout_seconds: float) -> dist.ProcessGroup:
+    """A gloo group of all ranks beside the default one, for bytes that travel while training does. Collective."""
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+
+
 def self_test(device: torch.device) -> None:
     """Raises `ShardwrightError` unless SUM sums, for all-reduce and reduce-scatter, on this group. Collective.
 

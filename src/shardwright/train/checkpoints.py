@@ -10,13 +10,17 @@ from typing import Any
 import torch.distributed as dist
 
 from shardwright.checkpoint import store
+from shardwright.checkpoint.across import Across, find_across
+from shardwright.checkpoint.hosts import Hosts, everyone, find_hosts, from_rank
 from shardwright.checkpoint.parts import Value
+from shardwright.checkpoint.reader import Directory, Source
 from shardwright.checkpoint.restore import current_state, restore
 from shardwright.checkpoint.settings import changes, refuse_unaccepted
 from shardwright.checkpoint.state import buffer_keys, check_buffers
 from shardwright.config.load import Loaded
 from shardwright.data.order import Cursor
 from shardwright.errors import CheckpointError, DamagedCheckpointError, SaveError
+from shardwright.parallel.process_group import transfer_group
 from shardwright.train.update import Engine
 
 ORDER = {"training.global_batch_size", "training.seed", "data.shuffle", "data.bucket_updates"}
@@ -60,13 +64,30 @@ class Checkpoints:
         )  # fmt: skip
         self._settings = c = loaded.run.checkpoint
         self.output_dir = Path(c.output_dir)
+        self.hosts = self._hosts()
         self.saver = store.Saver(
             self.output_dir,
             store.Retention(c.save_total_limit, c.keep_every, c.keep_best),
+            hosts=self.hosts,
+            copies=c.copies,
             background=c.async_save,
             busy=c.async_when_busy,
             on_complete=lambda path: say(f"Saved {path}."),
         )
+
+    def _hosts(self) -> Hosts:
+        """Which ranks share a directory: all, unless each host has its own disk; then it is tried out and said."""
+        if self._settings.storage == "shared":
+            return Hosts.one()
+        group = transfer_group(self._loaded.run.hardware.timeout_seconds)
+        hosts, copies = find_hosts(self.output_dir, group), self._settings.copies
+        kept = min(copies, hosts.count - 1)
+        several = f"s ({', '.join(hosts.names)}), each with its own disk" if hosts.count > 1 else ""
+        more = "" if kept == copies else f"; {copies} would need {copies + 1} hosts"
+        self._say(
+            f"checkpoint.storage per_host: {hosts.count} host{several}, copies of each file: {kept}{more}."
+        )
+        return hosts
 
     def state(self) -> dict[str, Value]:
         """Weights and optimizer as they are."""
@@ -136,38 +157,49 @@ class Checkpoints:
         restarted: these ranks go on for others that failed, so from the newest checkpoint, if they had written one.
         """
         wanted = self._settings.resume
-        if dist.get_rank() == 0:
-            store.bring_back(self.output_dir)
-            for skipped, reason in store.skipped(self.output_dir):
-                self._say(f"{skipped} is not used: {reason}.")
-            if restarted and (wanted == "never" or store.complete_checkpoints(self.output_dir)):
-                wanted = "auto"
+        found = everyone(self._look_around() if self.hosts.leads else ([], False))
+        for line in (line for lines, _ in found for line in lines):
+            self._say(line)
+        if restarted and (wanted == "never" or any(there for _, there in found)):
+            wanted = "auto"
         bad: set[Path] = set()
-        while (path := self._chosen(wanted, bad)) is not None:
+        while (source := self._chosen(wanted, bad)) is not None:
             try:
-                self._restore(path)
+                self._restore(source)
             except DamagedCheckpointError as error:
-                bad.add(path)
-                self._say(f"{path} is not used. {error.what}")
+                bad.add(source.path)
+                self._say(f"{source.path} is not used. {error.what}")
             else:
-                return path
+                return source.path
         return None
 
-    def _chosen(self, wanted: str, bad: set[Path]) -> Path | None:
-        """What rank 0 finds: ranks may see a shared directory at different moments."""
-        found: list[Any] = [None]
+    def _look_around(self) -> tuple[list[str], bool]:
+        """(what this host's directory has that is not used, and why; whether a checkpoint is there)."""
+        store.bring_back(self.output_dir)
+        alone = self.hosts.count == 1
+        lines = [
+            f"{path} {'' if alone else f'on {self.hosts.names[self.hosts.own]} '}is not used: {reason}."
+            for path, reason in store.skipped(self.output_dir, whole=alone)
+        ]
+        return lines, bool(store.complete_checkpoints(self.output_dir))
+
+    def _chosen(self, wanted: str, bad: set[Path]) -> Source | None:
+        """What rank 0 finds, or all hosts together: ranks may see a shared directory at different moments."""
+        if self.hosts.count > 1:
+            return find_across(self.hosts, self.output_dir, wanted, bad)
+        found: Any = None
         if dist.get_rank() == 0:
             try:
-                found = [store.find(self.output_dir, wanted, bad)]
+                found = store.find(self.output_dir, wanted, bad)
             except CheckpointError as error:
-                found = [error]
-        dist.broadcast_object_list(found)
-        if isinstance(found[0], CheckpointError):
-            raise found[0]
-        return found[0]
+                found = error
+        found = from_rank(0, found)
+        if isinstance(found, CheckpointError):
+            raise found
+        return Directory(found) if found is not None else None
 
-    def _restore(self, path: Path) -> None:
-        manifest, accepted = store.read_manifest(path), self._settings.accept_changes
+    def _restore(self, source: Source) -> None:
+        path, manifest, accepted = source.path, source.manifest(), self._settings.accept_changes
         if manifest.data_fingerprint != self._fingerprint and not accepts_other_data(accepted):
             raise CheckpointError(
                 f"{path} was trained on other data, tokenizer or data settings than this run file names.",
@@ -180,12 +212,14 @@ class Checkpoints:
                 f"Update {manifest.update} would hold other rows than it would have held.",
                 "Restore these values, or confirm with checkpoint.accept_changes.",
             )
-        changed = changes(store.read_config(path), self._loaded)
+        changed = changes(source.config(), self._loaded)
         refuse_unaccepted(str(path), changed, accepted)
         engine, at = self._engine, self._at
-        left = restore(path, engine.module, engine.optimizer, engine.locals, self._settings.partial)
+        left = restore(source, engine.module, engine.optimizer, engine.locals, self._settings.partial)
         at.update, at.target_tokens = manifest.update, manifest.target_tokens
         at.eval_loss, at.best, at.stream = manifest.eval_loss, manifest.best, manifest.stream
+        for note in source.notes if isinstance(source, Across) else ():
+            self._say(note)
         if changed:
             self._say(f"Changed since {path.name}: {'; '.join(map(str, changed))}.")
         if left:

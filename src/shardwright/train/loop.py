@@ -68,7 +68,9 @@ class Trainer:
             self._say("Asked to stop before the first update: there is nothing to save.")
             return ExitCode.STOPPED_AND_SAVED
         pulse.begin(self.at.update)
-        record = Record(self.output_dir, list(run.logging.report_to), self.at.update) if self.first else None
+        record = None
+        if self.first:
+            record = Record(self.output_dir, list(run.logging.report_to), self.at.update, self._say)
         self._progress = progress = Progress(self._console, total) if self.first else None
         batches = self.data.updates_from(self.at.update, self.engine.device)
         code = ExitCode.DONE
