@@ -159,7 +159,8 @@ class Pipelined:
         Gradients are not complete before `finish_gradients`. Shapes may differ from call to call, not within one.
         """
         for stage in self.stages:
-            stage.train()
+            if not stage.training:  # behind an evaluation
+                stage.train()
         vars(self._work).update(ids=ids, seed=seed, loss=loss, arguments=arguments)
         schedule = self.torch_schedule(len(ids), ids[0])
         # Stages look up their microbatch by number: torch sees numbers in place of ids and targets.

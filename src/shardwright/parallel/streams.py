@@ -15,6 +15,16 @@ _ODD = 0x9E3779B97F4A7C15
 """Times a rank, an odd number changes the low bits too, which are all that the CPU generator uses."""
 
 
+def seed_generators(value: int) -> None:
+    """Seeds torch's generators, that of the CPU and those of the GPUs in use.
+
+    `torch.manual_seed` also leaves word for devices that nothing has used yet, with a formatted stack for each: 1.5 ms.
+    """
+    torch.default_generator.manual_seed(value)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(value)
+
+
 class Streams:
     """Switches the generators of one rank between both streams; calls that change nothing do nothing."""
 
@@ -30,7 +40,7 @@ class Streams:
         drawn = int(torch.randint(2**62, (), device="cpu"))
         on_device = None if self._device is None else self._device.get_rng_state()
         self._common = (torch.get_rng_state(), on_device)
-        torch.manual_seed((drawn + self._rank * _ODD) % 2**63)
+        seed_generators((drawn + self._rank * _ODD) % 2**63)
 
     def common(self) -> None:
         """From here on this rank draws the numbers that its peers draw."""
