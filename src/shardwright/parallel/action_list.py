@@ -2,7 +2,7 @@
 
 torch's runtime begins to receive when a rank has nothing else to do, and waits for its sends. gloo moves a message in a
 thread of its own, once both sides have asked for it: here each receive is asked for some actions ahead of its use, and no
-send is waited for before the update's end, so that hidden states travel while blocks are computed. Decision 0012.
+send is waited for before the update's end, so that hidden states travel while blocks are computed. Decision 0014.
 
 B rows, T positions, D width of hidden states, K microbatches of this data rank.
 """
