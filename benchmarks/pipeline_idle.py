@@ -85,20 +85,25 @@ def worker(task: dict[str, Any]) -> None:
     dist.init_process_group("gloo", init_method=f"file://{task['store']}", rank=rank, world_size=ranks)
     spent: dict[tuple[int, str], list[float]] = defaultdict(list)
 
-    def timed(name: str) -> None:
-        original = getattr(pipeline._TorchStage, name)
+    def timed(owner: Any, name: str, letter: str) -> None:
+        original = getattr(owner, name)
 
         def call(stage: Any, *args: Any, **kwargs: Any) -> Any:
             start = time.perf_counter()
             result = original(stage, *args, **kwargs)
-            kind = "I" if KINDS[name] == "B" and kwargs.get("full_backward") is False else KINDS[name]
-            spent[stage.stage_index, kind].append(time.perf_counter() - start)
+            kind = "I" if letter == "B" and kwargs.get("full_backward") is False else letter
+            index = stage.stage.index if owner is pipeline._Runner else stage.stage_index
+            spent[index, kind].append(time.perf_counter() - start)
             return result
 
-        setattr(pipeline._TorchStage, name, call)
+        setattr(owner, name, call)
 
-    for name in KINDS:
-        timed(name)
+    if task["schedule"] in pipeline.LISTED:
+        timed(pipeline._Runner, "compute_forward", "F")
+        timed(pipeline._Runner, "compute_backward", "B")
+    else:
+        for name, letter in KINDS.items():
+            timed(pipeline._TorchStage, name, letter)
     engine, update = make_update(task["model"], task["schedule"], ranks, task["microbatches"])
     kept = []
     for number in range(task["warmup"] + task["n"]):

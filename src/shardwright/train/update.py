@@ -178,7 +178,8 @@ class Engine:
             raise ShardwrightError(f"Update {batch.update} has no target token.", "Its loss would be 0 / 0.")
         if not self._checked:
             self._check_optimizer()
-        self.module.train()
+        if not self.module.training:
+            self.module.train()
         self._batch = batch
         self._loss.zero_()
         self._count.zero_()
