@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.bench.planned import Planned, plan_of, shape_of, traffic_of
+from shardwright.train.planned import Planned, plan_of, shape_of, traffic_of
 from shardwright.config.load import Loaded
 from shardwright.data.loader import UpdateBatch
 from shardwright.layout.legality import check_run

@@ -13,7 +13,7 @@ import psutil
 from rich.console import Console
 
 from shardwright.bench.peers import possible_peers
-from shardwright.bench.planned import plan_of, shape_of
+from shardwright.train.planned import plan_of, shape_of
 from shardwright.bench.spec import UPDATES, WARMUP, Spec
 from shardwright.bench.summary import entry, schedule_of
 from shardwright.bench.table import lines_below, show

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -17,9 +16,9 @@ from shardwright.data.loader import UpdateBatch
 from shardwright.errors import ExitCode, NonFiniteError, SpikeError
 from shardwright.launch import Pulse
 from shardwright.measure import clock
-from shardwright.measure.record import Progress, Record
-from shardwright.train.anomaly import SlowRanks, Spikes
+from shardwright.train.anomaly import Spikes
 from shardwright.train.checkpoints import Checkpoints, Progression
+from shardwright.train.log import Log
 from shardwright.train.metrics import WARMUP_UPDATES, Metrics
 from shardwright.train.run_data import RunData
 from shardwright.train.signals import StopFlag
@@ -41,10 +40,9 @@ class Trainer:
         self.at = Progression()
         self._console = console
         self._metrics = Metrics(engine, data.order.epoch)
-        self._progress: Progress | None = None
+        self._log: Log | None = None
         self.checkpoints = Checkpoints(loaded, engine, data.fingerprint, self.at, self._say)
         self._spikes = Spikes(self.run.training.on_spike)
-        self._slow = SlowRanks()
 
     def save(self) -> Path:
         """Writes a checkpoint of the state between updates and waits for it; returns its directory."""
@@ -65,8 +63,10 @@ class Trainer:
             self._say("Asked to stop before the first update: there is nothing to save.")
             return ExitCode.STOPPED_AND_SAVED
         pulse.begin(self.at.update)
-        record = Record(self.output_dir, list(run.logging.report_to), self.at.update) if self.first else None
-        self._progress = progress = Progress(self._console, total) if self.first else None
+        report_to = list(run.logging.report_to)
+        self._log = log = Log(
+            self._metrics, self._console, self.output_dir, report_to, self.at.update, total
+        )
         batches = self.data.updates_from(self.at.update, self.engine.device)
         code = ExitCode.DONE
         try:
@@ -77,14 +77,15 @@ class Trainer:
                 if spike := self._spikes.look(result):
                     self._say(spike)
                 if done % run.logging.log_steps == 0 or done == total or result.skipped:
-                    self._log(record, progress, result)
+                    log.update(result, self._batch, self.at.target_tokens)
                 if done == total or (run.training.eval_steps and done % run.training.eval_steps == 0):
-                    self._evaluate(record, progress)
+                    self._evaluate(log)
                 due = bool(run.checkpoint.save_steps) and done % (run.checkpoint.save_steps or 1) == 0
+                last = bool(result.stop) or done == total or self._reached()
                 pulse.enter("save")
-                self.checkpoints.between_updates(
-                    due=due, last=bool(result.stop) or done == total or self._reached()
-                )
+                if due or last:
+                    log.flush()  # what a checkpoint holds must not be missing in the file of a run that resumes from it
+                self.checkpoints.between_updates(due=due, last=last)
                 if self._reached():
                     break
                 if result.stop:
@@ -100,11 +101,8 @@ class Trainer:
             self.checkpoints.saver.finish()
             raise
         finally:
-            self._progress = None
-            if progress is not None:
-                progress.close()
-            if record is not None:
-                record.close()
+            self._log = None
+            log.close()
         return code
 
     def _asked_before_the_first_update(self, stop: StopFlag) -> bool:
@@ -117,7 +115,10 @@ class Trainer:
         self.pulse.enter("data")
         batch = next(batches)
         waited = clock.now() - start
-        with self._metrics.profile() if self._profiles() else nullcontext() as window:
+        profiles = self._profiles()
+        if profiles and self._log is not None:
+            self._log.flush()  # its reduction is none of the window's
+        with self._metrics.profile() if profiles else nullcontext() as window:
             self.pulse.enter("forward_backward")
             self.engine.forward_backward(batch)
             self.checkpoints.saver.before_step()
@@ -153,39 +154,23 @@ class Trainer:
         else:
             self._say(f"Evaluation loss {limit} not reached {text}.")
 
-    def _log(self, record: Record | None, progress: Progress | None, result: UpdateResult) -> None:
-        values = self._metrics.values(result, self._batch, self.at.target_tokens)
-        if record is None or progress is None:
-            return
-        record.log(result.update, values)
-        if slow := self._slow.look(values["perf/slowest_rank"], values["perf/slowest_rank_factor"]):
-            progress.say(slow)
-        progress.show(
-            result.update, values, median(self._metrics.steady) * (self.engine.updates - self.at.update)
-        )
-        if result.skipped:
-            progress.say(f"Update {result.update} skipped on all ranks: its loss or gradient is not finite.")
-
-    def _evaluate(self, record: Record | None, progress: Progress | None) -> None:
+    def _evaluate(self, log: Log) -> None:
         if self.data.validation is None:
             return
         self.pulse.enter("evaluate")
         loss, targets = self.engine.evaluate(self._beating(self.data.validation))
         if math.isfinite(loss):
             self.at.evaluated(loss)
-        if record is not None and progress is not None:
-            record.log(
-                self.at.update - 1,
-                {
-                    "eval/loss": loss,
-                    "eval/perplexity": math.exp(min(loss, 700)),
-                    "eval/target_tokens": targets,
-                    "perf/training_seconds": sum(self._metrics.seconds),
-                },
-            )
-            progress.say(
-                f"Evaluation after update {self.at.update}: loss {loss:.4f} over {targets:,} targets."
-            )
+        log.entry(
+            self.at.update - 1,
+            {
+                "eval/loss": loss,
+                "eval/perplexity": math.exp(min(loss, 700)),
+                "eval/target_tokens": targets,
+                "perf/training_seconds": sum(self._metrics.seconds),
+            },
+        )
+        log.say(f"Evaluation after update {self.at.update}: loss {loss:.4f} over {targets:,} targets.")
 
     def _beating(self, batches: Iterable[UpdateBatch]) -> Iterator[UpdateBatch]:
         for batch in batches:
@@ -193,7 +178,7 @@ class Trainer:
             yield batch
 
     def _say(self, text: str) -> None:
-        if self._progress is not None:
-            self._progress.say(text)
+        if self._log is not None:
+            self._log.say(text)
         elif self.first:
             self._console.print(text, highlight=False, soft_wrap=True)
