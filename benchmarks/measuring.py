@@ -1,7 +1,7 @@
 """What measuring costs an update of `train`: python benchmarks/measuring.py [--blocks 10] [--record]
 
-Two gloo ranks with one thread each, a small Llama, float32. Blocks of updates with and without what `train` records and prints of
-them take turns in the same processes; beside the two medians, the seconds of recording alone, on rank 0.
+Two gloo ranks with one thread each, a small Llama, float32. Blocks of updates with and without what `train` records and prints
+of them take turns in the same processes; beside the two medians, the seconds of recording alone, on rank 0.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ MODEL = scaffold.llama(
 def worker(task: dict[str, Any]) -> None:
     """One rank: seconds of updates without and with recording, and of recording alone."""
     rank = scaffold.rank_of_task(task)
-    import torch.distributed as dist
     from rich.console import Console
 
     from shardwright.train.log import Log
@@ -75,7 +74,9 @@ def main() -> None:
     print(f"2 gloo ranks, n={n} each, medians")
     for name, values in found.items():
         print(f"{name:<9} {1e3 * middle[name]:8.3f} ms  {scaffold.spread(values)}")
-    print(f"recording takes {share:.2%} of an update; on / off {1 / scaffold.ratio(found['on'], found['off']):.4f}")
+    print(
+        f"recording takes {share:.2%} of an update; on / off {1 / scaffold.ratio(found['on'], found['off']):.4f}"
+    )
     if arguments.record:
         scaffold.record("measuring", {"n": n, **middle, "share": share})
 

@@ -28,7 +28,7 @@ PEAK = 1e9
 
 def _values(layouts: dict[str, dict[str, Any]]) -> dict[str, Values]:
     """The metrics of the second update, which is profiled. The CPU's peak is made known, so that there is an MFU."""
-    utilisation.device_of = lambda *_: SimpleNamespace(peak=lambda dtype: PEAK)  # type: ignore[assignment]
+    utilisation.device_of = lambda *_: SimpleNamespace(name="", peak=lambda dtype: PEAK)  # type: ignore[assignment]
     torch.cuda.get_device_properties = lambda _: SimpleNamespace(name="", total_memory=0)  # type: ignore[assignment]
     found = {}
     for name, keys in layouts.items():
@@ -43,9 +43,9 @@ def _values(layouts: dict[str, dict[str, Any]]) -> dict[str, Values]:
                 engine.forward_backward(batch)
                 result = engine.step()
             metrics.add(0.5, 0.1, batch, window[0])
-        found[name] = metrics.values(result, batch, 123)
+        found[name] = metrics.begin(result, batch, 123).values()
         metrics.add(0.5, 0.1, batch)
-        assert metrics.values(result, batch, 123)["comm/exposed_seconds"] is None
+        assert metrics.begin(result, batch, 123).values()["comm/exposed_seconds"] is None
         verdict = metrics.verdict()
         assert verdict is not None and verdict.share > 0
     return found

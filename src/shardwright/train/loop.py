@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -20,6 +20,7 @@ from shardwright.train.anomaly import Spikes
 from shardwright.train.checkpoints import Checkpoints, Progression
 from shardwright.train.log import Log
 from shardwright.train.metrics import WARMUP_UPDATES, Metrics
+from shardwright.train.phase_memory import PhaseMemory
 from shardwright.train.run_data import RunData
 from shardwright.train.signals import StopFlag
 from shardwright.train.update import Engine, UpdateResult
@@ -40,6 +41,7 @@ class Trainer:
         self.at = Progression()
         self._console = console
         self._metrics = Metrics(engine, data.order.epoch)
+        self.memory = PhaseMemory(engine)
         self._log: Log | None = None
         self.checkpoints = Checkpoints(loaded, engine, data.fingerprint, self.at, self._say)
         self._spikes = Spikes(self.run.training.on_spike)
@@ -64,9 +66,7 @@ class Trainer:
             return ExitCode.STOPPED_AND_SAVED
         pulse.begin(self.at.update)
         report_to = list(run.logging.report_to)
-        self._log = log = Log(
-            self._metrics, self._console, self.output_dir, report_to, self.at.update, total
-        )
+        self._log = log = Log(self._metrics, self._console, self.output_dir, report_to, self.at.update, total)
         batches = self.data.updates_from(self.at.update, self.engine.device)
         code = ExitCode.DONE
         try:
@@ -85,7 +85,10 @@ class Trainer:
                 pulse.enter("save")
                 if due or last:
                     log.flush()  # what a checkpoint holds must not be missing in the file of a run that resumes from it
-                self.checkpoints.between_updates(due=due, last=last)
+                with self._first("save") if due or last else nullcontext() as memory:
+                    self.checkpoints.between_updates(due=due, last=last)
+                if peaks := self.memory.agreed(memory):
+                    log.entry(done - 1, peaks)
                 if self._reached():
                     break
                 if result.stop:
@@ -118,13 +121,14 @@ class Trainer:
         profiles = self._profiles()
         if profiles and self._log is not None:
             self._log.flush()  # its reduction is none of the window's
-        with self._metrics.profile() if profiles else nullcontext() as window:
+        watch = self.memory.watch("forward") if self._profiles(after=1) else nullcontext()
+        with self._metrics.profile() if profiles else nullcontext() as window, watch as memory:
             self.pulse.enter("forward_backward")
             self.engine.forward_backward(batch)
             self.checkpoints.saver.before_step()
             result = self.engine.step(stop=stop.requested)
             seconds = clock.now() - start
-        self._metrics.add(seconds, waited, batch, window[0] if window else None)
+        self._metrics.add(seconds, waited, batch, window[0] if window else None, memory)
         self._batch = batch
         self.at.update += 1
         self.at.eval_loss = None
@@ -132,9 +136,15 @@ class Trainer:
         self.at.target_tokens += batch.target_tokens
         return result
 
-    def _profiles(self) -> bool:
-        every, done = self.run.logging.profile_steps, len(self._metrics.seconds)
-        return every is not None and done >= WARMUP_UPDATES and (done - WARMUP_UPDATES) % every == 0
+    def _profiles(self, after: int = 0) -> bool:
+        """Whether the next update is profiled, or comes so many updates after one that is."""
+        every, done = self.run.logging.profile_steps, len(self._metrics.seconds) - WARMUP_UPDATES
+        return every is not None and done >= 0 and done % every == after % every
+
+    def _first(self, phase: str) -> AbstractContextManager[dict[str, int] | None]:
+        """A context for an evaluation or a save; the first one's memory is measured, where updates are profiled."""
+        asked = self.run.logging.profile_steps is not None and phase not in self.memory.seen
+        return self.memory.watch(phase) if asked else nullcontext()
 
     def _reached(self) -> bool:
         """Whether the weights as they are have the loss that was asked for; the same on all ranks."""
@@ -158,7 +168,8 @@ class Trainer:
         if self.data.validation is None:
             return
         self.pulse.enter("evaluate")
-        loss, targets = self.engine.evaluate(self._beating(self.data.validation))
+        with self._first("evaluate") as memory:
+            loss, targets = self.engine.evaluate(self._beating(self.data.validation))
         if math.isfinite(loss):
             self.at.evaluated(loss)
         log.entry(
@@ -168,6 +179,7 @@ class Trainer:
                 "eval/perplexity": math.exp(min(loss, 700)),
                 "eval/target_tokens": targets,
                 "perf/training_seconds": sum(self._metrics.seconds),
+                **self.memory.agreed(memory),
             },
         )
         log.say(f"Evaluation after update {self.at.update}: loss {loss:.4f} over {targets:,} targets.")

@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from shardwright.data.loader import UpdateBatch
 from shardwright.measure import clock
-from shardwright.measure.live_memory import PHASES
 from shardwright.measure.memory import peak_device_bytes, peak_host_bytes
 from shardwright.measure.profile import Window, profiled
 from shardwright.measure.verdict import Figures, Verdict, what_limits
@@ -30,6 +29,9 @@ WARMUP_UPDATES = 2
 """Updates after a start that no speed is taken from: allocators, caches and compilation settle."""
 RECENT_UPDATES = 1000
 """Updates that percentiles are of: the newest ones."""
+
+PHASES = ("forward", "backward", "update")
+"""Phases of an update whose memory is measured now and then (`train/phase_memory.py`)."""
 
 Values = dict[str, float | int | None]
 
