@@ -60,7 +60,7 @@ def entry(name: str, loop: Mapping[str, Any], proven: bool | None, first: Mappin
 
 
 def _utilisation(loop: Mapping[str, Any], seconds: Sequence[float]) -> Json:
-    """`mfu` and `hfu` by `train.utilisation.CONVENTION`, medians over the updates; None where no peak is known."""
+    """`mfu` and `hfu` by `arch.flops.UTILISATION`, medians over the updates; None where no peak is known."""
     peak, ranks = loop["peak"], loop["ranks"]
     if peak is None:
         return {"mfu": None, "hfu": None, "peak_flops": None}

@@ -8,8 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from shardwright.arch.flops import UTILISATION
 from shardwright.bench.turns import Spread
-from shardwright.train.utilisation import CONVENTION
 from shardwright.units import format_bytes, format_flops, format_seconds
 
 COLUMNS = (
@@ -134,7 +134,7 @@ def _convention(peak: Mapping[str, Any] | None) -> str:
             f"MFU and HFU: {NOT_AVAILABLE}, the peak of this device is not known. `shardwright doctor` measures it; give its "
             "file as --device."
         )
-    return f"{CONVENTION} Peak {format_flops(peak['flops'])}/s a device: {peak['source']}."
+    return f"{UTILISATION} Peak {format_flops(peak['flops'])}/s a device: {peak['source']}."
 
 
 def _stragglers(entry: dict[str, Any]) -> list[str]:

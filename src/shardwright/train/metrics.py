@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from shardwright.data.loader import UpdateBatch
+from shardwright.layout.axes import AXES
 from shardwright.measure import clock
 from shardwright.measure.memory import peak_device_bytes, peak_host_bytes
 from shardwright.measure.profile import Window, profiled
@@ -32,6 +33,9 @@ RECENT_UPDATES = 1000
 
 PHASES = ("forward", "backward", "update")
 """Phases of an update whose memory is measured now and then (`train/phase_memory.py`)."""
+
+WHERE = (*AXES, "all ranks")
+"""The names of the groups whose communication a profiled update tells apart."""
 
 Values = dict[str, float | int | None]
 
@@ -84,6 +88,7 @@ class Metrics:
         self._real = self._slots = 0
         self._window: Window | None = None
         self._exposed = math.nan
+        self._exposed_of: Mapping[str, float] = {}
         self._memory: Mapping[str, int] = {}
 
     def add(
@@ -99,6 +104,7 @@ class Metrics:
         window: what `profile` saw of it. memory: phase -> bytes at its peak, where they were measured.
         """
         self._exposed = window.exposed_seconds if window else math.nan
+        self._exposed_of = window.exposed_of() if window else {}
         self._memory = memory or {}
         self._window = window or self._window
         if len(self.seconds) >= WARMUP_UPDATES:
@@ -135,6 +141,7 @@ class Metrics:
             "waited": self._waited,
             "own": self._own_seconds(),
             "exposed": self._exposed,
+            **{where: self._exposed_of.get(where, 0.0) for where in WHERE},
             "useful": useful,
             "again": again,
             "host": float(peak_host_bytes()),
@@ -198,6 +205,11 @@ class Metrics:
             "perf/mfu": share(useful, seconds) if share else None,
             "perf/hfu": share(useful + again, seconds) if share else None,
             "comm/exposed_seconds": max(exposed) if exposed else None,
+            **{
+                f"comm/exposed_seconds/{where.replace(' ', '_')}": most
+                for where in WHERE
+                if (most := max(columns[where])) > 0
+            },
         }
 
     @staticmethod

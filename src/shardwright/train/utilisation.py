@@ -20,12 +20,6 @@ from shardwright.plan.device import Device
 from shardwright.plan.hardware import find_device
 from shardwright.train.planned import shape_of
 
-CONVENTION = (
-    "MFU counts the matrix products of the model, forward and backward, with the head in and the embedding lookup out, and "
-    "attention in full, not halved for causality, over the keys of a token's own row or document; HFU adds what is "
-    "recomputed. Both are shares of the peak of all devices together."
-)
-
 # What a driver calls a device -> the catalogue's name; the memory size tells variants apart.
 _DRIVER_NAMES = ("v100", "a100", "h100", "h200", "b200", "gb200", "mi300x", "l40s", "4090")
 
@@ -85,7 +79,7 @@ def device_peak(device: torch.device, dtype: str, hardware: str | None = None) -
 
 
 class Utilisation:
-    """How much of the devices' peak updates use, by `CONVENTION`."""
+    """How much of the devices' peak updates use, by the convention `arch.flops.UTILISATION`."""
 
     def __init__(self, shape: Shape, run: RunFile, axes: Axes, peak: Peak) -> None:
         self._shape, self._run, self._axes, self.peak = shape, run, axes, peak
