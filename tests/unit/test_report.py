@@ -273,7 +273,7 @@ def test_what_bench_wrote(tmp_path: Path) -> None:
     assert ratios[("zero1", "time")] == "1.100" and ratios[("pp2", "time")] == "n/a"
     assert not any(name == "a peer" for name, _ in ratios)
     assert "0 sent exactly" in figure(page, "traffic-0")
-    assert "MFU from 31.0% to 31.0%." in figure(page, "utilisation-mfu")
+    assert "MFU 31.0%." in figure(page, "utilisation-mfu")
     assert "dp_shard 220 ms" in figure(page, "utilisation-exposed") and "230 ms (21%)" in figure(
         page, "utilisation-exposed"
     )

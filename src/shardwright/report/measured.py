@@ -39,7 +39,7 @@ def _utilised(measured: Sequence[Measured]) -> Figure:
         Bar(
             one.name,
             [("c0", mfu, f"MFU {_share(mfu)}"), *([("c1", hfu - mfu, "recomputed")] if hfu > mfu else [])],
-            _share(mfu),
+            _share(mfu) if hfu <= mfu else f"{_share(mfu)}, {_share(hfu)}",
         )
         for one, mfu, hfu in found
     ]
@@ -51,7 +51,7 @@ def _utilised(measured: Sequence[Measured]) -> Figure:
     return Figure(
         "utilisation-mfu",
         "MFU and HFU",
-        f"MFU {_share(high)}." if len(found) == 1 else f"MFU from {_share(low)} to {_share(high)}.",
+        f"MFU {_share(high)}." if low == high else f"MFU from {_share(low)} to {_share(high)}.",
         partial(
             bars,
             rows=rows,
@@ -82,7 +82,8 @@ def _exposed(measured: Sequence[Measured]) -> Figure:
         ]
         share = f" ({total / median(one.step_seconds):.0%})" if one.step_seconds else ""
         rows.append(Bar(one.name, parts, f"{duration(total)}{share}"))
-    least, most = (choose(rows, key=lambda row: row.length) for choose in (min, max))
+    ordered = sorted(rows, key=lambda row: row.length)
+    least, most = ordered[0], ordered[-1]
     table = Table(
         ("of", "axis", "collective", "running", "exposed"),
         tuple(
@@ -94,12 +95,14 @@ def _exposed(measured: Sequence[Measured]) -> Figure:
     return Figure(
         "utilisation-exposed",
         title,
-        f"From {least.value} ({least.name}) to {most.value} ({most.name}) of an update.",
+        f"{most.value} of an update."
+        if least is most
+        else f"From {least.value} ({least.name}) to {most.value} ({most.name}) of an update.",
         partial(bars, rows=rows, label=short_duration, title="time of an update, exposed"),
         legend=tuple((f"axis-{axis}", axis) for axis in WHERE if axis in used),
         table=table,
-        note="From a trace of few updates, scaled to the update as timed; the mean over ranks of a bench, the slowest rank's "
-        "of a run. Axes at the same time count for each. On pp it is waiting for other stages.",
+        note="From a trace of few updates: of a bench the mean over ranks, scaled to the update as timed; of a run the slowest "
+        "rank's, as the profiler saw it. Axes at the same time count for each. On pp it is waiting for other stages.",
     )
 
 
