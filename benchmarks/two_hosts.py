@@ -1,7 +1,9 @@
 """Any layout beside its peers over a link of a chosen rate: python benchmarks/two_hosts.py --rate 1gbit [--layouts ddp,zero2]
 
 Two hosts are two network namespaces joined by a veth pair, each end shaped by `tc tbf` (root and iproute2), and a job is
-`torchrun --nnodes 2`. With --shared both directions share the rate. All loops of a layout live in the same processes and take turns, update by update, after their
+`torchrun --nnodes 2`. With --shared both directions share the rate.
+
+All loops of a layout live in the same processes and take turns, update by update, after their
 first losses were found equal. The bound is max(compute, bytes / rate): compute is measured alone in the same turns, bytes
 are what the loop's collectives send by their rule, compared with what the link counted.
 """
@@ -255,8 +257,9 @@ def main() -> None:
             print(f"{peer}: left out, there is no loop for it here; there is for {', '.join(PEERS)}.")
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     ranks_per_host = 2 if arguments.hsdp else 1
+    both = " for both directions" if arguments.shared else ""
     print(
-        f"2 hosts of {ranks_per_host} rank(s), {arguments.rate}{' for both directions' if arguments.shared else ''}, {arguments.accumulation} microbatch(es) of {ROWS} x "
+        f"2 hosts of {ranks_per_host} rank(s), {arguments.rate}{both}, {arguments.accumulation} microbatch(es) of {ROWS} x "
         f"{LENGTH} tokens a rank, {'bf16' if arguments.bf16 else 'fp32'}, n={arguments.n}"
     )
     print(

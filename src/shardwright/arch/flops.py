@@ -14,6 +14,12 @@ from shardwright.arch.inventory import counts, matmuls
 from shardwright.arch.shape import Shape
 
 FORWARD_AND_BACKWARD = 3
+UTILISATION = (
+    "MFU counts the matrix products of the model, forward and backward, with the head in and the embedding lookup out, and "
+    "attention in full, not halved for causality, over the keys of a token's own row or document; HFU adds what is "
+    "recomputed. Both are shares of the peak of all devices together."
+)
+"""What MFU and HFU mean wherever they are shown: the convention `shardwright` of `CONVENTIONS`."""
 
 
 @lru_cache(maxsize=256)

@@ -1,8 +1,8 @@
 """From what ranks measured to the entries of `bench.json`: one for each layout and peer. Plain data, no torch.
 
 An entry: name, kind (layout or peer), proven (None for a peer), step_seconds and targets_per_s of each timed update and the
-figures made of them, loss_off (of the last timed update, relative to the first loop's), peak_bytes and memory of the fullest
-rank, predicted, traffic by axis, communication, ranks, schedule of a pipeline, verdict.
+figures made of them, mfu, hfu, loss_off (of the last timed update, relative to the first loop's), peak_bytes and memory of the
+fullest rank, predicted, traffic by axis, communication, ranks, schedule of a pipeline, verdict.
 """
 
 from __future__ import annotations
@@ -51,11 +51,25 @@ def entry(name: str, loop: Mapping[str, Any], proven: bool | None, first: Mappin
         "speed": ratio(seconds, _seconds(first)),
         "loss": loop["loss"],
         "loss_off": abs(loop["loss"] / first["loss"] - 1),
+        **_utilisation(loop, seconds),
         "ranks": [_rank(rank, spread.p50) for rank in ranks],
     }
     if loop["kind"] == "layout":
         made |= _layout_part(loop, made)
     return made
+
+
+def _utilisation(loop: Mapping[str, Any], seconds: Sequence[float]) -> Json:
+    """`mfu` and `hfu` by `arch.flops.UTILISATION`, medians over the updates; None where no peak is known."""
+    peak, ranks = loop["peak"], loop["ranks"]
+    if peak is None:
+        return {"mfu": None, "hfu": None, "peak_flops": None}
+    every = peak["flops"] * len(ranks)
+    of_updates = list(zip(seconds, *(rank["flops"] for rank in ranks)))
+    useful = [sum(own for own, _ in flops) / s / every for s, *flops in of_updates]
+    again = [sum(own for _, own in flops) / s / every for s, *flops in of_updates]
+    hardware = [one + more for one, more in zip(useful, again)]
+    return {"mfu": median(useful), "hfu": median(hardware), "peak_flops": peak["flops"]}
 
 
 def _seconds(loop: Mapping[str, Any]) -> list[float]:

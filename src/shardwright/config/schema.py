@@ -312,7 +312,8 @@ class Logging(Section):
     log_steps: Positive = 1
     profile_steps: Positive | None = Field(
         None,
-        description="Profile the third update, and then one in so many: comm/exposed_seconds; costs these some time",
+        description="Profile the third update, and then one in so many: comm/exposed_seconds; in the update after it, in "
+        "the first evaluation and the first save, what tensors take by phase: mem/*_peak_bytes; costs these some time",
     )
     report_to: list[Literal["tensorboard", "trackio"]] = []
 

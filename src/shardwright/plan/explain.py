@@ -226,7 +226,8 @@ def _utilisation(s: Subject, counts_recompute: bool) -> list[str]:
     flops = model_flops(job.shape, job.attended)
     lines = [
         f"FLOPs per token: blocks {flops.blocks:.4g} + attention 12 L H d_h S = {flops.attention:.4g} "
-        f"(S {job.attended:,.0f}, full, not halved for causal) + head {flops.head:.4g} = {flops.total:.4g}; embedding lookup 0  [arch/flops.py]"
+        f"(S {job.attended:,.0f}, full, not halved for causal) + head {flops.head:.4g} = {flops.total:.4g}; "
+        "embedding lookup 0  [arch/flops.py]"
     ]
     total = flops.total
     if counts_recompute:

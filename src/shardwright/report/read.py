@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median, quantiles
@@ -17,7 +17,13 @@ from shardwright.layout.schedule import Action
 
 WARMUP_UPDATES = 2
 """First entries of a run that no time is taken from, as in the training loop."""
+EXPOSED = "comm/exposed_seconds/"
 METRICS, RUN_FILE, ENVIRONMENT, BENCH = "metrics.jsonl", "config.yaml", "environment.json", "bench.json"
+
+
+PHASES = ("forward", "backward", "update", "evaluate", "save")
+Communicated = tuple[str, str, float | None, float]
+"""(axis, collective, seconds that it runs in an update if known, seconds that no compute covers)."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +42,7 @@ class Measured:
 
     proven: its objective was checked against a single process; None: not asked. peak_bytes: allocated, of the fullest rank,
     composition what of at that moment. predicted: what the planner said when it was measured. schedule: the action lists of
-    the pipeline's ranks. verdict: what limits it, as a sentence.
+    the pipeline's ranks. verdict: what limits it, as a sentence. phases: bytes at the peak of each.
     """
 
     name: str
@@ -51,6 +57,10 @@ class Measured:
     schedule: tuple[tuple[Action, ...], ...] = ()
     verdict: str = ""
     peer: bool = False
+    mfu: float | None = None
+    hfu: float | None = None
+    communication: tuple[Communicated, ...] = ()
+    phases: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def by_axis(self) -> dict[str, float]:
@@ -60,13 +70,21 @@ class Measured:
             sums[one.axis] = sums.get(one.axis, 0.0) + one.recorded_bytes
         return sums
 
+    @property
+    def by_communication(self) -> dict[str, list[Communicated]]:
+        """`communication` by axis."""
+        sorted_out: dict[str, list[Communicated]] = {}
+        for one in self.communication:
+            sorted_out.setdefault(one[0], []).append(one)
+        return sorted_out
+
 
 @dataclass(frozen=True)
 class Directory:
     """One directory that is reported on.
 
-    updates: the entries of metrics.jsonl that are of an update, evaluations the others, in order. missing: what is not there
-    -> why. notices: lines about what was left out.
+    updates: the entries of metrics.jsonl that are of an update, evaluations those with a loss of one, others all that are no
+    update, in order. missing: what is not there -> why. notices: lines about what was left out.
     """
 
     path: Path
@@ -75,6 +93,7 @@ class Directory:
     run_file: str
     updates: tuple[Mapping[str, Any], ...]
     evaluations: tuple[Mapping[str, Any], ...]
+    others: tuple[Mapping[str, Any], ...]
     environment: Mapping[str, Any]
     benched: tuple[Measured, ...]
     checkpoints: tuple[tuple[int, str], ...]
@@ -123,7 +142,35 @@ class Directory:
             ),
             self.largest("mem/peak_allocated_bytes"),
             self.padding,
+            mfu=self._middle("perf/mfu"),
+            hfu=self._middle("perf/hfu"),
+            communication=tuple(self._exposed()),
+            phases=self._phases(),
         )
+
+    @property
+    def all_measured(self) -> list[Measured]:
+        """The benched layouts and peers, and the run itself where an update was timed."""
+        own = self.measured()
+        return [*self.benched, *([own] if own else [])]
+
+    def _middle(self, key: str) -> float | None:
+        """The median of a metric over the updates whose times count."""
+        found = [value for entry in self.steady if (value := _number(entry.get(key))) is not None]
+        return median(found) if found else None
+
+    def _exposed(self) -> Iterator[Communicated]:
+        for key in dict.fromkeys(key for entry in self.updates for key in entry):
+            if key.startswith(EXPOSED) and (value := self._middle(key)) is not None:
+                yield key.removeprefix(EXPOSED).replace("all_ranks", "all ranks"), "all kinds", None, value
+
+    def _phases(self) -> dict[str, float]:
+        names = {f"mem/{phase}_peak_bytes": phase for phase in PHASES}
+        found: dict[str, float] = {}
+        for entry in (*self.updates, *self.others):
+            for key in names.keys() & entry.keys():
+                found[names[key]] = max(found.get(names[key], 0.0), _number(entry[key]) or 0.0)
+        return found
 
 
 def percentiles(values: Sequence[float]) -> tuple[float, float, float]:
@@ -158,6 +205,7 @@ def read_directory(path: Path) -> Directory:
         text,
         tuple(entry for entry in entries if "train/loss" in entry),
         tuple(entry for entry in entries if "eval/loss" in entry),
+        tuple(entry for entry in entries if "train/loss" not in entry),
         environment,
         tuple(_measured(layout) for layout in bench.get("layouts", ())),
         _checkpoints(path),
@@ -233,6 +281,14 @@ def _measured(layout: Mapping[str, Any]) -> Measured:
         tuple(tuple(Action(*action) for action in own) for own in layout.get("schedule") or ()),
         f"{verdict['limit']}: {verdict['evidence']}. Would help: {verdict['helps']}." if verdict else "",
         layout.get("kind") == "peer",
+        _number(layout.get("mfu")),
+        _number(layout.get("hfu")),
+        tuple(
+            (axis, kind, _number(one["seconds"]), float(one["exposed_seconds"]))
+            for axis, kinds in ((layout.get("communication") or {}).get("by_axis") or {}).items()
+            for kind, one in kinds.items()
+        ),
+        (layout.get("memory") or {}).get("by_phase") or {},
     )
 
 
