@@ -60,7 +60,13 @@ PLANTS = [
     ("tiny", "hsdp2", "diverged_replicas"),
     *(
         ("tiny weighted", "ddp", fault)
-        for fault in ("", "never_divided", "mean_of_microbatch_means", "mean_of_rank_means", "last_microbatch_only")
+        for fault in (
+            "",
+            "never_divided",
+            "mean_of_microbatch_means",
+            "mean_of_rank_means",
+            "last_microbatch_only",
+        )
     ),
     ("tiny weighted", "zero3", "labels_shifted_twice"),
     ("gpt2-tiny", "ddp", ""),

@@ -271,7 +271,13 @@ PERTURBED = ["zero3", "cp", "ring", "tp", "gpt2 zero3", "gpt2 tp"]
 @pytest.fixture(scope="module")
 def right(on_two: list[dict[str, Any]], windowed: str, experts: str) -> dict[str, Outcome]:
     """The oracle of each model, from the weights of its first run."""
-    runs = {LLAMA: "ddp", GPT2: "gpt2 zero3", QWEN3: "qwen3 zero3", windowed: "window", experts: "experts ddp"}
+    runs = {
+        LLAMA: "ddp",
+        GPT2: "gpt2 zero3",
+        QWEN3: "qwen3 zero3",
+        windowed: "window",
+        experts: "experts ddp",
+    }
     return {model: alone(packs(model), on_two[0][name].start, 2) for model, name in runs.items()}
 
 
