@@ -148,6 +148,8 @@ def make_search(request: Request) -> tuple[Search, Any]:
     if request.document_length is not None and request.document_length <= 0:
         raise ConfigError(f"--document-length {request.document_length}, but must be above 0.")
     precision = run.precision if run else None
+    on_cpu = bool(run and run.hardware.device == "cpu")
+    device = find_device(request.device or ("cpu" if on_cpu else "h100-sxm-80gb"))
     job = Job(
         _shape(request, run),
         int(needed["max_length"] or 0),
@@ -159,9 +161,7 @@ def make_search(request: Request) -> tuple[Search, Any]:
         attention="eager" if run and run.model.attn_implementation == "eager" else "flash",
         loss=loss_of(run) if run else "auto",
         document_length=request.document_length,
-    )
-    device = find_device(
-        request.device or ("cpu" if run and run.hardware.device == "cpu" else "h100-sxm-80gb")
+        device_kind="cpu" if on_cpu or device.name == "cpu" else "cuda",
     )
     compiled = request.compiled or bool(run and run.memory.compile)
     software = Software(**COMPILED) if compiled else Software()
