@@ -40,7 +40,7 @@ def loop(seconds: list[list[float]], **more: Any) -> dict[str, Any]:
                 "traffic": [{**row, **sent}],
                 "memory": memory,
                 "flops": [(100.0, 50.0)] * len(own),
-                "window": {**window, "idle_seconds": 0.2, "by_axis": [one]},
+                "window": {**window, "idle_seconds": 0.2, "by_axis": [one], "exposed_axes": {"tp": 1.0}},
             }
         )
     count = len(seconds[0])

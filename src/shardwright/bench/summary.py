@@ -150,7 +150,9 @@ def _communication(ranks: Sequence[Mapping[str, Any]], step_seconds: float) -> J
             for key in _TIMES:
                 sums[key] += one[key] * scale / len(ranks)
     of_run = {key: _mean(ranks, key) * scale for key in _PARTS}
-    return {"by_axis": found, "window_seconds": window, **of_run}
+    axes = {axis: sum(rank["window"]["exposed_axes"].get(axis, 0.0) for rank in ranks) for axis in found}
+    exposed = {axis: seconds * scale / len(ranks) for axis, seconds in axes.items()}
+    return {"by_axis": found, "exposed_axes": exposed, "window_seconds": window, **of_run}
 
 
 _TIMES = ("seconds", "exposed_seconds")
@@ -165,15 +167,11 @@ def _figures(made: Mapping[str, Any], part: Mapping[str, Any], loop: Mapping[str
     axes, communication, predicted = Axes(**loop["axes"]), part["communication"], part["predicted"]
     stages = [axes.coordinates(rank)["pp"] for rank in range(axes.world_size)]
     slowest, factor = slow_rank([rank["own_seconds"] for rank in made["ranks"]], stages)
-    exposed = {
-        axis: sum(one["exposed_seconds"] for one in kinds.values())
-        for axis, kinds in communication["by_axis"].items()
-    }
     return Figures(
         made["step_seconds_p50"],
         made["wait_seconds"],
         made["padding_fraction"],
-        exposed,
+        communication["exposed_axes"],
         communication["idle_seconds"],
         communication["compute_seconds"],
         communication["products_seconds"],

@@ -9,7 +9,7 @@ from statistics import median
 from shardwright.arch.flops import UTILISATION
 from shardwright.layout.axes import AXES
 from shardwright.report.charts import Bar, bars
-from shardwright.report.figure import Figure, Section, Table, duration, known, short_duration, size
+from shardwright.report.figure import NA, Figure, Section, Table, duration, known, short_duration, size
 from shardwright.report.read import PHASES, Measured
 
 WHERE = (*AXES, "all ranks")
@@ -66,15 +66,14 @@ def _utilised(measured: Sequence[Measured]) -> Figure:
 
 def _exposed(measured: Sequence[Measured]) -> Figure:
     title = "Communication that no compute covers"
-    found = [one for one in measured if one.communication]
+    found = [one for one in measured if one.exposed]
     if not found:
         why = "no update was profiled: set logging.profile_steps, or use shardwright bench."
         return Figure("utilisation-exposed", title, "", missing=why)
     rows, used = [], set[str]()
     for one in found:
-        exposed = {axis: sum(e for *_, e in own) for axis, own in one.by_communication.items()}
+        exposed, total = one.exposed, sum(one.exposed.values())
         used |= exposed.keys()
-        total = sum(exposed.values())
         parts = [
             (f"axis-{axis}", exposed[axis], f"{axis} {duration(exposed[axis])}")
             for axis in WHERE
@@ -84,14 +83,17 @@ def _exposed(measured: Sequence[Measured]) -> Figure:
         rows.append(Bar(one.name, parts, f"{duration(total)}{share}"))
     ordered = sorted(rows, key=lambda row: row.length)
     least, most = ordered[0], ordered[-1]
-    table = Table(
-        ("of", "axis", "collective", "running", "exposed"),
-        tuple(
-            (one.name, axis, kind, known(running, duration), duration(exposed))
-            for one in found
-            for axis, kind, running, exposed in one.communication
-        ),
-    )
+    kinds = [
+        (one.name, axis, kind, duration(running), duration(exposed))
+        for one in found
+        for axis, kind, running, exposed in one.communication
+    ]
+    whole = [
+        (one.name, axis, "all", NA, duration(exposed))
+        for one in found
+        for axis, exposed in one.exposed.items()
+    ]
+    table = Table(("of", "axis", "collective", "running", "exposed"), (*whole, *kinds))
     return Figure(
         "utilisation-exposed",
         title,
@@ -101,8 +103,8 @@ def _exposed(measured: Sequence[Measured]) -> Figure:
         partial(bars, rows=rows, label=short_duration, title="time of an update, exposed"),
         legend=tuple((f"axis-{axis}", axis) for axis in WHERE if axis in used),
         table=table,
-        note="From a trace of few updates: of a bench the mean over ranks, scaled to the update as timed; of a run the slowest "
-        "rank's, as the profiler saw it. Axes at the same time count for each. On pp it is waiting for other stages.",
+        note="From a trace of few updates, scaled to the update as timed: of a bench the mean over ranks, of a run the slowest "
+        "rank's. Axes at the same time count for each. On pp it is waiting for other stages.",
     )
 
 

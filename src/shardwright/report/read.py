@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median, quantiles
@@ -22,8 +22,8 @@ METRICS, RUN_FILE, ENVIRONMENT, BENCH = "metrics.jsonl", "config.yaml", "environ
 
 
 PHASES = ("forward", "backward", "update", "evaluate", "save")
-Communicated = tuple[str, str, float | None, float]
-"""(axis, collective, seconds that it runs in an update if known, seconds that no compute covers)."""
+Communicated = tuple[str, str, float, float]
+"""(axis, collective, seconds that it runs in an update, seconds that no compute covers)."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,8 @@ class Measured:
 
     proven: its objective was checked against a single process; None: not asked. peak_bytes: allocated, of the fullest rank,
     composition what of at that moment. predicted: what the planner said when it was measured. schedule: the action lists of
-    the pipeline's ranks. verdict: what limits it, as a sentence. phases: bytes at the peak of each.
+    the pipeline's ranks. verdict: what limits it, as a sentence. exposed: seconds of an
+    update by axis. phases: bytes at the peak of each.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Measured:
     peer: bool = False
     mfu: float | None = None
     hfu: float | None = None
+    exposed: Mapping[str, float] = field(default_factory=dict)
     communication: tuple[Communicated, ...] = ()
     phases: Mapping[str, float] = field(default_factory=dict)
 
@@ -69,14 +71,6 @@ class Measured:
         for one in self.traffic:
             sums[one.axis] = sums.get(one.axis, 0.0) + one.recorded_bytes
         return sums
-
-    @property
-    def by_communication(self) -> dict[str, list[Communicated]]:
-        """`communication` by axis."""
-        sorted_out: dict[str, list[Communicated]] = {}
-        for one in self.communication:
-            sorted_out.setdefault(one[0], []).append(one)
-        return sorted_out
 
 
 @dataclass(frozen=True)
@@ -144,7 +138,7 @@ class Directory:
             self.padding,
             mfu=self._middle("perf/mfu"),
             hfu=self._middle("perf/hfu"),
-            communication=tuple(self._exposed()),
+            exposed=self._exposed([float(entry["perf/step_seconds"]) for entry in timed]),
             phases=self._phases(),
         )
 
@@ -159,10 +153,15 @@ class Directory:
         found = [value for entry in self.steady if (value := _number(entry.get(key))) is not None]
         return median(found) if found else None
 
-    def _exposed(self) -> Iterator[Communicated]:
-        for key in dict.fromkeys(key for entry in self.updates for key in entry):
-            if key.startswith(EXPOSED) and (value := self._middle(key)) is not None:
-                yield key.removeprefix(EXPOSED).replace("all_ranks", "all ranks"), "all kinds", None, value
+    def _exposed(self, seconds: Sequence[float]) -> dict[str, float]:
+        """By axis, the median over profiled updates, each scaled to the usual one: a profiler slows what it looks at."""
+        found: dict[str, list[float]] = {}
+        for entry in self.updates:
+            for key in (key for key in entry if key.startswith(EXPOSED)):
+                share = float(entry[key]) / float(entry["perf/step_seconds"])
+                axis = key.removeprefix(EXPOSED).replace("all_ranks", "all ranks")
+                found.setdefault(axis, []).append(share * median(seconds))
+        return {axis: median(values) for axis, values in found.items()}
 
     def _phases(self) -> dict[str, float]:
         names = {f"mem/{phase}_peak_bytes": phase for phase in PHASES}
@@ -267,7 +266,7 @@ def _measured(layout: Mapping[str, Any]) -> Measured:
         for axis, collectives in (layout.get("traffic") or {}).items()
         for collective, row in collectives.items()
     ]
-    verdict = layout.get("verdict")
+    verdict, communication = layout.get("verdict"), layout.get("communication") or {}
     return Measured(
         str(layout["name"]),
         layout.get("proven"),
@@ -283,9 +282,10 @@ def _measured(layout: Mapping[str, Any]) -> Measured:
         layout.get("kind") == "peer",
         _number(layout.get("mfu")),
         _number(layout.get("hfu")),
+        communication.get("exposed_axes") or {},
         tuple(
-            (axis, kind, _number(one["seconds"]), float(one["exposed_seconds"]))
-            for axis, kinds in ((layout.get("communication") or {}).get("by_axis") or {}).items()
+            (axis, kind, float(one["seconds"]), float(one["exposed_seconds"]))
+            for axis, kinds in (communication.get("by_axis") or {}).items()
             for kind, one in kinds.items()
         ),
         (layout.get("memory") or {}).get("by_phase") or {},

@@ -104,7 +104,7 @@ class Metrics:
         window: what `profile` saw of it. memory: phase -> bytes at its peak, where they were measured.
         """
         self._exposed = window.exposed_seconds if window else math.nan
-        self._exposed_of = window.exposed_of() if window else {}
+        self._exposed_of = window.exposed_axes if window else {}
         self._memory = memory or {}
         self._window = window or self._window
         if len(self.seconds) >= WARMUP_UPDATES:
@@ -232,7 +232,7 @@ class Metrics:
                 step,
                 median(self._waits[WARMUP_UPDATES:] or self._waits),
                 1 - self._real / self._slots,
-                {axis: s * scale for axis, s in window.exposed_of().items()} if window else None,
+                {axis: s * scale for axis, s in window.exposed_axes.items()} if window else None,
                 window.idle_seconds * scale if window else None,
                 window.compute_seconds * scale if window else None,
                 window.products_seconds * scale if window else None,
