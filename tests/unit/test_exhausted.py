@@ -70,7 +70,7 @@ def loaded(**more: Any) -> Loaded:
 def planned(run: Loaded) -> float:
     shape = shape_of(run.run)
     assert shape is not None
-    return plan_of(run.run, check_run(run, 2), shape, False, None).peak_bytes
+    return plan_of(run.run, check_run(run, 2), shape, False, "cpu").peak_bytes
 
 
 def test_the_nearest_change_that_fits() -> None:

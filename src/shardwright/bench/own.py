@@ -76,7 +76,7 @@ class Own:
         self.planned: Planned | None = None
         if self.shape is not None:
             chunked = bool(self.engine.loss_chunks.tokens)
-            self.planned = plan_of(self.run, self.axes, self.shape, chunked, hardware)
+            self.planned = plan_of(self.run, self.axes, self.shape, chunked, device.type, hardware)
 
     @property
     def loss(self) -> float | None:

@@ -206,7 +206,9 @@ class Parallelism(Section):
         None,
         description="zero3 only: drop gathered parameters after forward (default true), or keep them on N ranks",
     )
-    prefetch: NonNegative | None = Field(None, description="zero* only: units gathered ahead; default 1")
+    prefetch: NonNegative | None = Field(
+        None, description="zero* only: units gathered ahead; default 2 on the CPU, 1 else"
+    )
     bucket_bytes: Positive | None = Field(
         None, description="ddp only: gradient bucket; default 25 MiB, 4 on CPUs"
     )

@@ -16,7 +16,14 @@ from shardwright.data.updates import make_order
 from shardwright.errors import ConfigError, DataError, ExitCode
 from shardwright.inspect.batches import MODES, Batching, measure
 from shardwright.inspect.sample import Decoder, Sample, read_sample
-from shardwright.inspect.show import attended_length, batching_lines, bins, histogram_lines, legend, sample_lines
+from shardwright.inspect.show import (
+    attended_length,
+    batching_lines,
+    bins,
+    histogram_lines,
+    legend,
+    sample_lines,
+)
 
 
 def run_inspect(

@@ -15,7 +15,7 @@ from shardwright.layout.loss import CROSS_ENTROPY
 from shardwright.layout.rules_context import is_balanced
 from shardwright.layout.rules_pipeline import own_stages, schedule_of, stages_of
 from shardwright.layout.schedule import stage_rank
-from shardwright.layout.zero import STAGES
+from shardwright.layout.zero import PREFETCH, STAGES
 from shardwright.models.adapters import Parts, find_parts, is_transformers
 from shardwright.models.document_attention import isolate_documents
 from shardwright.models.materialise import materialise
@@ -104,7 +104,7 @@ def _sharded(
     device: torch.device,
 ) -> list[Sharded]:
     """One `Sharded` for each of `roots`: (module that is called, model whose names `parts` are)."""
-    options, dp = shard_options(run), shard_mesh(mesh)
+    options, dp = shard_options(run, device.type), shard_mesh(mesh)
     kinds = [
         Sharded(root, shard_units(named, own, run.parallelism.unit), dp, options)
         for (root, named), own in zip(roots, parts)
@@ -162,8 +162,8 @@ def pipelined(
     return Pipelined(model, stages, kinds, group, schedule, width=cut.width, dtype=dtype, ties=ties)
 
 
-def shard_options(run: RunFile) -> ShardOptions:
-    """How the data-parallel kind of `run` gathers and reduces."""
+def shard_options(run: RunFile, device: str) -> ShardOptions:
+    """How the data-parallel kind of `run` gathers and reduces on a device of this type."""
     p = run.parallelism
     stage = STAGES[p.data_parallel]
     return ShardOptions(
@@ -171,7 +171,7 @@ def shard_options(run: RunFile) -> ShardOptions:
         reshard_after_forward=stage.reshard_after_forward
         if p.reshard_after_forward is None
         else p.reshard_after_forward,
-        prefetch=1 if p.prefetch is None else p.prefetch,
+        prefetch=PREFETCH[device] if p.prefetch is None else p.prefetch,
         param_dtype=DTYPES[run.precision.param_dtype],
         reduce_dtype=DTYPES[run.precision.reduce_dtype],
         cpu_offload=run.memory.cpu_offload == "params",

@@ -22,8 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-IN_FLIGHT = 2
-"""Units whose gradients are on their way at a time: what was sent and what comes are both in memory until then."""
+from shardwright.layout.zero import EXCHANGED
 
 
 def runs_on_gloo(mesh: DeviceMesh) -> bool:
@@ -74,7 +73,7 @@ class Wire:
 
     def send(self, unit: UnitReduce, output: Tensor, sent: Tensor, group: dist.ProcessGroup) -> None:
         """Starts the exchange of `sent` [ranks x shard]; `output` [shard] is filled later."""
-        while len(self._arriving) >= IN_FLIGHT or any(one.unit is unit for one in self._arriving):
+        while len(self._arriving) >= EXCHANGED or any(one.unit is unit for one in self._arriving):
             self._take()
         earlier = [(p, p.grad) for p in unit.parameters() if isinstance(p.grad, DTensor)]
         for p, _ in earlier:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 Recompute = Literal["none", "selective", "full"]
 Attention = Literal["flash", "eager"]
+DeviceKind = Literal["cuda", "cpu"]
 Loss = Literal["full", "chunked", "auto"]
 
 DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
@@ -27,8 +28,8 @@ class Job:
     with an fp32 master keeps the master copy as the only stored weights with zero*, and both copies with
     ddp). attention `flash`: no tokens x tokens matrix is kept. loss `chunked`: logits of a part of the targets
     at a time; `auto`: as `layout/loss.py` decides for a run of our own, else whole. document_length: of packed rows, the mean
-    length of a document, each weighted by its tokens; None where a row is one document. device_kind: whose caches decide
-    how large a chunk of the loss is.
+    length of a document, each weighted by its tokens; None where a row is one document. device_kind: decides
+    how large a chunk of the loss is, and who exchanges gradients (gloo on the CPU).
     """
 
     shape: Shape
@@ -41,7 +42,7 @@ class Job:
     attention: Attention = "flash"
     loss: Loss = "full"
     document_length: float | None = None
-    device_kind: Literal["cuda", "cpu"] = "cuda"
+    device_kind: DeviceKind = "cuda"
 
     @property
     def attended(self) -> float:

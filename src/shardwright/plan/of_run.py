@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from shardwright.layout.loss import CROSS_ENTROPY
 from shardwright.layout.schedule import chunks_of
-from shardwright.layout.zero import STAGES
-from shardwright.plan.job import Job, Layout, Loss
+from shardwright.layout.zero import PREFETCH, STAGES
+from shardwright.plan.job import DeviceKind, Job, Layout, Loss
 
 if TYPE_CHECKING:
     from shardwright.arch.shape import Shape
@@ -15,8 +15,13 @@ if TYPE_CHECKING:
     from shardwright.layout.axes import Axes
 
 
-def job_of(run: RunFile, shape: Shape) -> Job:
-    """What the run trains; no layout changes it."""
+def _kind(run: RunFile, device: str | None) -> DeviceKind:
+    """Of `device`, or of what the run file asks for."""
+    return "cpu" if (device or run.hardware.device) == "cpu" else "cuda"
+
+
+def job_of(run: RunFile, shape: Shape, device: str | None = None) -> Job:
+    """What the run trains; no layout changes it. device: torch's type of the device where it runs, if it does."""
     t, precision = run.training, run.precision
     return Job(
         shape,
@@ -28,7 +33,7 @@ def job_of(run: RunFile, shape: Shape) -> Job:
         t.optimizer,
         "eager" if run.model.attn_implementation == "eager" else "flash",
         loss_of(run),
-        device_kind="cpu" if run.hardware.device == "cpu" else "cuda",
+        device_kind=_kind(run, device),
     )
 
 
@@ -40,8 +45,8 @@ def loss_of(run: RunFile) -> Loss:
     return "auto" if asked == "auto" else "chunked"
 
 
-def layout_of(run: RunFile, axes: Axes) -> Layout:
-    """How the run is split over ranks; `axes` from `check_run`."""
+def layout_of(run: RunFile, axes: Axes, device: str | None = None) -> Layout:
+    """How the run is split over ranks; `axes` from `check_run`. device: as of `job_of`."""
     p, schedule = run.parallelism, None
     if axes.pp > 1:
         schedule = p.pp_schedule or "1f1b"
@@ -55,7 +60,7 @@ def layout_of(run: RunFile, axes: Axes) -> Layout:
         p.sequence_parallel is not False,
         run.memory.activation_checkpointing,
         reshard if p.reshard_after_forward is None else p.reshard_after_forward,
-        1 if p.prefetch is None else p.prefetch,
+        PREFETCH[_kind(run, device)] if p.prefetch is None else p.prefetch,
         p.unit,
         run.memory.cpu_offload,
         p.cp_attention or "all_gather",

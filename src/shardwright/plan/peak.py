@@ -18,7 +18,15 @@ from shardwright.plan.block_bytes import activation_key, block_bytes, loss_bytes
 from shardwright.plan.job import DTYPE_BYTES, Job, Layout
 from shardwright.plan.pipeline_states import State, states, steady_count
 from shardwright.plan.program import SHARDWRIGHT, Program
-from shardwright.plan.rank_bytes import Rules, holds, rank_elements, rules, state_bytes, travelling
+from shardwright.plan.rank_bytes import (
+    Rules,
+    exchanged_bytes,
+    holds,
+    rank_elements,
+    rules,
+    state_bytes,
+    travelling,
+)
 from shardwright.plan.states import Elements
 
 if TYPE_CHECKING:
@@ -261,7 +269,8 @@ class PeakModel:
             block, embedding, head = parts
             total = blocks * block[0] + embedding[0] + head[0]
             shard = blocks * block[1] + embedding[1] + head[1]
-            states = sum(state_bytes(job, layout, program, rule, total, shard))
+            exchanged = exchanged_bytes(job, layout, rule, (block[0], embedding[0], head[0]))
+            states = sum(state_bytes(job, layout, program, rule, total, shard, exchanged))
             most, moving = self._fullest(layout, rule, profile, parts)
             rest, step = rule.resting * shard, temporary * shard
             allocated = max(allocated, states + most, states + rest + step)

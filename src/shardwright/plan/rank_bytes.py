@@ -12,7 +12,7 @@ from typing import NamedTuple
 from shardwright.arch.inventory import matrix_weights
 from shardwright.arch.shape import Shape
 from shardwright.layout.schedule import head_blocks, rank_stages, split_blocks
-from shardwright.layout.zero import STAGES
+from shardwright.layout.zero import EXCHANGED, STAGES
 from shardwright.plan.block_bytes import BlockBytes, activation_key, block_bytes, loss_bytes, with_casts
 from shardwright.plan.job import DTYPE_BYTES, Job, Layout
 from shardwright.plan.program import Program
@@ -221,7 +221,9 @@ def rank_bytes(
     a = block_bytes(job, program, activation_key(layout))
     if rule.casts:
         a = with_casts(a, layout.recompute, c * whole[0], c * whole[2])
-    state = state_bytes(job, layout, program, rule, total, total_shard)
+    state = state_bytes(
+        job, layout, program, rule, total, total_shard, exchanged_bytes(job, layout, rule, whole)
+    )
     moving = travelling(job, layout, program, rule, count, whole)
     loss, kept, after = loss_bytes(job, program, a.logits, layout)
     return RankBytes(
@@ -245,12 +247,35 @@ def rank_bytes(
     )
 
 
+def exchanged_bytes(job: Job, layout: Layout, rule: Rules, parts: tuple[float, float, float]) -> float:
+    """Gradients that gloo's exchange keeps into the next forward: sent and received, of the units that backward ends with.
+
+    `parts`: whole elements of a block, the embedding, the head.
+    """
+    if job.device_kind != "cpu" or not rule.sharded or rule.late or layout.microbatches(job) == 1:
+        return 0.0
+    block, embedding, head = parts
+    if job.shape.tied and layout.axes.pp == 1:
+        embedding += head  # all in the root unit
+    ends = embedding + (EXCHANGED - 1) * block if embedding else EXCHANGED * block
+    return 2 * rule.reduce * ends
+
+
 def state_bytes(
-    job: Job, layout: Layout, program: Program, rule: Rules, total: float, total_shard: float
+    job: Job,
+    layout: Layout,
+    program: Program,
+    rule: Rules,
+    total: float,
+    total_shard: float,
+    exchanged: float,
 ) -> tuple[float, float, float, float]:
-    """(parameters, optimizer states with any master copy, gradients that are always there, buffers) of one rank."""
+    """(parameters, optimizer states with any master copy, gradients that are always there, buffers) of one rank.
+
+    exchanged: of `exchanged_bytes`.
+    """
     moments = moments_of(job.optimizer) * rule.master
-    buffers = program.buffer_bytes
+    buffers = program.buffer_bytes + exchanged
     if program.engine == "flat":
         master = rule.master if rule.compute < rule.master else 0
         gradients = (rule.master + program.flat_gradient_copies) * total

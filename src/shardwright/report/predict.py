@@ -96,7 +96,9 @@ def forecast(
         return "environment.json does not say the number of ranks"
     try:
         axes = resolve_axes(run.parallelism, world_size)
-        job, layout = job_of(run, shape_of(run, inventory)), layout_of(run, axes)
+        # a GPU says how much memory it has
+        kind = "cuda" if "device_memory_bytes" in directory.environment else "cpu"
+        job, layout = job_of(run, shape_of(run, inventory), kind), layout_of(run, axes, kind)
         if directory.environment.get("loss_chunk_tokens"):
             job = replace(job, loss="chunked")
         return _forecast(run, job, layout, device)

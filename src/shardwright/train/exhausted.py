@@ -73,7 +73,7 @@ def _explained(watched: Watched, error: BaseException) -> MemoryExhausted:
             what, "\n".join([*lines, "Planned: n/a, the planner cannot read this model.\n"])
         )
     chunked = bool(watched.engine and watched.engine.loss_chunks.tokens)
-    planned = plan_of(watched.loaded.run, watched.axes, shape, chunked, None)
+    planned = plan_of(watched.loaded.run, watched.axes, shape, chunked, watched.device.type)
     lines.append(f"Planned at the peak ({planned.moment}), {_listed(planned.composition)}.\n")
     limit = MARGIN * min(planned.peak_bytes, sum(held.values()) if total is not None else planned.peak_bytes)
     return MemoryExhausted(what, "\n".join(lines), _advice(watched, chunked, limit))
@@ -129,7 +129,7 @@ def nearest_that_fits(
         except ConfigError:
             continue
         assert shape is not None
-        peak = plan_of(changed.run, axes, shape, chunked, None).peak_bytes
+        peak = plan_of(changed.run, axes, shape, chunked, device).peak_bytes
         if peak <= limit_bytes:
             return keys, peak
     return None

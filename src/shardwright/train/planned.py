@@ -51,17 +51,20 @@ def shape_of(run: RunFile) -> Shape | None:
         return None
 
 
-def plan_of(run: RunFile, axes: Axes, shape: Shape, chunked: bool, device: str | None) -> Planned:
+def plan_of(
+    run: RunFile, axes: Axes, shape: Shape, chunked: bool, device: str | None, hardware: str | None = None
+) -> Planned:
     """Memory and time of `run` on `axes`. chunked: logits are made for a part of the targets at a time.
 
-    device: a name of the hardware catalogue or a hardware file, for the time.
+    device: torch's type, None for that of the run file. hardware: a name of the catalogue or a hardware file, for the time.
     """
-    job, layout = replace(job_of(run, shape), loss="chunked" if chunked else "full"), layout_of(run, axes)
+    job = replace(job_of(run, shape, device), loss="chunked" if chunked else "full")
+    layout = layout_of(run, axes, device)
     program = SHARDWRIGHT_COMPILED if run.memory.compile else SHARDWRIGHT
     found = short_peak(job, layout, program)
     seconds, parts, idle = None, {}, None
-    if device is not None:
-        clock = Clock(job, find_device(device), Software())
+    if hardware is not None:
+        clock = Clock(job, find_device(hardware), Software())
         time = clock.timed(layout, own_stages(shape, axes.pp * layout.chunks))
         seconds, parts = time.total, {name: part for name, part in time._asdict().items() if part}
         idle = time.bubble / time.total
