@@ -66,7 +66,8 @@ def _scale_losses(factor: Callable[[Engine, Microbatch, UpdateBatch], float], va
 def _divisor(*microbatches: Microbatch) -> float:
     """What the loss of these microbatches alone would be divided by."""
     each = (
-        m.labels != -100 if m.weights is None else m.weights.double() * (m.labels != -100) for m in microbatches
+        m.labels != -100 if m.weights is None else m.weights.double() * (m.labels != -100)
+        for m in microbatches
     )
     return sum(float(weights.sum()) for weights in each) or 1.0
 

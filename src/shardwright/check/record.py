@@ -65,8 +65,9 @@ class Notes:
     """What the reference knows of the run beyond its updates; `diagnose` reads it.
 
     names: of the parameters in the model's order. microbatch_targets, microbatch_divisors, microbatch_loss_sums: of update 1,
-    by microbatch index; divisors are the sums of the weights of targets, or what the user's own loss counts. other_counts: numbers that are sometimes mistaken for the target count. other_losses: losses of update 1 under
-    mistaken labels. learning_rates: by scheduler step.
+    by microbatch index; a divisor is the sum of the targets' weights, or what the user's own loss counts. other_counts:
+    numbers that are sometimes mistaken for the target count. other_losses: losses of update 1 under mistaken labels.
+    learning_rates: by scheduler step.
     """
 
     names: tuple[str, ...]

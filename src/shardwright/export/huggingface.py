@@ -51,8 +51,9 @@ def save_pretrained(
 
     Written: safetensors under the names of the unsplit model, tied weights once, in the dtype of the
     parameters; config.json as the model was built, generation_config.json and tokenizer files where the
-    model came with them, with the template in the file `chat_template` in place of the tokenizer's own. A plain `nn.Module` has only its safetensors. Files have at most
-    `max_shard_bytes`, or one tensor.
+    model came with them, with the template in the file `chat_template`
+    in place of the tokenizer's own. A plain `nn.Module` has only its safetensors. Files have at most `max_shard_bytes`,
+    or one tensor.
 
     The directory appears complete or not at all: rank 0 writes next to it and renames. One that is there is
     replaced if it holds an earlier export; the model's own source directory never is.

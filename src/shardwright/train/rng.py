@@ -30,7 +30,7 @@ def stream_seed(seed: int, *place: int) -> int:
 
 
 def seed_microbatch(seed: int, update: int, index: int, stage: int = 0, part: int = 0) -> None:
-    """Seeds python's, NumPy's and torch's generators (all devices) for one microbatch.
+    """Seeds python's, NumPy's and torch's generators (CPU and GPUs) for one microbatch.
 
     stage: of the pipeline. part: which part of its rows is here (the context-parallel rank).
     """
@@ -38,4 +38,8 @@ def seed_microbatch(seed: int, update: int, index: int, stage: int = 0, part: in
     value = stream_seed(seed, update, index, *place)
     random.seed(value)
     np.random.seed(value & 0xFFFFFFFF)
-    torch.manual_seed(value)
+    torch.default_generator.manual_seed(
+        value
+    )  # torch.manual_seed formats three stacks for absent devices: 0.5 ms
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(value)
