@@ -120,7 +120,15 @@ def alone(loaded: Loaded, start: dict[str, Tensor], updates: int) -> Outcome:
 
 
 def packs(model: str = LLAMA, kind: str = "zero3", **options: Any) -> Loaded:
-    values = {"parallelism__data_parallel": kind, "data__batching": "pack", "data__max_length": 16}
+    values: dict[str, Any] = {
+        "parallelism__data_parallel": kind,
+        "data__batching": "pack",
+        "data__max_length": 16,
+    }
+    if (
+        model == GPT2
+    ):  # its key biases have gradients of rounding alone, which AdamW makes whole steps of: whole logits
+        values["memory__loss_chunk_tokens"] = 0  # round like those of the oracle
     return run_file(model, **{**values, **options})
 
 
@@ -271,7 +279,13 @@ PERTURBED = ["zero3", "cp", "ring", "tp", "gpt2 zero3", "gpt2 tp"]
 @pytest.fixture(scope="module")
 def right(on_two: list[dict[str, Any]], windowed: str, experts: str) -> dict[str, Outcome]:
     """The oracle of each model, from the weights of its first run."""
-    runs = {LLAMA: "ddp", GPT2: "gpt2 zero3", QWEN3: "qwen3 zero3", windowed: "window", experts: "experts ddp"}
+    runs = {
+        LLAMA: "ddp",
+        GPT2: "gpt2 zero3",
+        QWEN3: "qwen3 zero3",
+        windowed: "window",
+        experts: "experts ddp",
+    }
     return {model: alone(packs(model), on_two[0][name].start, 2) for model, name in runs.items()}
 
 
