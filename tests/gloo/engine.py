@@ -188,7 +188,10 @@ def plain_model(loaded: Loaded, dtype: torch.dtype = torch.float64) -> nn.Module
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(spec.model_name_or_path, **spec.config_overrides)
-    return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    if config.model_type == "mixtral":
+        model.set_experts_implementation("eager")  # the only one in float64
+    return model
 
 
 def reference(

@@ -45,6 +45,9 @@ def build_model(spec: Model, dtype: torch.dtype) -> nn.Module:
     _attach_recipes(model, recorder)
     _convert_parameters(model, dtype)
     _freeze(model, spec.freeze)
+    experts: Any = model if hasattr(model, "set_experts_implementation") else None
+    if dtype == torch.float64 and experts is not None and experts._can_set_experts_implementation():
+        experts.set_experts_implementation("eager")  # grouped products know no float64
     if hasattr(model, "config") and hasattr(model.config, "use_cache"):
         model.config.use_cache = False
         model.config.dtype = dtype

@@ -31,7 +31,7 @@ def stream_seed(seed: int, *place: int) -> int:
 
 
 def seed_microbatch(seed: int, update: int, index: int, stage: int = 0, part: int = 0) -> None:
-    """Seeds python's, NumPy's and torch's generators (all devices) for one microbatch.
+    """Seeds python's, NumPy's and torch's generators (CPU and GPUs) for one microbatch.
 
     stage: of the pipeline. part: which part of its rows is here (the context-parallel rank).
     """
