@@ -14,74 +14,42 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import scaffold
 import torch
 import torch.nn.functional as F
 
 from shardwright.arch.flops import model_flops, utilisation
 from shardwright.arch.inventory import shape_from_config
-from shardwright.config import load_run_file
-from shardwright.data.loader import Microbatch, UpdateBatch
-from shardwright.layout.legality import check_run
 from shardwright.parallel.process_group import connect
 from shardwright.plan.job import Job, Layout
 from shardwright.plan.memory import peak
 from shardwright.plan.program import SHARDWRIGHT_COMPILED
-from shardwright.train.update import Engine
 from shardwright.train.utilisation import device_of
 from shardwright.units import format_bytes_binary
 
 ROWS, LENGTH, VOCABULARY = 4, 2048, 32000
-CONFIG = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 2048,
-    "intermediate_size": 5632,
-    "num_hidden_layers": 22,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "vocab_size": VOCABULARY,
-    "tie_word_embeddings": False,
-    "max_position_embeddings": LENGTH,
-}
+CONFIG = scaffold.llama(
+    LENGTH,
+    hidden_size=2048,
+    intermediate_size=5632,
+    num_hidden_layers=22,
+    num_attention_heads=32,
+    num_key_value_heads=4,
+    vocab_size=VOCABULARY,
+)
 
 
-def rows(number: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(number)
-    ids = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator)
-    return ids, torch.cat([ids[:, 1:], torch.full((ROWS, 1), -100)], dim=1)
+def ours(directory: str, device: torch.device, layout: str) -> scaffold.Update:
+    settings = {
+        "parallelism__data_parallel": layout,
+        "precision__param_dtype": "bf16",
+        "memory__compile": True,
+    }
+    engine = scaffold.make_engine(directory, LENGTH, ROWS, ROWS, device.type, **settings)
+    return scaffold.ours(engine, VOCABULARY)
 
 
-def ours(directory: str, device: torch.device, layout: str) -> Callable[[int], object]:
-    loaded = load_run_file(
-        None,
-        {
-            "model.model_name_or_path": directory,
-            "model.init": "random",
-            "data.train": ["unused"],
-            "data.max_length": LENGTH,
-            "training.max_steps": 1000,
-            "training.global_batch_size": ROWS,
-            "training.per_device_train_batch_size": ROWS,
-            "training.lr_scheduler_type": "constant",
-            "parallelism.data_parallel": layout,
-            "precision.param_dtype": "bf16",
-            "memory.compile": True,
-        },
-    )
-    engine = Engine(loaded.run, check_run(loaded, 1), device, 1000)
-
-    def update(number: int) -> object:
-        ids, labels = rows(number)
-        microbatch = Microbatch(0, ids, labels, tuple(range(ROWS)))
-        engine.forward_backward(
-            UpdateBatch(number, (microbatch,), ROWS * (LENGTH - 1), ROWS * LENGTH, ROWS * LENGTH, ())
-        )
-        return engine.step()
-
-    return update
-
-
-def bare(directory: str, device: torch.device) -> Callable[[int], object]:
+def bare(directory: str, device: torch.device) -> scaffold.Update:
     """Float32 weights, autocast to bf16, compiled blocks, fused AdamW: what a careful user writes."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -90,8 +58,9 @@ def bare(directory: str, device: torch.device) -> Callable[[int], object]:
         block.compile()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.0, fused=True)
 
-    def update(number: int) -> object:
-        ids, labels = (t.to(device, non_blocking=True) for t in rows(number))
+    def update(number: int) -> float:
+        made = scaffold.random_rows(number, ROWS, LENGTH, VOCABULARY)
+        ids, labels = (t.to(device, non_blocking=True) for t in made)
         with torch.autocast(device.type, torch.bfloat16):
             logits = model(input_ids=ids, use_cache=False).logits
         loss = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum") / (
@@ -106,9 +75,7 @@ def bare(directory: str, device: torch.device) -> Callable[[int], object]:
     return update
 
 
-def measure(
-    make: Callable[[], Callable[[int], object]], device: torch.device, n: int
-) -> tuple[float, int, int]:
+def measure(make: Callable[[], scaffold.Update], device: torch.device, n: int) -> tuple[float, int, int]:
     """(median seconds, peak allocated, peak reserved) of n updates after a warm-up."""
     update = make()
     for number in range(5):

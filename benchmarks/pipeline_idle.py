@@ -10,102 +10,72 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve()
+import scaffold
+
 ROWS, LENGTH, VOCABULARY = 2, 128, 512
-MODEL = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 256,
-    "intermediate_size": 704,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "vocab_size": VOCABULARY,
-    "tie_word_embeddings": False,
-    "max_position_embeddings": LENGTH,
-}
+MODEL = scaffold.llama(
+    LENGTH,
+    hidden_size=256,
+    intermediate_size=704,
+    num_hidden_layers=8,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    vocab_size=VOCABULARY,
+)
 KINDS = {"forward_one_chunk": "F", "backward_one_chunk": "B", "backward_weight_one_chunk": "W"}
-
-
-def make_update(directory: str, schedule: str, ranks: int, microbatches: int) -> Any:
-    """(engine, function that runs the forwards and backwards of one update)."""
-    import torch
-
-    from shardwright.config import load_run_file
-    from shardwright.data.loader import Microbatch, UpdateBatch
-    from shardwright.layout.legality import check_run
-    from shardwright.train.update import Engine
-
-    values = {
-        "model.model_name_or_path": directory,
-        "model.init": "random",
-        "data.train": ["unused"],
-        "data.max_length": LENGTH,
-        "training.max_steps": 1000,
-        "training.global_batch_size": ROWS * microbatches,
-        "training.per_device_train_batch_size": ROWS,
-        "parallelism.data_parallel": "ddp",
-        "parallelism.pp_size": ranks,
-        "parallelism.pp_schedule": schedule,
-    }
-    loaded = load_run_file(None, values)
-    engine = Engine(loaded.run, check_run(loaded, ranks), torch.device("cpu"), 1000)
-
-    def update(number: int) -> None:
-        made = []
-        for k in range(microbatches):
-            generator = torch.Generator().manual_seed(number * microbatches + k)
-            ids = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator)
-            made.append(Microbatch(k, ids, ids.roll(-1, 1), tuple(range(ROWS))))
-        slots = ROWS * LENGTH * microbatches
-        engine.forward_backward(UpdateBatch(number, tuple(made), slots, slots, slots, ()))
-
-    return engine, update
 
 
 def worker(task: dict[str, Any]) -> None:
     """One rank: seconds of the schedule and of each kind of action on each stage, update by update."""
-    import torch
+    scaffold.rank_of_task(task)
     import torch.distributed as dist
 
     from shardwright.parallel import pipeline
 
-    rank, ranks = int(os.environ["RANK"]), task["ranks"]
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{task['store']}", rank=rank, world_size=ranks)
+    ranks = task["ranks"]
     spent: dict[tuple[int, str], list[float]] = defaultdict(list)
 
-    def timed(name: str) -> None:
-        original = getattr(pipeline._TorchStage, name)
+    def timed(owner: Any, name: str, letter: str) -> None:
+        original = getattr(owner, name)
 
         def call(stage: Any, *args: Any, **kwargs: Any) -> Any:
             start = time.perf_counter()
             result = original(stage, *args, **kwargs)
-            kind = "I" if KINDS[name] == "B" and kwargs.get("full_backward") is False else KINDS[name]
-            spent[stage.stage_index, kind].append(time.perf_counter() - start)
+            kind = "I" if letter == "B" and kwargs.get("full_backward") is False else letter
+            index = stage.stage.index if owner is pipeline._Runner else stage.stage_index
+            spent[index, kind].append(time.perf_counter() - start)
             return result
 
-        setattr(pipeline._TorchStage, name, call)
+        setattr(owner, name, call)
 
-    for name in KINDS:
-        timed(name)
-    engine, update = make_update(task["model"], task["schedule"], ranks, task["microbatches"])
+    if task["schedule"] in pipeline.LISTED:
+        timed(pipeline._Runner, "compute_forward", "F")
+        timed(pipeline._Runner, "compute_backward", "B")
+    else:
+        for name, letter in KINDS.items():
+            timed(pipeline._TorchStage, name, letter)
+    settings = {"data_parallel": "ddp", "pp_size": ranks, "pp_schedule": task["schedule"]}
+    engine = scaffold.make_engine(
+        task["model"],
+        LENGTH,
+        ROWS * task["microbatches"],
+        ROWS,
+        **{f"parallelism__{key}": value for key, value in settings.items()},
+    )
     kept = []
     for number in range(task["warmup"] + task["n"]):
         spent.clear()
+        batch = scaffold.update_batch(engine, number, VOCABULARY)
         dist.barrier()
         start = time.perf_counter()
-        update(number)
+        engine.forward_backward(batch)
         dist.barrier()
         wall = time.perf_counter() - start
         engine.zero_grad()
@@ -113,37 +83,7 @@ def worker(task: dict[str, Any]) -> None:
         everyone: list[Any] = [None] * ranks
         dist.all_gather_object(everyone, (wall, sum(map(sum, spent.values())), actions))
         kept.append(everyone)
-    if rank == 0:
-        Path(task["result"]).write_text(json.dumps(kept[task["warmup"] :]))
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)
-
-
-def run(directory: str, schedule: str, ranks: int, microbatches: int, n: int, warmup: int) -> Any:
-    """What the ranks measured: [update][rank] of (seconds, busy seconds, seconds of each action)."""
-    with tempfile.TemporaryDirectory() as scratch:
-        task = {
-            "schedule": schedule,
-            "model": directory,
-            "ranks": ranks,
-            "microbatches": microbatches,
-            "n": n,
-            "warmup": warmup,
-            "store": f"{scratch}/store",
-            "result": f"{scratch}/result.json",
-        }
-        processes = [
-            subprocess.Popen(
-                [sys.executable, str(HERE), "--task", json.dumps(task)],
-                env={**os.environ, "RANK": str(rank), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
-            )
-            for rank in range(ranks)
-        ]
-        codes = [process.wait(timeout=600) for process in processes]
-        if any(codes):
-            raise SystemExit(f"{schedule}: a rank failed")
-        return json.loads(Path(task["result"]).read_text())
+    scaffold.finish(task, kept[task["warmup"] :])
 
 
 def played_idle(schedule: str, ranks: int, microbatches: int, measured: Any) -> float:
@@ -192,7 +132,17 @@ def main() -> None:
         (Path(directory) / "config.json").write_text(json.dumps(MODEL))
         for schedule in arguments.schedules.split(","):
             for m in map(int, arguments.microbatches.split(",")):
-                measured = run(directory, schedule, p, m, arguments.n, arguments.warmup)
+                measured = scaffold.start(
+                    __file__,
+                    {
+                        "schedule": schedule,
+                        "model": directory,
+                        "microbatches": m,
+                        "n": arguments.n,
+                        "warmup": arguments.warmup,
+                    },
+                    p,
+                )
                 walls = [max(wall for wall, _, _ in update) for update in measured]
                 idle = [
                     1 - sum(busy for _, busy, _ in update) / (p * wall)
@@ -214,8 +164,7 @@ def main() -> None:
                     flush=True,
                 )
                 if arguments.record:
-                    with (HERE.parent / "results.jsonl").open("a") as file:
-                        file.write(json.dumps({"benchmark": "pipeline_idle", **row}) + "\n")
+                    scaffold.record("pipeline_idle", row)
 
 
 if __name__ == "__main__":

@@ -93,7 +93,9 @@ def random_rows(number: int, rows: int, length: int, vocabulary: int) -> tuple[A
     return ids, torch.cat([ids[:, 1:], torch.full((rows, 1), -100)], dim=1)
 
 
-def make_engine(directory: str, length: int, global_rows: int, rows: int, **more: Any) -> Any:
+def make_engine(
+    directory: str, length: int, global_rows: int, rows: int, device: str = "cpu", **more: Any
+) -> Any:
     """The product's engine for the model in `directory`; `__` in a key stands for the dot."""
     import torch
     import torch.distributed as dist
@@ -114,7 +116,7 @@ def make_engine(directory: str, length: int, global_rows: int, rows: int, **more
         **{key.replace("__", "."): value for key, value in more.items()},
     }
     loaded = load_run_file(None, values)
-    return Engine(loaded.run, check_run(loaded, dist.get_world_size()), torch.device("cpu"), 1000)
+    return Engine(loaded.run, check_run(loaded, dist.get_world_size()), torch.device(device), 1000)
 
 
 def update_batch(engine: Any, number: int, vocabulary: int) -> Any:

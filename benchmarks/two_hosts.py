@@ -1,7 +1,9 @@
 """Any layout beside its peers over a link of a chosen rate: python benchmarks/two_hosts.py --rate 1gbit [--layouts ddp,zero2]
 
 Two hosts are two network namespaces joined by a veth pair, each end shaped by `tc tbf` (root and iproute2), and a job is
-`torchrun --nnodes 2`. All loops of a layout live in the same processes and take turns, update by update, after their
+`torchrun --nnodes 2`. With --shared both directions share the rate.
+
+All loops of a layout live in the same processes and take turns, update by update, after their
 first losses were found equal. The bound is max(compute, bytes / rate): compute is measured alone in the same turns, bytes
 are what the loop's collectives send by their rule, compared with what the link counted.
 """
@@ -31,6 +33,7 @@ WORKER = Path(__file__).with_name("two_hosts_worker.py")
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 PEERS = ("ddp", "fully_shard", "unwired")
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
+ADDRESSES_SHARED = ("10.77.0.1", "10.78.0.1")
 LIMIT_SECONDS = 1800
 
 
@@ -83,30 +86,65 @@ def _ip(*words: str) -> None:
 
 
 @contextmanager
-def two_hosts(rate: str) -> Iterator[Hosts]:
-    """Hosts joined by a link of `rate` in each direction; gone afterwards, whatever happened."""
+def two_hosts(rate: str, shared: bool = False) -> Iterator[Hosts]:
+    """Hosts joined by a link of `rate` in each direction; gone afterwards, whatever happened.
+
+    shared: both directions share `rate`, as on a half-duplex link or a busy switch. Then both hosts send through a third
+    one that passes everything on by its only port, which is shaped.
+    """
     own = os.getpid()
     hosts = Hosts((f"sw-a-{own}", f"sw-b-{own}"), (f"va{own}", f"vb{own}"))
+    # what a timer tick of 10 ms lets through
+    burst = str(max(256_000, int(bytes_per_second(rate) / 100)))
+    shape = ["root", "tbf", "rate", rate, "burst", burst, "latency", "5ms"]
     try:
         for name in hosts.names:
             _ip("netns", "add", name)
             _ip("-n", name, "link", "set", "lo", "up")
-        _ip("link", "add", hosts.links[0], "type", "veth", "peer", "name", hosts.links[1])
-        burst = str(
-            max(256_000, int(bytes_per_second(rate) / 100))
-        )  # what a timer tick of 10 ms lets through
-        for name, link, address in zip(hosts.names, hosts.links, ADDRESSES):
-            _ip("link", "set", link, "netns", name)
-            _ip("-n", name, "addr", "add", f"{address}/24", "dev", link)
-            _ip("-n", name, "link", "set", link, "up")
-            shape = ["tbf", "rate", rate, "burst", burst, "latency", "50ms"]
-            _ip("netns", "exec", name, "tc", "qdisc", "add", "dev", link, "root", *shape)
+        if shared:
+            _through_a_router(hosts, own, shape)
+        else:
+            _ip("link", "add", hosts.links[0], "type", "veth", "peer", "name", hosts.links[1])
+            for name, link, address in zip(hosts.names, hosts.links, ADDRESSES):
+                _ip("link", "set", link, "netns", name)
+                _ip("-n", name, "addr", "add", f"{address}/24", "dev", link)
+                _ip("-n", name, "link", "set", link, "up")
+                _ip("netns", "exec", name, "tc", "qdisc", "add", "dev", link, *shape)
         yield hosts
     finally:
-        for name in hosts.names:
+        for name in (*hosts.names, f"sw-r-{own}"):
             end_processes(name)
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
-        subprocess.run(["ip", "link", "del", hosts.links[0]], capture_output=True)
+        for link in (hosts.links[0], f"br{own}"):
+            subprocess.run(["ip", "link", "del", link], capture_output=True)
+
+
+def _through_a_router(hosts: Hosts, own: int, shape: list[str]) -> None:
+    """Both hosts and a router on one bridge. The hosts' networks differ, so what they send goes to the router and back."""
+    router, bridge, port = f"sw-r-{own}", f"br{own}", f"vr{own}"
+    _ip("netns", "add", router)
+    _ip("link", "add", bridge, "type", "bridge")
+    _ip("link", "set", bridge, "up")
+    networks = [address.rpartition(".")[0] for address in ADDRESSES_SHARED]
+    for name, link in zip((*hosts.names, router), (*hosts.links, port)):
+        _ip("link", "add", link, "type", "veth", "peer", "name", f"{link}p")
+        _ip("link", "set", f"{link}p", "master", bridge, "up")
+        _ip("link", "set", link, "netns", name)
+        _ip("-n", name, "link", "set", link, "up")
+    for name, link, address, network in zip(hosts.names, hosts.links, ADDRESSES_SHARED, networks):
+        _ip("-n", name, "addr", "add", f"{address}/24", "dev", link)
+        _ip("-n", router, "addr", "add", f"{network}.254/24", "dev", port)
+        _ip("-n", name, "route", "add", "default", "via", f"{network}.254")
+    for setting in (
+        "net.ipv4.ip_forward=1",
+        "net.ipv4.conf.all.send_redirects=0",
+        f"net.ipv4.conf.{port}.send_redirects=0",
+    ):
+        path = "/proc/sys/" + setting.partition("=")[0].replace(".", "/")
+        subprocess.run(
+            ["ip", "netns", "exec", router, "sh", "-c", f"echo {setting[-1]} > {path}"], check=True
+        )
+    _ip("netns", "exec", router, "tc", "qdisc", "add", "dev", port, *shape)
 
 
 def end_processes(host: str) -> None:
@@ -134,9 +172,9 @@ def run(hosts: Hosts, task: dict[str, Any], ranks_per_host: int, port: int) -> d
 
 
 def table(
-    found: dict[str, Any], job: dict[str, Any], rate: float, ranks_per_host: int
+    found: dict[str, Any], job: dict[str, Any], rate: float, ranks_per_host: int, directions: int
 ) -> list[dict[str, Any]]:
-    """One row for each loop of a job."""
+    """One row for each loop of a job. directions: how many share `rate`; both hosts send the same."""
     compute = statistics.median(found["seconds"]["alone"])
     tokens = ROWS * LENGTH * job["microbatches"] * 2 * ranks_per_host
     made = []
@@ -145,7 +183,7 @@ def table(
             continue
         # bytes of the host of rank 0, whose ranks share the link
         sent = found["link_rule_bytes"].get(name)
-        bound = max(compute, sent / rate) if sent is not None else None
+        bound = max(compute, sent * directions / rate) if sent is not None else None
         step = statistics.median(seconds)
         turns = zip(found["seconds"]["ours"], seconds)
         made.append(
@@ -187,6 +225,7 @@ def main() -> None:
     parser.add_argument(
         "--rate", default="1gbit", help="of the link in each direction: 100mbit, 1gbit, 10gbit"
     )
+    parser.add_argument("--shared", action="store_true", help="both directions share the rate")
     parser.add_argument("--layouts", default="ddp,zero1,zero2,zero3")
     parser.add_argument(
         "--peers",
@@ -218,8 +257,9 @@ def main() -> None:
             print(f"{peer}: left out, there is no loop for it here; there is for {', '.join(PEERS)}.")
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     ranks_per_host = 2 if arguments.hsdp else 1
+    both = " for both directions" if arguments.shared else ""
     print(
-        f"2 hosts of {ranks_per_host} rank(s), {arguments.rate}, {arguments.accumulation} microbatch(es) of {ROWS} x "
+        f"2 hosts of {ranks_per_host} rank(s), {arguments.rate}{both}, {arguments.accumulation} microbatch(es) of {ROWS} x "
         f"{LENGTH} tokens a rank, {'bf16' if arguments.bf16 else 'fp32'}, n={arguments.n}"
     )
     print(
@@ -227,7 +267,7 @@ def main() -> None:
         "| ours is faster by |"
     )
     print("|---|---|---|---|---|---|---|---|---|---|", flush=True)
-    with two_hosts(arguments.rate) as hosts, tempfile.TemporaryDirectory() as directory:
+    with two_hosts(arguments.rate, arguments.shared) as hosts, tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(MODEL))
         for number, layout in enumerate(arguments.layouts.split(",")):
             if layout == "ddp" and arguments.hsdp:
@@ -243,13 +283,15 @@ def main() -> None:
             }
             loops = [peer for peer in peers if layout != "ddp" or peer != "fully_shard"]
             task = {"job": job, "peers": loops, "n": arguments.n, "warmup": arguments.warmup}
-            made = table(run(hosts, task, ranks_per_host, 29511 + number), job, rate, ranks_per_host)
+            found = run(hosts, task, ranks_per_host, 29511 + number)
+            made = table(found, job, rate, ranks_per_host, 1 + arguments.shared)
             show(made)
             if arguments.record:
                 with Path(__file__).with_name("results.jsonl").open("a") as file:
                     for row in made:
                         settings = {
                             "rate": arguments.rate,
+                            "shared": arguments.shared,
                             **{k: v for k, v in job.items() if k != "directory"},
                         }
                         file.write(json.dumps({"benchmark": "two_hosts", **settings, **row}) + "\n")

@@ -102,6 +102,7 @@ def notes(world: World, **changes: Any) -> Notes:
         "tied": (),
         "blocks": ("blocks.0", "blocks.1"),
         "microbatch_targets": COUNTS,
+        "microbatch_divisors": tuple(map(float, COUNTS)),
         "microbatch_loss_sums": tuple(world.losses[0]),
         "other_counts": {"positions": 48, "tokens": 36},
         "other_losses": {"shifted again": 1.125, "not shifted": 1.75},

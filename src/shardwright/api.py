@@ -33,10 +33,11 @@ from shardwright.layout.names import parse_layout
 from shardwright.models.build import build_model
 from shardwright.parallel.apply import DTYPES
 from shardwright.parallel.apply import parallelize as _parallelize
-from shardwright.parallel.data_parallel import Replicated, Sharded
+from shardwright.parallel.data_parallel import Sharded
 from shardwright.parallel.mesh import make_mesh
 from shardwright.parallel.pipeline import Pipelined
 from shardwright.parallel.process_group import connect
+from shardwright.parallel.replicated import Replicated
 from shardwright.train import update
 from shardwright.train.update import UpdateResult
 

@@ -125,6 +125,9 @@ def plan(
     ] = None,
     max_length: Annotated[int | None, typer.Option(help="Tokens of a row")] = None,
     global_batch_size: Annotated[int | None, typer.Option(help="Rows of an update")] = None,
+    document_length: Annotated[
+        float | None, typer.Option(help="Packed rows: mean length of documents, weighted by their tokens")
+    ] = None,
     tokens: Annotated[float | None, typer.Option(help="Tokens to train on: gives days")] = None,
     param_dtype: str | None = None,
     reduce_dtype: str | None = None,
@@ -142,7 +145,8 @@ def plan(
 
     request = Request(
         run_file, model, layers, hidden, heads, kv_heads, ffn, vocab, gated, devices, device, max_length,
-        global_batch_size, tokens, param_dtype, reduce_dtype, master_dtype, compiled, offload, tuple(context.args),
+        global_batch_size, document_length, tokens, param_dtype, reduce_dtype, master_dtype, compiled, offload,
+        tuple(context.args),
         inventory=_inventory,
     )  # fmt: skip
     raise typer.Exit(run_plan(request, as_json=as_json, compare=compare, explain=explain, write=typer.echo))

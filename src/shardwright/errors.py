@@ -71,6 +71,10 @@ class DamagedCheckpointError(CheckpointError):
     """A checkpoint whose files are not what was written."""
 
 
+class MemoryExhausted(ShardwrightError):
+    """A rank that ran out of memory, with what was alive and what was planned."""
+
+
 class NonFiniteError(ShardwrightError):
     """A loss or gradient that is not finite, with the update and the rank where it arose."""
 

@@ -1,6 +1,6 @@
 """`shardwright bench` from the command line: the objective first, then a table and bench.json; peers where installed.
 
-Known-fault rows: A119 and A120, in bench's own figures.
+Known-fault rows: A117 to A120, in bench's own figures.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from shardwright.errors import ExitCode
 
 pytestmark = [pytest.mark.gloo, pytest.mark.slow]
 SMALL = "{hidden_size: 32, intermediate_size: 40, num_hidden_layers: 2, head_dim: 8}"
+FLOPS_PER_TOKEN = 6 * (2 * (32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 40) + 257 * 32) + 12 * 2 * 32 * 32
+PEAK = 1e11
 
 
 def bench(output: Path, layouts: str, *more: str) -> Result:
@@ -36,8 +38,10 @@ def bench(output: Path, layouts: str, *more: str) -> Result:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], str]:
     output = tmp_path_factory.mktemp("bench")
+    hardware = output / "hardware.yaml"
+    hardware.write_text(f"like: cpu\npeak_flops: {{fp32: {PEAK}}}\n")
     result = bench(
-        output, "zero3,ddp+pp2", "--vs", "peers", "--trace", str(output / "traces"), "--device", "cpu"
+        output, "zero3,ddp+pp2", "--vs", "peers", "--trace", str(output / "traces"), "--device", str(hardware)
     )
     assert result.exit_code == 0, result.output
     return output, json.loads((output / "bench.json").read_text()), result.output
@@ -57,6 +61,9 @@ def test_what_is_written(whole: tuple[Path, dict[str, Any], str]) -> None:
         rates = ("real_tokens_per_s", "slots_per_s", "padding_fraction")
         assert all(entry[key] > 0 for key in rates)
         assert entry["padding_fraction"] == entries["zero3"]["padding_fraction"]
+        # A117 and A118: head in, lookup out, query heads in full attention; A119: the peak of both devices
+        used = entry["real_tokens_per_s"] * FLOPS_PER_TOKEN / (2 * PEAK)
+        assert entry["mfu"] == entry["hfu"] == pytest.approx(used), name
     for entry in (entries["zero3"], entries["ddp+pp2"]):
         assert entry["proven"] is True and entry["predicted"]["step_seconds"] > 0
         assert entry["predicted"]["peak_bytes"] == pytest.approx(entry["peak_bytes"], rel=0.25)
@@ -75,6 +82,7 @@ def test_what_is_written(whole: tuple[Path, dict[str, Any], str]) -> None:
     assert sorted(path.name for path in (output / "traces").iterdir()) == [
         f"{name}-rank{rank}.json" for name in ("ddp+pp2", "zero3") for rank in (0, 1)
     ]
+    assert f"Peak 100.0 GFLOP/s a device: {output / 'hardware.yaml'}." in text
     assert "Measuring takes train" in text and text.count("What limits this run:") == 2
     for package in ("accelerate", "deepspeed"):
         if find_spec(package) is None:

@@ -58,6 +58,17 @@ PLANTS = [
     ("tiny", "zero3", "one_unit"),
     ("tiny", "ddp", "same_rows"),
     ("tiny", "hsdp2", "diverged_replicas"),
+    *(
+        ("tiny weighted", "ddp", fault)
+        for fault in (
+            "",
+            "never_divided",
+            "mean_of_microbatch_means",
+            "mean_of_rank_means",
+            "last_microbatch_only",
+        )
+    ),
+    ("tiny weighted", "zero3", "labels_shifted_twice"),
     ("gpt2-tiny", "ddp", ""),
     ("gpt2-tiny", "zero3", "tying_lost"),
     ("gpt2-tiny", "zero3+tp2", "tying_lost"),

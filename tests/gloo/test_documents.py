@@ -175,6 +175,17 @@ def windowed(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(directory)
 
 
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A Mixtral: each token goes to 2 of 4 experts, whatever document it belongs to."""
+    directory = tmp_path_factory.mktemp("mixtral")
+    config = {**json.loads((Path(LLAMA) / "config.json").read_text()), **SMALL[LLAMA]}
+    config |= {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_hidden_layers": 2}
+    config |= {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
+    (directory / "config.json").write_text(json.dumps(config))
+    return str(directory)
+
+
 def _of_all_stages(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """What every rank holds, by name: stages hold different parameters."""
     held: list[Any] = [None] * dist.get_world_size()
@@ -248,8 +259,9 @@ def _on_rank(cases: dict[str, Loaded], perturbed: list[str]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def on_two(windowed: str) -> list[dict[str, Any]]:
+def on_two(windowed: str, experts: str) -> list[dict[str, Any]]:
     more = {"window": packs(windowed, **TWO_ROWS), "window cp": packs(windowed, **CP)}
+    more |= {f"experts {kind}": packs(experts, kind, **TWO_ROWS) for kind in ("ddp", "zero3")}
     return run_ranks(partial(_on_rank, perturbed=PERTURBED), 2, {**ON_TWO, **more}, timeout=170.0)
 
 
@@ -257,9 +269,15 @@ PERTURBED = ["zero3", "cp", "ring", "tp", "gpt2 zero3", "gpt2 tp"]
 
 
 @pytest.fixture(scope="module")
-def right(on_two: list[dict[str, Any]], windowed: str) -> dict[str, Outcome]:
+def right(on_two: list[dict[str, Any]], windowed: str, experts: str) -> dict[str, Outcome]:
     """The oracle of each model, from the weights of its first run."""
-    runs = {LLAMA: "ddp", GPT2: "gpt2 zero3", QWEN3: "qwen3 zero3", windowed: "window"}
+    runs = {
+        LLAMA: "ddp",
+        GPT2: "gpt2 zero3",
+        QWEN3: "qwen3 zero3",
+        windowed: "window",
+        experts: "experts ddp",
+    }
     return {model: alone(packs(model), on_two[0][name].start, 2) for model, name in runs.items()}
 
 
@@ -273,10 +291,12 @@ def assert_alone(found: Outcome, right: Outcome) -> None:
     assert difference <= 1e-9, f"{name}: {difference}"
 
 
-@pytest.mark.parametrize("name", [*ON_TWO, "window", "window cp"])
-def test_two_ranks(name: str, on_two: list[dict[str, Any]], right: dict[str, Outcome], windowed: str) -> None:
+@pytest.mark.parametrize("name", [*ON_TWO, "window", "window cp", "experts ddp", "experts zero3"])
+def test_two_ranks(
+    name: str, on_two: list[dict[str, Any]], right: dict[str, Outcome], windowed: str, experts: str
+) -> None:
     """A15 A17 A19 A20 A21: targets, loss, every gradient and the weights are those of each document alone."""
-    model = windowed if name.startswith("window") else MODEL_OF.get(name.split()[0], LLAMA)
+    model = {**MODEL_OF, "window": windowed, "experts": experts}.get(name.split()[0], LLAMA)
     assert_alone(on_two[0][name], right[model])
     assert all(rank[name].results == on_two[0][name].results for rank in on_two)
 

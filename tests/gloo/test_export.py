@@ -6,6 +6,7 @@ The oracle is Transformers' from_pretrained on what was written, against the log
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from tests.tiny_models import spec_of, write_model
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from shardwright.errors import ModelError
 from shardwright.export import save_pretrained
@@ -26,6 +27,7 @@ from shardwright.models.adapters import canonical_parameters
 
 pytestmark = pytest.mark.gloo
 CPU = torch.device("cpu")
+EXAMPLES = Path(__file__).parents[2] / "examples"
 IDS = torch.arange(20).view(2, 10) * 11
 
 
@@ -133,3 +135,30 @@ def test_one_process_without_a_group_exports_over_an_earlier_export(tmp_path: Pa
     for name, value in model.named_parameters():
         assert torch.equal(loaded.get_parameter(name), value) and value.dtype == torch.bfloat16, name
     assert loaded.config.use_cache and not model.config.use_cache
+
+
+def test_the_chat_template_of_the_data_is_the_one_that_is_exported(tmp_path: Path) -> None:
+    """In place of each kind of template that the tokenizer came with; without one the tokenizer's own stays."""
+    write_model(tmp_path / "source", "llama_tied")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(EXAMPLES / "tiny" / name, tmp_path / "source" / name)
+    config = tmp_path / "source" / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": "old"}))
+    template = tmp_path / "chat.jinja"
+    template.write_text("{% for message in messages %}[{{ message.content }}]{% endfor %}")
+    spec = spec_of(tmp_path / "source", "llama_tied", init="random")
+    model = build_model(spec, torch.float32)
+    materialise(model, spec, seed=1, device=CPU)
+
+    def rendered(given: str | None) -> str:
+        save_pretrained(model, spec, tmp_path / "export", chat_template=given)
+        tokenizer = AutoTokenizer.from_pretrained(tmp_path / "export")
+        messages = [{"role": "user", "content": "hello"}]
+        return str(tokenizer.apply_chat_template(messages, tokenize=False))
+
+    assert rendered(None) == "old"
+    assert rendered(str(template)) == "[hello]"
+    (tmp_path / "source" / "chat_template.jinja").write_text("older")
+    assert rendered(None) == "older"
+    assert rendered(str(template)) == "[hello]"
+    assert "chat_template" not in json.loads((tmp_path / "export" / "tokenizer_config.json").read_text())

@@ -28,7 +28,7 @@ PEAK = 1e9
 
 def _values(layouts: dict[str, dict[str, Any]]) -> dict[str, Values]:
     """The metrics of the second update, which is profiled. The CPU's peak is made known, so that there is an MFU."""
-    utilisation.device_of = lambda *_: SimpleNamespace(peak=lambda dtype: PEAK)  # type: ignore[assignment]
+    utilisation.device_of = lambda *_: SimpleNamespace(name="", peak=lambda dtype: PEAK)  # type: ignore[assignment]
     torch.cuda.get_device_properties = lambda _: SimpleNamespace(name="", total_memory=0)  # type: ignore[assignment]
     found = {}
     for name, keys in layouts.items():
@@ -43,9 +43,9 @@ def _values(layouts: dict[str, dict[str, Any]]) -> dict[str, Values]:
                 engine.forward_backward(batch)
                 result = engine.step()
             metrics.add(0.5, 0.1, batch, window[0])
-        found[name] = metrics.values(result, batch, 123)
+        found[name] = metrics.begin(result, batch, 123).values()
         metrics.add(0.5, 0.1, batch)
-        assert metrics.values(result, batch, 123)["comm/exposed_seconds"] is None
+        assert metrics.begin(result, batch, 123).values()["comm/exposed_seconds"] is None
         verdict = metrics.verdict()
         assert verdict is not None and verdict.share > 0
     return found
@@ -92,6 +92,10 @@ def test_until_an_evaluation_loss_is_reached(tmp_path: Path) -> None:
     steps = [line["perf/step_seconds"] for line in lines if "train/loss" in line]
     seconds = next(line["perf/training_seconds"] for line in reversed(lines) if "eval/loss" in line)
     assert 0.5 * sum(steps) <= seconds <= sum(steps) + 1e-6, "steps are the slowest rank's"
+    for key in ("forward", "backward", "update", "evaluate", "save"):
+        (size,) = [line[f"mem/{key}_peak_bytes"] for line in lines if f"mem/{key}_peak_bytes" in line]
+        # weights and two moments of 217,792 parameters in float32, half of them on a rank; evaluation comes first
+        assert size > 217_792 / 2 * 4 * (1 if key == "evaluate" else 3), key
     exposed = [line["comm/exposed_seconds"] for line in lines if "train/loss" in line]
     assert [value is not None for value in exposed] == [number == 2 for number in range(done)]
 

@@ -55,6 +55,9 @@ ON_TWO = {
         f"gpt2 {schedule}": case(GPT2, schedule=schedule)
         for schedule in ("gpipe", "1f1b", "zero_bubble", "zbv")
     },
+    "torch gpipe": case(LLAMA, schedule="gpipe"),
+    "torch 1f1b zero3": case(GPT2, "zero3", "1f1b"),
+    "torch interleaved_1f1b": case(QWEN3, schedule="interleaved_1f1b"),
     "default is 1f1b": case(LLAMA),
     "two rows": case(LLAMA, training__per_device_train_batch_size=2),
     "zero3 of one rank": case(GPT2, "zero3"),

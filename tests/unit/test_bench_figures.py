@@ -39,7 +39,8 @@ def loop(seconds: list[list[float]], **more: Any) -> dict[str, Any]:
                 "turns": turns,
                 "traffic": [{**row, **sent}],
                 "memory": memory,
-                "window": {**window, "idle_seconds": 0.2, "by_axis": [one]},
+                "flops": [(100.0, 50.0)] * len(own),
+                "window": {**window, "idle_seconds": 0.2, "by_axis": [one], "exposed_axes": {"tp": 1.0}},
             }
         )
     count = len(seconds[0])
@@ -55,7 +56,7 @@ def loop(seconds: list[list[float]], **more: Any) -> dict[str, Any]:
     axes = {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 2}
     return {
         "kind": "layout", "counted": counted, "first_seconds": [3.0], "loss": 2.0, "ranks": ranks,
-        "axes": axes, "build_seconds": 1.0, "planned": planned, **more,
+        "peak": {"flops": 1000.0, "source": "a file"}, "axes": axes, "build_seconds": 1.0, "planned": planned, **more,
     }  # fmt: skip
 
 
@@ -67,6 +68,7 @@ def test_an_entry() -> None:
     assert made["targets_per_s_p50"] == 120 and made["targets_per_s_per_device"] == 60
     assert made["real_tokens_per_s"] == 150 and made["slots_per_s"] == 200
     assert made["padding_fraction"] == 0.25 and made["speed"] == 2.0 and made["loss_off"] == 0
+    assert made["mfu"] == pytest.approx(200 / 0.5 / 2000) and made["hfu"] == pytest.approx(300 / 0.5 / 2000)
     assert made["peak_bytes"] == 2000 and made["predicted"]["peak_bytes"] == 1900
     assert made["traffic"]["tp"]["all-gather"]["recorded_bytes"] == 200
     assert made["traffic"]["tp"]["all-gather"]["equal"] is True
@@ -88,7 +90,7 @@ def test_one_rank_that_sends_otherwise_is_seen() -> None:
 def test_the_table() -> None:
     """Columns of plain text where there is no terminal; what is not known is n/a."""
     found = loop([[0.5, 0.4, 0.5], [0.4, 0.5, 0.5]])
-    peer = {**loop([[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]), "kind": "peer", "planned": None}
+    peer = {**loop([[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]), "kind": "peer", "planned": None, "peak": None}
     entries = [entry("tp2", found, True, found), entry("torch ddp", peer, None, found)]
     console = Console(record=True, width=400, force_terminal=False, quiet=True)
     console.quiet = False
@@ -96,9 +98,14 @@ def test_the_table() -> None:
         show(console, entries)
     header, own, others = captured.get().splitlines()
     assert own.split()[:2] == ["tp2", "120"] and "500 ms (+0%)" in own and "1.9 kB (-5%)" in own
-    assert "equal" in own and others.count("n/a") >= 6
-    lines = lines_below(entries, 0.004)
-    assert "Measuring takes train 4 ms an update, 0.80% of the shortest step." in lines
+    assert "equal" in own and others.count("n/a") >= 8 and "20.0%  30.0%" in own
+    lines = lines_below(entries, [0.003, 0.004, 0.005, 0.004], {"flops": 1e11, "source": "a file"})
+    assert "Measuring takes train 4 ms ±19% an update (n=4), 0.80% of the shortest step." in lines
+    assert (
+        lines[-1].startswith("MFU counts the matrix products")
+        and "Peak 100.0 GFLOP/s a device: a file." in lines[-1]
+    )
+    assert "not known" in lines_below(entries, [0.004], None)[-1]
     assert any("all-gather over tp 300 ms an update, 250 ms of it exposed" in line for line in lines)
     assert header.startswith("layout")
 

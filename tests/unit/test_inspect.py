@@ -20,7 +20,7 @@ from shardwright.data.prepare import prepare
 from shardwright.data.updates import make_order
 from shardwright.errors import ConfigError
 from shardwright.inspect.batches import measure
-from shardwright.inspect.show import bins
+from shardwright.inspect.show import attended_length, bins
 from shardwright.inspect.verb import run_inspect
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -150,6 +150,11 @@ def test_lengths_fall_into_bins_that_end_at_max_length() -> None:
     assert bins(lengths, 10) == [(2, 3, 2), (4, 7, 1), (8, 10, 2), (11, 15, 1), (16, 31, 0), (32, 63, 1)]
     assert bins(np.array([5]), 1000) == [(4, 7, 1)]
     assert sum(count for _, _, count in bins(np.arange(1, 1025), 1024)) == 1024
+
+
+def test_packed_attention_works_over_documents_weighted_by_tokens() -> None:
+    """Documents of 2, 6 and 20 tokens in rows of 8: (2 x 2 + 6 x 6 + 20 x 8) / 28."""
+    assert attended_length(np.array([2, 6, 20]), 8) == pytest.approx(200 / 28)
 
 
 def test_a_row_that_is_not_there_is_refused(tmp_path: Path) -> None:

@@ -174,3 +174,16 @@ def test_a_loss_in_chunks_keeps_gradients_and_one_chunk() -> None:
         assert loss_bytes(job, SHARDWRIGHT, logits, layout) == (kept + chunk, kept, kept + 128_000 * 512 * 2)
     whole = loss_bytes(Job(shape, 8_192, 8, loss="auto"), SHARDWRIGHT, 512 * 128_000.0, Layout())
     assert whole == loss_bytes(Job(shape, 8_192, 8), SHARDWRIGHT, 512 * 128_000.0, Layout())
+
+
+def test_chunks_of_the_loss_are_as_large_as_the_device_likes() -> None:
+    """64 MiB of fp32 logits on a CPU, 512 on a GPU: 131,072 entries make chunks of 128 and 1,024 tokens."""
+    shape = replace(known_shape("llama-3-8b"), vocab=131072)
+    layout = Layout(Axes(), "ddp", 1)
+    logits = 8192 * shape.vocab
+    gpu = loss_bytes(Job(shape, 8192, 1, param_dtype="fp32", loss="auto"), SHARDWRIGHT, logits, layout)
+    cpu = loss_bytes(
+        Job(shape, 8192, 1, param_dtype="fp32", loss="auto", device_kind="cpu"), SHARDWRIGHT, logits, layout
+    )
+    assert gpu[0] - cpu[0] == (1024 - 128) * shape.vocab * (4 + 4 + 4)
+    assert gpu[1:] == cpu[1:]

@@ -9,7 +9,7 @@ from itertools import product
 
 import pytest
 
-from shardwright.arch.flops import model_flops, utilisation
+from shardwright.arch.flops import attention_forward_flops, model_flops, utilisation
 from shardwright.arch.inventory import counts, generic_shape
 from shardwright.layout.axes import Axes
 from shardwright.layout.schedule import legality, split_blocks
@@ -135,7 +135,7 @@ def test_zero3_exposes_what_does_not_fit_under_compute() -> None:
     job, shard = Job(SHAPE, 512, 8), Group(8, 8)
     block = counts(SHAPE).block * 2.0
     gather, reduce = gather_seconds(H100, shard, block), gather_seconds(H100, shard, 2 * block)
-    b = block_time(H100, IDEAL, SHAPE, 1, 512, 1, 1, False, "none", "flash", "bf16")
+    b = block_time(H100, IDEAL, SHAPE, 1, 512, 1, 1, False, "none", "flash", "bf16", 512)
     edge = counts(SHAPE).embedding + counts(SHAPE).final_norm
     ends = gather_seconds(H100, shard, edge * 2.0) + gather_seconds(H100, shard, edge * 4.0)
     clock = Clock(job, H100, IDEAL)
@@ -212,3 +212,19 @@ def test_offload_pays_for_every_gather() -> None:
     moved = 8 * counts(SHAPE).total * (2 + 4) + 8 * 32 * counts(SHAPE).block * 2
     assert on.gathers - off.gathers == pytest.approx(moved / 2 / H100.host_bandwidth, rel=0.01)
     assert on.optimizer > off.optimizer
+
+
+def test_attention_of_packed_rows_works_within_documents() -> None:
+    """Rows of 4,096 in documents of 512: an eighth of the attention, all else as before; FLOPs of MFU likewise."""
+    layout = Layout(Axes(), "ddp", 1)
+    rows, documents = Job(SHAPE, 4096, 8), Job(SHAPE, 4096, 8, document_length=512)
+    device = ideal_device()
+    device = replace(
+        device, efficiency=replace(device.efficiency, attention_forward=1.0, attention_backward=1.0)
+    )
+    whole, packed = (Clock(job, device, IDEAL).step(layout, (32,)) for job in (rows, documents))
+    flops = attention_forward_flops(SHAPE, 4096, causal=True) * 4096
+    one = flops / 989.4e12 * (1 + 2.5)  # flash makes the scores again in its backward pass
+    assert whole.compute - packed.compute == pytest.approx(8 * one * (1 - 512 / 4096), rel=1e-6)
+    assert whole._replace(compute=0) == packed._replace(compute=0)
+    assert Job(SHAPE, 4096, 8, document_length=9000).attended == rows.attended == 4096

@@ -163,6 +163,13 @@ def test_run_file(tmp_path: Path) -> None:
         Request(run_file=run, devices=8, device="h100", overrides=("--data.max_length", "4096"))
     )
     assert "64 rows of 4,096 tokens" in text
+    packed = ("--data.batching", "pack")
+    code, text = plan(Request(run_file=run, devices=8, device="h100", overrides=packed))
+    assert "attention is counted over whole rows" in text
+    code, text = plan(
+        Request(run_file=run, devices=8, device="h100", overrides=packed, document_length=700.4)
+    )
+    assert "64 rows of 8,192 tokens in documents of 700" in text and "counted over whole rows" not in text
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def test_gloo() -> None:
     assert window.products_seconds == pytest.approx(0.150)
     assert window.exposed_seconds == pytest.approx(0.091)
     assert window.idle_seconds == pytest.approx(0.300 - 0.170 - 0.091)
-    assert window.exposed_of() == pytest.approx({"tp": 0.040, "dp_shard": 0.051})
+    assert window.exposed_axes == pytest.approx({"tp": 0.040, "dp_shard": 0.051})
     assert window.per(2).by_axis[0].seconds == pytest.approx(window.by_axis[0].seconds / 2)
 
 
@@ -115,3 +115,16 @@ def test_nccl() -> None:
 
 def test_an_empty_trace() -> None:
     assert window_of({"traceEvents": []}).seconds == 0
+
+
+def test_collectives_of_an_axis_at_once_count_once() -> None:
+    """A gather from 0 to 10 ms and a reduction from 5 to 15 ms of the same group: 15 ms of its axis are exposed."""
+    group = {"Process Group Name": "1"}
+    events = [
+        event("kernel", "ncclDevKernel_AllGather", 20, 0, 10, **group),
+        event("kernel", "ncclDevKernel_ReduceScatter", 21, 5, 15, **group),
+    ]
+    window = window_of({"traceEvents": events}, {"1": "dp_shard"})
+    assert window.exposed_axes == pytest.approx({"dp_shard": 0.015})
+    assert sum(one.exposed_seconds for one in window.by_axis) == pytest.approx(0.020)
+    assert window.per(2).exposed_axes == pytest.approx({"dp_shard": 0.0075})

@@ -28,7 +28,10 @@ FIGURES = (
     "gradient-norm",
     "layouts-speed",
     "step-time-0",
+    "utilisation-mfu",
+    "utilisation-exposed",
     "memory-0",
+    "memory-phases",
     "pipeline-0",
     "traffic-0",
     "tokens-0",
@@ -50,10 +53,14 @@ def write_run(path: Path, updates: int = 12, world_size: int = 2, **overrides: A
             "update": update, "train/loss": 5 - update / 4, "train/grad_norm": 2 + update % 3,
             "perf/step_seconds": 9.0 if update < 2 else 1 + update / 100, "perf/target_tokens_per_s": 100.0 + update,
             "mem/peak_allocated_bytes": None, "mem/peak_host_bytes": 400_000_000,
-            "data/slots": 16, "data/real_tokens": 12, "data/target_tokens": 3,
+            "data/slots": 16, "data/real_tokens": 12, "data/target_tokens": 3, "perf/mfu": 0.3, "perf/hfu": 0.4,
         }
         for update in range(updates)
     ]  # fmt: skip
+    if updates > 4:
+        entries[3] |= {"comm/exposed_seconds/dp_shard": 0.206, "comm/exposed_seconds/all_ranks": 0.0103}
+        entries[4] |= {"mem/forward_peak_bytes": 60_000_000, "mem/backward_peak_bytes": 70_000_000}
+    entries.append({"update": updates - 1, "mem/save_peak_bytes": 80_000_000})
     (path / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     environment = {"world_size": world_size, "device": "cpu", "torch": "2.13.0"}
     (path / "environment.json").write_text(json.dumps(environment))
@@ -70,15 +77,25 @@ def write_bench(path: Path) -> Path:
         "recorded_bytes": 50e6,
         "equal": False,
     }
+    by_axis = {
+        "dp_shard": {
+            "all-gather": {"seconds": 0.4, "exposed_seconds": 0.2},
+            "reduce-scatter": {"seconds": 0.3, "exposed_seconds": 0.02},
+        },
+        "all ranks": {"all-reduce": {"seconds": 0.01, "exposed_seconds": 0.01}},
+    }
+    alive = {"parameters": 30e6, "activations": 60e6}
+    memory = {"composition": alive, "by_phase": {"forward": 80e6, "backward": 90e6}}
     layout = {
+        "mfu": 0.31, "hfu": 0.4, "communication": {"by_axis": by_axis, "exposed_axes": {"dp_shard": 0.2, "all ranks": 0.01}},
         "name": "zero1", "kind": "layout", "proven": True, "step_seconds": [1.0, 1.1, 1.2], "targets_per_s": [300, 310, 320],
-        "padding_fraction": 0.25, "peak_bytes": 90e6, "memory": {"composition": {"parameters": 30e6, "activations": 60e6}},
+        "padding_fraction": 0.25, "peak_bytes": 90e6, "memory": memory,
         "predicted": {"peak_bytes": 100e6, "composition": {"parameters": 30e6, "activations": 70e6}, "step_seconds": 1.0},
         "traffic": {"dp_shard": {"all-gather": sent}},
         "verdict": {"limit": "padding", "share": 0.25, "evidence": "a quarter", "helps": "packing", "helps_not": ""},
     }  # fmt: skip
     lists = [[list(action) for action in own] for own in actions("1f1b", 2, 1, 4)]
-    pipeline = {**layout, "name": "pp2", "predicted": None, "traffic": {}, "schedule": lists}
+    pipeline = {**layout, "name": "pp2", "predicted": None, "traffic": {}, "schedule": lists, "hfu": 0.31}
     peer = {
         "name": "a peer",
         "kind": "peer",
@@ -153,11 +170,18 @@ def test_a_page_of_one_run(tmp_path: Path) -> None:
     page = page_of(write_run(tmp_path / "a", parallelism__pp_size=2), output=tmp_path / "page.html")
     tags = check_html(page)
     assert all(f"figure-{name}" in tags.ids for name in FIGURES)
-    assert tags.svgs == 2 * 7  # all but layouts-speed and predicted-0, wide and narrow
+    assert tags.svgs == 2 * 10  # all but layouts-speed and predicted-0, wide and narrow
     assert "5 at first, 2.25 at last" in figure(page, "loss")
     steps = figure(page, "step-time-0")
     assert "p50 1.06 s" in steps and "max 1.11 s over 10 updates" in steps and "first 2 of 12" in steps
     assert "n/a</b>one layout alone" in figure(page, "layouts-speed")
+    assert "MFU 30.0%." in figure(page, "utilisation-mfu") and "HFU adds what is" in figure(
+        page, "utilisation-mfu"
+    )
+    exposed = figure(page, "utilisation-exposed")
+    # a fifth of the profiled update of 1.03 s, as seconds of the usual 1.065 s
+    assert "224 ms (21%)" in exposed and "dp_shard 213 ms" in exposed and "all ranks 11 ms" in exposed
+    assert "The most is 80 MB (a, save)." in figure(page, "memory-phases")
     assert "the device&#39;s speed is not known" in figure(page, "predicted-0")
 
 
@@ -250,6 +274,11 @@ def test_what_bench_wrote(tmp_path: Path) -> None:
     assert ratios[("zero1", "time")] == "1.100" and ratios[("pp2", "time")] == "n/a"
     assert not any(name == "a peer" for name, _ in ratios)
     assert "0 sent exactly" in figure(page, "traffic-0")
+    assert "MFU 31.0%." in figure(page, "utilisation-mfu")
+    assert "dp_shard 200 ms" in figure(page, "utilisation-exposed") and "210 ms (19%)" in figure(
+        page, "utilisation-exposed"
+    )
+    assert "The most is 90 MB (zero1, backward)." in figure(page, "memory-phases")
     assert "padding: a quarter. Would help: packing." in figure(page, "layouts-verdict")
     # 1F1B on 2 ranks and 4 microbatches waits 1 of 5 turns
     assert "The ranks wait 20.0% of the time" in figure(page, "pipeline-0")

@@ -14,6 +14,12 @@ from shardwright.arch.inventory import counts, matmuls
 from shardwright.arch.shape import Shape
 
 FORWARD_AND_BACKWARD = 3
+UTILISATION = (
+    "MFU counts the matrix products of the model, forward and backward, with the head in and the embedding lookup out, and "
+    "attention in full, not halved for causality, over the keys of a token's own row or document; HFU adds what is "
+    "recomputed. Both are shares of the peak of all devices together."
+)
+"""What MFU and HFU mean wherever they are shown: the convention `shardwright` of `CONVENTIONS`."""
 
 
 @lru_cache(maxsize=256)
@@ -32,7 +38,7 @@ def matmul_weights(shape: Shape) -> int:
     return shape.layers * block_matmul_weights(shape) + head_matmul_weights(shape)
 
 
-def visible_keys(length: int, window: int | None, causal: bool) -> float:
+def visible_keys(length: float, window: int | None, causal: bool) -> float:
     """Keys that a query multiplies, on average: `length`, half of it when causal, fewer under a window.
 
     The causal count is length / 2 (not (length + 1) / 2), the convention of FlashAttention and Megatron-LM.
@@ -43,7 +49,7 @@ def visible_keys(length: int, window: int | None, causal: bool) -> float:
 
 
 @lru_cache(maxsize=4096)
-def attention_keys(shape: Shape, length: int, causal: bool) -> float:
+def attention_keys(shape: Shape, length: float, causal: bool) -> float:
     """Visible keys summed over all layers."""
     whole = shape.layers - shape.window_layers
     return whole * visible_keys(length, None, causal) + shape.window_layers * visible_keys(
@@ -51,7 +57,7 @@ def attention_keys(shape: Shape, length: int, causal: bool) -> float:
     )
 
 
-def attention_forward_flops(shape: Shape, length: int, causal: bool) -> float:
+def attention_forward_flops(shape: Shape, length: float, causal: bool) -> float:
     """FLOPs of QK^T and of the product with V, per token over all layers, forward only."""
     return 4 * shape.query_width * attention_keys(shape, length, causal)
 
@@ -69,7 +75,7 @@ class ModelFlops:
         return self.blocks + self.attention + self.head
 
 
-def model_flops(shape: Shape, length: int, causal: bool = False) -> ModelFlops:
+def model_flops(shape: Shape, length: float, causal: bool = False) -> ModelFlops:
     """FLOPs per token at rows of `length` tokens, the numerator of MFU; `causal` counts only visible keys."""
     return ModelFlops(
         blocks=2.0 * FORWARD_AND_BACKWARD * shape.layers * block_matmul_weights(shape),
@@ -78,7 +84,7 @@ def model_flops(shape: Shape, length: int, causal: bool = False) -> ModelFlops:
     )
 
 
-def recompute_flops(shape: Shape, length: int, mode: str, causal: bool = False) -> float:
+def recompute_flops(shape: Shape, length: float, mode: str, causal: bool = False) -> float:
     """FLOPs per token that recomputation repeats, the part of HFU that MFU leaves out.
 
     mode: `none`; `selective`: attention's core again (matrix products are kept); `full`: every block's forward again.

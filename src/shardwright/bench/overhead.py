@@ -1,35 +1,39 @@
-"""What measuring costs an update of `train`: the metrics of an update are made and written many times, and timed."""
+"""What measuring costs an update of `train`: real updates are each followed by what `train` records of them, which is timed."""
 
 from __future__ import annotations
 
+import io
 import tempfile
 from pathlib import Path
-from statistics import median
 
 import torch.distributed as dist
+from rich.console import Console
 
 from shardwright.bench.own import Own
 from shardwright.measure import clock
-from shardwright.measure.record import Record
+from shardwright.train.log import Log
 from shardwright.train.metrics import Metrics
 
-REPEATS = 20
+REPEATS = 10
 
 
-def measuring_seconds(own: Own) -> float:
-    """Seconds in which `train` makes, agrees on and writes the metrics of one update, the median of many. Collective."""
-    assert own.batch is not None and own.result is not None
+def measuring_seconds(own: Own) -> list[float]:
+    """Seconds of rank 0 in which `train` would have recorded and printed each of some updates. Collective.
+
+    Caches are as cold as after any update. Ranks meet first, so that nobody waits for a slower one in it.
+    """
     metrics, seconds = Metrics(own.engine, lambda update: 0.0), []
     with tempfile.TemporaryDirectory() as directory:
-        record = Record(Path(directory), [], 0) if dist.get_rank() == 0 else None
+        log = Log(metrics, Console(file=io.StringIO()), Path(directory), [], 0, own.engine.updates)
         for _ in range(REPEATS):
+            before = clock.now()
+            waited = own.update()
+            taken = clock.now() - before
+            assert own.result is not None and own.batch is not None
             dist.barrier()
             start = clock.now()
-            metrics.add(1.0, 0.0, own.batch)
-            values = metrics.values(own.result, own.batch, 0)
-            if record is not None:
-                record.log(own.result.update, values)
+            metrics.add(taken, waited, own.batch)
+            log.update(own.result, own.batch, 0)
             seconds.append(clock.now() - start)
-        if record is not None:
-            record.close()
-    return median(seconds)
+        log.close()
+    return seconds

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.bench.planned import Planned, plan_of, shape_of, traffic_of
 from shardwright.config.load import Loaded
 from shardwright.data.loader import UpdateBatch
 from shardwright.layout.legality import check_run
@@ -19,8 +18,10 @@ from shardwright.measure.communication import CommunicationRecorder, compare
 from shardwright.measure.live_memory import LiveMemory
 from shardwright.measure.profile import Window, profiled
 from shardwright.parallel.mesh import all_groups, axis_of_groups
+from shardwright.train.planned import Planned, plan_of, shape_of, traffic_of
 from shardwright.train.run_data import open_data
 from shardwright.train.update import Engine, UpdateResult
+from shardwright.train.utilisation import Utilisation, make_utilisation
 
 MEMORY_UPDATES = 2
 """Optimizer states appear in the first update, so the second one is measured."""
@@ -31,17 +32,25 @@ PROFILED_UPDATES = 2
 class Counted:
     """What the updates of a loop held, in order."""
 
-    targets: list[int] = field(default_factory=list)
-    real: list[int] = field(default_factory=list)
-    slots: list[int] = field(default_factory=list)
+    batches: list[UpdateBatch] = field(default_factory=list)
 
     def add(self, batch: UpdateBatch) -> None:
-        self.targets.append(batch.target_tokens)
-        self.real.append(batch.real_tokens)
-        self.slots.append(batch.slots)
+        self.batches.append(batch)
 
     def clear(self) -> None:
-        self.targets, self.real, self.slots = [], [], []
+        self.batches = []
+
+    def figures(self) -> dict[str, list[int]]:
+        """Counts of each update over all data ranks."""
+        return {
+            "targets": [batch.target_tokens for batch in self.batches],
+            "real": [batch.real_tokens for batch in self.batches],
+            "slots": [batch.slots for batch in self.batches],
+        }
+
+    def flops(self, utilisation: Utilisation | None) -> list[tuple[float, float]]:
+        """This rank's (FLOPs of forward and backward, of recomputation) of each update; empty where no peak is known."""
+        return [] if utilisation is None else [utilisation.flops(batch) for batch in self.batches]
 
 
 class Own:
@@ -63,6 +72,7 @@ class Own:
         self.result: UpdateResult | None = None
         self.batch: UpdateBatch | None = None
         self._groups = all_groups(self.engine.mesh)
+        self.utilisation = make_utilisation(self.run, self.axes, device, hardware)
         self.planned: Planned | None = None
         if self.shape is not None:
             chunked = bool(self.engine.loss_chunks.tokens)

@@ -31,6 +31,7 @@ class OfRank:
     memory: dict[str, Any]
     traffic: list[dict[str, Any]]
     turns: list[Turn]
+    flops: list[tuple[float, float]]
     window: dict[str, Any]
 
 
@@ -49,9 +50,10 @@ def bench(spec: Spec, connection: Connection) -> dict[str, Any]:
     for loop in every.values():
         loop.counted.clear()
     turns = take_turns(loops, spec.updates, device)
-    counts = {name: asdict(loop.counted) for name, loop in every.items()}
+    counts = {name: loop.counted.figures() for name, loop in every.items()}
+    flops = {name: _flops(loop, next(iter(owns.values()))) for name, loop in every.items()}
     losses = {name: loop.loss for name, loop in every.items()}
-    overhead = measuring_seconds(next(iter(owns.values()))) if owns else None
+    overhead = measuring_seconds(next(iter(owns.values())))
     directory = Path(spec.trace) if spec.trace else None
     windows = {name: own.measure_communication(directory) for name, own in owns.items()}
     own_part = {
@@ -60,6 +62,7 @@ def bench(spec: Spec, connection: Connection) -> dict[str, Any]:
                 memory.get(name, {}),
                 traffic.get(name, []),
                 turns[name],
+                flops[name],
                 asdict(windows[name]) if name in windows else {},
             )
         )
@@ -68,6 +71,8 @@ def bench(spec: Spec, connection: Connection) -> dict[str, Any]:
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, {"loops": own_part, "host_bytes": peak_host_bytes()})
     on_device = peak_device_bytes(device)
+    utilisation = next(iter(owns.values())).utilisation
+    peak = asdict(utilisation.peak) if utilisation else None
     return {
         "loops": {
             name: {
@@ -76,6 +81,7 @@ def bench(spec: Spec, connection: Connection) -> dict[str, Any]:
                 "first_seconds": [turn.seconds for turn in warm[name]],
                 "loss": losses[name],
                 "ranks": [rank["loops"][name] for rank in ranks],
+                "peak": peak,
                 **_about(owns.get(name)),
             }
             for name in loops
@@ -83,8 +89,16 @@ def bench(spec: Spec, connection: Connection) -> dict[str, Any]:
         "host_bytes": [rank["host_bytes"] for rank in ranks],
         "device_bytes": on_device,
         "measuring_seconds": overhead,
+        "peak": peak,
         "environment": {**versions(), **connection.configuration()},
     }
+
+
+def _flops(loop: Own | Peer, first: Own) -> list[tuple[float, float]]:
+    """Of a layout as it recomputes; of a peer, which computes the first layout's rows and recomputes nothing, without that."""
+    if isinstance(loop, Own):
+        return loop.counted.flops(loop.utilisation)
+    return [(useful, 0.0) for useful, _ in loop.counted.flops(first.utilisation)]
 
 
 def _about(own: Own | None) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """From what ranks measured to the entries of `bench.json`: one for each layout and peer. Plain data, no torch.
 
 An entry: name, kind (layout or peer), proven (None for a peer), step_seconds and targets_per_s of each timed update and the
-figures made of them, loss_off (of the last timed update, relative to the first loop's), peak_bytes and memory of the fullest
-rank, predicted, traffic by axis, communication, ranks, schedule of a pipeline, verdict.
+figures made of them, mfu, hfu, loss_off (of the last timed update, relative to the first loop's), peak_bytes and memory of the
+fullest rank, predicted, traffic by axis, communication, ranks, schedule of a pipeline, verdict.
 """
 
 from __future__ import annotations
@@ -51,11 +51,25 @@ def entry(name: str, loop: Mapping[str, Any], proven: bool | None, first: Mappin
         "speed": ratio(seconds, _seconds(first)),
         "loss": loop["loss"],
         "loss_off": abs(loop["loss"] / first["loss"] - 1),
+        **_utilisation(loop, seconds),
         "ranks": [_rank(rank, spread.p50) for rank in ranks],
     }
     if loop["kind"] == "layout":
         made |= _layout_part(loop, made)
     return made
+
+
+def _utilisation(loop: Mapping[str, Any], seconds: Sequence[float]) -> Json:
+    """`mfu` and `hfu` by `arch.flops.UTILISATION`, medians over the updates; None where no peak is known."""
+    peak, ranks = loop["peak"], loop["ranks"]
+    if peak is None:
+        return {"mfu": None, "hfu": None, "peak_flops": None}
+    every = peak["flops"] * len(ranks)
+    of_updates = list(zip(seconds, *(rank["flops"] for rank in ranks)))
+    useful = [sum(own for own, _ in flops) / s / every for s, *flops in of_updates]
+    again = [sum(own for _, own in flops) / s / every for s, *flops in of_updates]
+    hardware = [one + more for one, more in zip(useful, again)]
+    return {"mfu": median(useful), "hfu": median(hardware), "peak_flops": peak["flops"]}
 
 
 def _seconds(loop: Mapping[str, Any]) -> list[float]:
@@ -136,7 +150,9 @@ def _communication(ranks: Sequence[Mapping[str, Any]], step_seconds: float) -> J
             for key in _TIMES:
                 sums[key] += one[key] * scale / len(ranks)
     of_run = {key: _mean(ranks, key) * scale for key in _PARTS}
-    return {"by_axis": found, "window_seconds": window, **of_run}
+    axes = {axis: sum(rank["window"]["exposed_axes"].get(axis, 0.0) for rank in ranks) for axis in found}
+    exposed = {axis: seconds * scale / len(ranks) for axis, seconds in axes.items()}
+    return {"by_axis": found, "exposed_axes": exposed, "window_seconds": window, **of_run}
 
 
 _TIMES = ("seconds", "exposed_seconds")
@@ -151,15 +167,11 @@ def _figures(made: Mapping[str, Any], part: Mapping[str, Any], loop: Mapping[str
     axes, communication, predicted = Axes(**loop["axes"]), part["communication"], part["predicted"]
     stages = [axes.coordinates(rank)["pp"] for rank in range(axes.world_size)]
     slowest, factor = slow_rank([rank["own_seconds"] for rank in made["ranks"]], stages)
-    exposed = {
-        axis: sum(one["exposed_seconds"] for one in kinds.values())
-        for axis, kinds in communication["by_axis"].items()
-    }
     return Figures(
         made["step_seconds_p50"],
         made["wait_seconds"],
         made["padding_fraction"],
-        exposed,
+        communication["exposed_axes"],
         communication["idle_seconds"],
         communication["compute_seconds"],
         communication["products_seconds"],

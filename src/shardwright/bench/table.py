@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from shardwright.units import format_bytes, format_seconds
+from shardwright.arch.flops import UTILISATION
+from shardwright.bench.turns import Spread
+from shardwright.units import format_bytes, format_flops, format_seconds
 
 COLUMNS = (
     "layout",
@@ -18,6 +20,8 @@ COLUMNS = (
     "p50",
     "p95",
     "max",
+    "MFU",
+    "HFU",
     "planned step",
     "peak memory",
     "planned",
@@ -57,6 +61,8 @@ def _cells(entry: dict[str, Any]) -> tuple[str, ...]:
         format_seconds(entry["step_seconds_p50"]),
         _or_not(entry["step_seconds_p95"], format_seconds),
         format_seconds(entry["step_seconds_max"]),
+        _or_not(entry["mfu"], "{:.1%}".format),
+        _or_not(entry["hfu"], "{:.1%}".format),
         _beside(predicted.get("step_seconds"), entry["step_seconds_p50"], format_seconds),
         _or_not(entry.get("peak_bytes"), format_bytes),
         _beside(predicted.get("peak_bytes"), entry.get("peak_bytes"), format_bytes),
@@ -87,7 +93,9 @@ def _sent(traffic: dict[str, Any] | None) -> tuple[str, str]:
     return format_bytes(sum(row["recorded_bytes"] for row in rows)), verdict
 
 
-def lines_below(entries: Sequence[dict[str, Any]], overhead: float | None) -> list[str]:
+def lines_below(
+    entries: Sequence[dict[str, Any]], measuring: Sequence[float], peak: Mapping[str, Any] | None
+) -> list[str]:
     """What a table does not hold: warm-up, data, garbage collection, losses, the cost of measuring, verdicts."""
     lines = []
     for entry in entries:
@@ -106,12 +114,27 @@ def lines_below(entries: Sequence[dict[str, Any]], overhead: float | None) -> li
                 )
     for entry in entries:
         lines += _stragglers(entry)
-    if overhead is not None:
-        step = min(entry["step_seconds_p50"] for entry in entries)
-        lines.append(
-            f"Measuring takes train {format_seconds(overhead)} an update, {overhead / step:.2%} of the shortest step."
+    return [*lines, _measuring(entries, measuring), _convention(peak)]
+
+
+def _measuring(entries: Sequence[dict[str, Any]], seconds: Sequence[float]) -> str:
+    """What recording costs `train`, which it does not pay in these times."""
+    spread, step = Spread.of(seconds), min(entry["step_seconds_p50"] for entry in entries)
+    width = "" if spread.half_width is None else f" ±{spread.half_width:.0%}"
+    return (
+        f"Measuring takes train {format_seconds(spread.p50)}{width} an update (n={spread.n}), "
+        f"{spread.p50 / step:.2%} of the shortest step."
+    )
+
+
+def _convention(peak: Mapping[str, Any] | None) -> str:
+    """How MFU and HFU are counted, or why they are not known."""
+    if peak is None:
+        return (
+            f"MFU and HFU: {NOT_AVAILABLE}, the peak of this device is not known. `shardwright doctor` measures it; give its "
+            "file as --device."
         )
-    return lines
+    return f"{UTILISATION} Peak {format_flops(peak['flops'])}/s a device: {peak['source']}."
 
 
 def _stragglers(entry: dict[str, Any]) -> list[str]:

@@ -13,7 +13,6 @@ import psutil
 from rich.console import Console
 
 from shardwright.bench.peers import possible_peers
-from shardwright.bench.planned import plan_of, shape_of
 from shardwright.bench.spec import UPDATES, WARMUP, Spec
 from shardwright.bench.summary import entry, schedule_of
 from shardwright.bench.table import lines_below, show
@@ -27,6 +26,7 @@ from shardwright.measure import clock
 from shardwright.measure.verdict import Verdict
 from shardwright.parallel.process_group import device_kind
 from shardwright.plan.of_run import job_of, layout_of
+from shardwright.train.planned import plan_of, shape_of
 from shardwright.train.start import prepare_run
 from shardwright.units import format_bytes, format_seconds
 
@@ -84,7 +84,7 @@ def run_bench(loaded: Loaded, request: Request) -> int:
 
 def _timed(loaded: Loaded, request: Request) -> Loaded:
     """The run with what timing needs: a constant rate, enough updates, nothing written beside."""
-    updates = request.updates + request.warmup + 16
+    updates = request.updates + request.warmup + 20
     changed: dict[str, Any] = {
         "training.max_steps": updates,
         "training.num_train_epochs": None,
@@ -220,7 +220,7 @@ def _finished(
     codes: dict[str, int],
 ) -> int:
     show(console, entries)
-    for line in lines_below(entries, about["measuring_seconds"]):
+    for line in lines_below(entries, about["measuring_seconds"], about["peak"]):
         _say(console, line)
     for one in entries:
         if one["kind"] == "layout":
@@ -236,7 +236,7 @@ def _finished(
         "not_timed": refused,
         "run_file": loaded.to_yaml(origins=True),
         "environment": environment,
-        **{key: about[key] for key in ("host_bytes", "device_bytes", "measuring_seconds")},
+        **{key: about[key] for key in ("host_bytes", "device_bytes", "measuring_seconds", "peak")},
     }
     (output / RESULT).write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
     with (output / HISTORY).open("a", encoding="utf-8") as history:

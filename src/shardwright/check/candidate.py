@@ -1,13 +1,13 @@
 """The candidate: the engine of `train` on N ranks, one layout after another, its numbers gathered and written by rank 0.
 
-Started as `python -m shardwright.check.candidate specs.json` on every rank. Tensors are made whole one at a time.
+Started as `python -m shardwright.check.candidate specs.json` on every rank.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from shardwright.check.changes import IGNORE, Changes, silence_dropout
+from shardwright.check.gather import whole_on_first_rank
 from shardwright.check.plant import plant
 from shardwright.check.record import MicrobatchNote, Record, Scalars
 from shardwright.check.rows import CheckedRows
@@ -29,13 +30,15 @@ from shardwright.layout.axes import AXES, resolve_axes
 from shardwright.measure import clock
 from shardwright.models.adapters import canonical_name
 from shardwright.models.build import quiet_transformers
-from shardwright.models.whole import whole_tensors
 from shardwright.parallel.mesh import FLATTENED
 from shardwright.parallel.process_group import connect
 from shardwright.train.update import Engine, UpdateResult
 
 DONE = "done"
 """Written into a record's directory at the end: the seconds that the candidate took."""
+
+REDUCED_BYTES = 16 * 2**20
+"""Up to so many bytes of weights are compared between ranks at once."""
 
 
 @dataclass(frozen=True)
@@ -133,31 +136,27 @@ class Recorder:
         return sorted({kind for kinds in everyone for kind in kinds})
 
     def _write(self, update: int, kind: str, tensors: dict[str, Tensor]) -> None:
-        whole = {
-            name: full.detach().to("cpu", copy=True)
-            for name, full in whole_tensors(tensors)
-            if full is not None
-        }
+        whole = whole_on_first_rank(tensors)
         if self.record is not None:
             self.record.write_tensors(update, kind, whole)
 
     def _replica_gap(self) -> tuple[float, str]:
         """(largest difference between ranks that should hold equal weights / largest weight, name of the parameter)."""
-        worst, worst_name = 0.0, ""
+        alike: dict[tuple[str, ...], list[tuple[str, Tensor]]] = {}
+        groups: dict[tuple[str, ...], list[dist.ProcessGroup]] = {}
         for name, p in self.engine.module.named_parameters():
-            low = (p.to_local() if isinstance(p, DTensor) else p).detach().clone()
-            if not low.numel():
-                low = torch.zeros(1, dtype=low.dtype, device=low.device)
-            high = low.clone()
-            for group in self._replica_groups(p):
-                dist.all_reduce(low, op=dist.ReduceOp.MIN, group=group)
-                dist.all_reduce(high, op=dist.ReduceOp.MAX, group=group)
-            gap = (high - low).max().item() / max(high.abs().max().item(), 1e-300)
-            if not gap <= worst:
-                worst, worst_name = gap, canonical_name(name)
+            own = self._replica_groups(p)
+            key = tuple(str(group.group_name) for group in own)
+            groups[key] = own
+            local = (p.to_local() if isinstance(p, DTensor) else p).detach()
+            alike.setdefault(key, []).append((canonical_name(name), local))
+        worst: list[tuple[float, str]] = [(0.0, "")]
+        for key, named in alike.items():
+            for some in _batches(named):
+                worst += _gaps(some, groups[key])
         everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, (worst, worst_name))
-        return max(everyone, key=lambda found: (not found[0] <= found[0], found[0]))
+        dist.all_gather_object(everyone, max(worst, key=_severity))
+        return max(everyone, key=_severity)
 
     def _replica_groups(self, p: Tensor) -> list[dist.ProcessGroup]:
         if not isinstance(p, DTensor):
@@ -167,6 +166,39 @@ class Recorder:
         covered = {axis for name in mesh.mesh_dim_names or () for axis in FLATTENED.get(name, (name,))}
         others = [axis for axis in AXES if axis != "pp" and axis not in covered]  # whole there, on no mesh
         return [*groups, *(self.engine.mesh.get_group(axis) for axis in others)]
+
+
+def _batches(named: list[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
+    """`named` in runs of tensors of one dtype that are reduced together, of up to `REDUCED_BYTES` each."""
+    some: list[tuple[str, Tensor]] = []
+    for name, tensor in named:
+        full = sum(own.nbytes for _, own in some) + tensor.nbytes > REDUCED_BYTES
+        if some and (full or tensor.dtype != some[0][1].dtype):
+            yield some
+            some = []
+        some.append((name, tensor))
+    if some:
+        yield some
+
+
+def _gaps(named: list[tuple[str, Tensor]], groups: list[dist.ProcessGroup]) -> list[tuple[float, str]]:
+    """Of each tensor: the largest difference between the ranks of `groups` / its largest value, and its name; collective."""
+    low = torch.cat([tensor.flatten() for _, tensor in named])
+    high = low.clone()
+    for group in groups:
+        dist.all_reduce(low, op=dist.ReduceOp.MIN, group=group)
+        dist.all_reduce(high, op=dist.ReduceOp.MAX, group=group)
+    sizes = [tensor.numel() for _, tensor in named]
+    found = []
+    for (name, _), least, most in zip(named, low.split(sizes), high.split(sizes)):
+        if least.numel():
+            found.append(((most - least).max().item() / max(most.abs().max().item(), 1e-300), name))
+    return found
+
+
+def _severity(found: tuple[float, str]) -> tuple[bool, float]:
+    """Orders gaps; one that is not a number is the worst."""
+    return found[0] != found[0], found[0]
 
 
 def record_updates(spec: CandidateSpec, device: torch.device) -> None:

@@ -87,26 +87,26 @@ def _mistaken_losses(facts: Facts) -> Iterable[tuple[str, str, float]]:
     for words, value in facts.notes.other_losses.items():
         name, before = next(found for start, found in _MISTAKES.items() if words.startswith(start))
         yield name, f"{before} {words}", value
-    counts, sums, d = facts.notes.microbatch_targets, facts.notes.microbatch_loss_sums, facts.data_ranks
+    counts, sums, d = facts.notes.microbatch_divisors, facts.notes.microbatch_loss_sums, facts.data_ranks
     total = sum(counts)
-    means = [s / max(c, 1) for s, c in zip(sums, counts)]
+    means = [s / (c or 1.0) for s, c in zip(sums, counts)]
     yield "mean_of_microbatch_means", "as the mean of the microbatches' means", sum(means) / len(means)
     if d > 1:
         rank_counts, rank_sums = [sum(counts[r::d]) for r in range(d)], [sum(sums[r::d]) for r in range(d)]
         yield (
             "mean_of_rank_means",
             "as the mean of the ranks' means",
-            sum(s / max(c, 1) for s, c in zip(rank_sums, rank_counts)) / d,
+            sum(s / (c or 1.0) for s, c in zip(rank_sums, rank_counts)) / d,
         )
         for rank, (s, c) in enumerate(zip(rank_sums, rank_counts)):
             yield "loss_not_reduced", f"as rank {rank}'s part of the sum", s / total
-            yield "loss_not_reduced", f"as rank {rank}'s own mean", s / max(c, 1)
+            yield "loss_not_reduced", f"as rank {rank}'s own mean", s / (c or 1.0)
     if len(counts) > d:
         yield "last_microbatch_only", "in the last microbatch alone", sum(sums[-d:]) / total
         yield (
             "last_microbatch_only",
             "as the mean of the last microbatch alone",
-            sum(sums[-d:]) / max(sum(counts[-d:]), 1),
+            sum(sums[-d:]) / (sum(counts[-d:]) or 1.0),
         )
 
 

@@ -85,9 +85,10 @@ def _mixed(facts: Facts, label: str, found: Fit, where: str) -> Diagnosis | None
     """The diagnosis of one hypothesis about how microbatches were put together."""
     if label in ("scaled", "left_over") or not found.residual <= facts.fit_tolerance:
         return None
-    counts = facts.notes.microbatch_targets
-    shown = f"{list(counts[:8])}{' ...' if len(counts) > 8 else ''}"
-    means = f"each part is divided by its own count (targets by microbatch {shown}); divide the sum once, by"
+    counts, targets = facts.notes.microbatch_divisors, facts.notes.microbatch_targets
+    shown = f"[{', '.join(f'{count:g}' for count in counts[:8])}]{' ...' if len(counts) > 8 else ''}"
+    kind = "targets" if counts == targets else "weights of targets"
+    means = f"each part is divided by its own count ({kind} by microbatch {shown}); divide the sum once, by"
     texts = {
         "mean_of_microbatch_means": (
             "the mean of the means of single microbatches",

@@ -128,7 +128,10 @@ def _one_shard(facts: Facts) -> str:
 
 def factors(facts: Facts) -> list[tuple[float, str, str, str]]:
     """(value, diagnosis, words for the factor, look at) of every factor that faults produce, most likely first."""
-    d, k, n = facts.data_ranks, facts.microbatches, facts.update.reference.target_tokens
+    d, k, n = facts.data_ranks, facts.microbatches, float(facts.update.reference.target_tokens)
+    if facts.update.update == 1:
+        n = sum(facts.notes.microbatch_divisors)
+    targets = "target tokens" if n == facts.update.reference.target_tokens else "weight of the targets"
     c = facts.update.reference.clip_coefficient
     summed = "who multiplies by the number of ranks (a factor meant to cancel a mean), or a second SUM over the same ranks"
     averaged = (
@@ -150,8 +153,8 @@ def factors(facts: Facts) -> list[tuple[float, str, str, str]]:
         ),
         (1 / (d * k), "averaged", f"1/{d * k} = 1 / (data ranks x microbatches)", averaged),
         (float(d * k), "summed_twice", f"{d * k} = data ranks x microbatches", summed),
-        (float(n), "never_divided", f"{n} = target tokens", denominator),
-        (1 / n, "divided_twice", f"1/{n} = 1 / target tokens", denominator),
+        (n, "never_divided", f"{n:g} = {targets}", denominator),
+        (1 / n, "divided_twice", f"1/{n:g} = 1 / {targets}", denominator),
         (
             c,
             "clipped_early",
@@ -171,7 +174,7 @@ def factors(facts: Facts) -> list[tuple[float, str, str, str]]:
                 (1 / size, "averaged", f"1/{size} = 1 / {axis}", averaged),
             ]
     rows += [
-        (n / count, "wrong_target_count", f"{n}/{count} = target tokens / {words}", denominator)
+        (n / count, "wrong_target_count", f"{n:g}/{count} = {targets} / {words}", denominator)
         for words, count in facts.notes.other_counts.items()
     ]
     return [row for row in rows if row[0] != 1.0]

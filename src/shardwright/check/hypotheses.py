@@ -51,20 +51,20 @@ def _sum(parts: Iterable[tuple[float, Tensors]]) -> dict[str, Tensor]:
 
 
 def gradient_hypotheses(
-    probe: Mapping[int, Tensors], targets: tuple[int, ...], data_ranks: int
+    probe: Mapping[int, Tensors], divisors: tuple[float, ...], data_ranks: int
 ) -> dict[str, dict[str, Tensor]]:
     """Gradients of update 1 under the faults that mix microbatches wrongly: {hypothesis: {parameter: gradient}}.
 
-    `probe` holds the sum-gradient of each microbatch by its index and `targets` its target count; microbatch k of data
+    `probe` holds the sum-gradient of each microbatch by its index and `divisors` what it counts; microbatch k of data
     rank d has index k x data_ranks + d.
     """
-    total, count = sum(targets), len(targets)
+    total, count = sum(divisors), len(divisors)
     rounds = count // data_ranks
     of_rank = [[k * data_ranks + d for k in range(rounds)] for d in range(data_ranks)]
     of_round = [[k * data_ranks + d for d in range(data_ranks)] for k in range(rounds)]
 
     def mean_of_means(groups: list[list[int]]) -> dict[str, Tensor]:
-        means = ((1 / max(sum(targets[i] for i in group), 1) / len(groups), group) for group in groups)
+        means = ((1 / (sum(divisors[i] for i in group) or 1.0) / len(groups), group) for group in groups)
         return _sum((weight, probe[i]) for weight, group in means for i in group)
 
     def only(indices: list[int]) -> dict[str, Tensor]:
@@ -158,7 +158,7 @@ def collect_fits(
         return fit_beyond(own, state_hypotheses(reference, update, notes, kind), names)
     plain: dict[str, Callable[[], Tensors]] = {"scaled": reference.tensors(update, "grad").read}
     if update == 1:
-        named = gradient_hypotheses(reference.probe(), notes.microbatch_targets, data_ranks)
+        named = gradient_hypotheses(reference.probe(), notes.microbatch_divisors, data_ranks)
         plain |= {label: (lambda tensors=tensors: tensors) for label, tensors in named.items()}  # type: ignore[misc]
     fits = {label: fit(own, tensors(), names) for label, tensors in plain.items()}
     found = {label: value for label, value in fits.items() if value is not None}

@@ -17,8 +17,8 @@ from shardwright.data.loader import Microbatch, UpdateBatch
 from shardwright.errors import ConfigError, did_you_mean
 from shardwright.models import find_parts
 from shardwright.models.packed_rows import PackedRows
-from shardwright.parallel.data_parallel import Replicated
 from shardwright.parallel.pipeline import Pipelined
+from shardwright.parallel.replicated import Replicated
 from shardwright.train.update import Engine
 
 Fault = Callable[[Engine], None]
@@ -63,8 +63,13 @@ def _scale_losses(factor: Callable[[Engine, Microbatch, UpdateBatch], float], va
     return fault
 
 
-def _targets(*microbatches: Microbatch) -> int:
-    return max(1, sum(int((m.labels != -100).sum()) for m in microbatches))
+def _divisor(*microbatches: Microbatch) -> float:
+    """What the loss of these microbatches alone would be divided by."""
+    each = (
+        m.labels != -100 if m.weights is None else m.weights.double() * (m.labels != -100)
+        for m in microbatches
+    )
+    return sum(float(weights.sum()) for weights in each) or 1.0
 
 
 def _shifted_again(engine: Engine) -> None:
@@ -127,7 +132,9 @@ def _targets_across(engine: Engine) -> None:
 
 def _real_tokens_as_targets(engine: Engine) -> None:
     original = engine.forward_backward
-    engine.forward_backward = lambda batch: original(replace(batch, target_tokens=batch.real_tokens))  # type: ignore[method-assign]
+    engine.forward_backward = lambda batch: original(  # type: ignore[method-assign]
+        replace(batch, target_tokens=batch.real_tokens, target_weight=None)
+    )
 
 
 def _not_synchronised(engine: Engine) -> None:
@@ -136,6 +143,7 @@ def _not_synchronised(engine: Engine) -> None:
         return
     original = engine.parallel.microbatch
     engine.parallel.microbatch = lambda last: original(last=False)  # type: ignore[method-assign]
+    engine.parallel.finish_gradients = lambda: None  # type: ignore[method-assign]
 
 
 def _change_norm(change: Callable[[Engine, float], float]) -> Fault:
@@ -278,13 +286,13 @@ FAULTS: dict[str, Fault] = {
     "averaged": _scale_gradients(lambda e: 1 / e.axes.data_ranks),
     "divided_again": _scale_gradients(lambda e: 1 / _microbatches(e)),
     "sign": _scale_gradients(lambda e: -1.0),
-    "never_divided": _scale_losses(lambda e, m, b: b.target_tokens, value=True),
+    "never_divided": _scale_losses(lambda e, m, b: b.divisor, value=True),
     "wrong_target_count": _real_tokens_as_targets,
     "mean_of_microbatch_means": _scale_losses(
-        lambda e, m, b: b.target_tokens / _targets(m) / _microbatches(e) / e.axes.data_ranks, value=True
+        lambda e, m, b: b.divisor / _divisor(m) / _microbatches(e) / e.axes.data_ranks, value=True
     ),
     "mean_of_rank_means": _scale_losses(
-        lambda e, m, b: b.target_tokens / _targets(*b.microbatches) / e.axes.data_ranks, value=False
+        lambda e, m, b: b.divisor / _divisor(*b.microbatches) / e.axes.data_ranks, value=False
     ),
     "last_microbatch_only": _scale_losses(lambda e, m, b: float(m is b.microbatches[-1]), value=False),
     "no_reduction": _not_synchronised,

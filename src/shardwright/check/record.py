@@ -64,8 +64,9 @@ class Scalars:
 class Notes:
     """What the reference knows of the run beyond its updates; `diagnose` reads it.
 
-    names: of the parameters in the model's order. microbatch_targets, microbatch_loss_sums: of update 1, by microbatch
-    index. other_counts: numbers that are sometimes mistaken for the target count. other_losses: losses of update 1 under
+    names: of the parameters in the model's order. microbatch_targets, microbatch_divisors, microbatch_loss_sums: of
+    update 1, by microbatch index; divisors are the sums of the weights of targets, or what the user's own loss counts.
+    other_counts: numbers that are sometimes mistaken for the target count. other_losses: losses of update 1 under
     mistaken labels. learning_rates: by scheduler step.
     """
 
@@ -79,6 +80,7 @@ class Notes:
     tied: tuple[tuple[str, ...], ...]
     blocks: tuple[str, ...]
     microbatch_targets: tuple[int, ...]
+    microbatch_divisors: tuple[float, ...]
     microbatch_loss_sums: tuple[float, ...]
     other_counts: dict[str, int]
     other_losses: dict[str, float]

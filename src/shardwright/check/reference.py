@@ -19,7 +19,7 @@ from transformers import get_scheduler
 
 from shardwright.check.changes import IGNORE, Changes, silence_dropout
 from shardwright.check.record import MicrobatchNote, Notes, Record, Scalars
-from shardwright.check.reference_documents import alone, mistaken_losses, targets_inside
+from shardwright.check.reference_documents import alone, mistaken_losses, target_weight, targets_inside
 from shardwright.check.reference_muon import ReferenceMuon
 from shardwright.check.rows import CheckedRows
 from shardwright.config.schema import RunFile, Training
@@ -38,12 +38,6 @@ _DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 def excluded_from_decay(name: str, dims: int, patterns: list[str]) -> bool:
     """Whether weight decay skips a parameter: vectors and scalars always, others by pattern."""
     return dims < 2 or any(fnmatch(name, pattern) for pattern in patterns)
-
-
-def _weight(microbatch: Microbatch) -> float:
-    """The sum of the weights of a microbatch's targets."""
-    targets = microbatch.labels != IGNORE
-    return float(targets.sum() if microbatch.weights is None else microbatch.weights.double()[targets].sum())
 
 
 class Reference:
@@ -206,17 +200,19 @@ class Reference:
         probe: dict[int, dict[str, Tensor]] = {}
         chosen = self._probe_names(len(targets)) if number == 0 else set()
         sums: list[float] = []
+        divisors: list[float] = []
         if number == 0:
-            self._note_first(batch, targets)
-        count, likely = 0.0, sum(map(_weight, batch.microbatches))
+            self._note_first(batch)
+        likely = sum(target_weight(m, m.labels) for m in batch.microbatches)
         for microbatch, loss, own_count, gradients in self._gradients(batch, likely):
             sums.append(loss)
-            count += own_count
+            divisors.append(own_count)
             for name, gradient in gradients.items():
                 total[name] += gradient
             if number == 0:
                 zero = {n: torch.zeros_like(self.trained[n]) for n in chosen - gradients.keys()}
                 probe[microbatch.index] = zero | {n: g * likely for n, g in gradients.items() if n in chosen}
+        count = sum(divisors)
         for name, p in self.trained.items():
             if count != likely:
                 total[name] *= likely / count
@@ -224,7 +220,11 @@ class Reference:
         record.write_tensors(number + 1, "grad", total)
         if number == 0:
             record.write_probe(probe)
-            self._first |= {"microbatch_targets": targets, "microbatch_loss_sums": tuple(sums)}
+            self._first |= {
+                "microbatch_targets": targets,
+                "microbatch_divisors": tuple(divisors),
+                "microbatch_loss_sums": tuple(sums),
+            }
         norm, coefficient = self._clip()
         rate = self.optimizer.param_groups[0]["lr"]
         self.optimizer.step()
@@ -259,11 +259,11 @@ class Reference:
         return found
 
     @torch.no_grad()
-    def _note_first(self, batch: UpdateBatch, targets: tuple[int, ...]) -> None:
+    def _note_first(self, batch: UpdateBatch) -> None:
         """Losses and counts that mistaken labels would give in the first update."""
-        count, losses = sum(targets), {}
+        count, losses = sum(target_weight(m, m.labels) for m in batch.microbatches), {}
         for words, shift in (("shifted again", 1), ("not shifted", -1)):
-            total, own = 0.0, 0
+            total = own = 0.0
             for microbatch in batch.microbatches:
                 labels = torch.full_like(microbatch.labels, IGNORE)
                 if shift > 0:
@@ -271,9 +271,9 @@ class Reference:
                 else:
                     labels[:, 1:] = microbatch.labels[:, :-1]
                 total += self._loss_sum(batch.update, microbatch, labels, microbatch.weights)[0].item()
-                own += int((labels != IGNORE).sum())
+                own += target_weight(microbatch, labels)
             losses[words] = total / count
-            losses[f"{words}, divided by their own {own}"] = total / max(own, 1)
+            losses[f"{words}, divided by their own {own:g}"] = total / (own or 1.0)
         if is_transformers(self.model):
             positions = getattr(self.model.config, "max_position_embeddings", None)
             losses |= dict(mistaken_losses(batch, self._logits, positions, count))
@@ -299,6 +299,7 @@ class Reference:
             tied=parts.tied,
             blocks=parts.blocks,
             microbatch_targets=first["microbatch_targets"],
+            microbatch_divisors=first["microbatch_divisors"],
             microbatch_loss_sums=first["microbatch_loss_sums"],
             other_counts=first["other_counts"],
             other_losses=first["other_losses"],

@@ -93,6 +93,12 @@ def _loss(logits: Tensor, labels: Tensor, weights: Tensor | None) -> float:
     return (each if weights is None else each * weights.double().flatten()).sum().item()
 
 
+def target_weight(microbatch: Microbatch, labels: Tensor) -> float:
+    """The sum of the weights of the targets in `labels` of a microbatch."""
+    targets = labels != IGNORE
+    return float(targets.sum() if microbatch.weights is None else microbatch.weights.double()[targets].sum())
+
+
 def mistaken_losses(
     batch: UpdateBatch, logits: Logits, longest: int | None, divisor: float
 ) -> Iterator[tuple[str, float]]:
@@ -104,9 +110,9 @@ def mistaken_losses(
     if not packed:
         return
     crossing = sum(_loss(alone(m, logits), across(m), m.weights) for m in packed)
-    own = sum(int((across(m) != IGNORE).sum()) for m in packed)
+    own = sum(target_weight(m, across(m)) for m in packed)
     yield "targets across boundaries", crossing / divisor
-    yield f"targets across boundaries, divided by their own {own}", crossing / own
+    yield f"targets across boundaries, divided by their own {own:g}", crossing / own
 
     def loss(of: Callable[[Microbatch, Logits, bool], Tensor], run_on: bool) -> float:
         return sum(_loss(of(m, logits, run_on), m.labels, m.weights) for m in packed) / divisor

@@ -13,9 +13,7 @@ import torch
 from shardwright.check.changes import IGNORE, Changes, thinned
 from shardwright.config.schema import RunFile
 from shardwright.data.loader import Loader, Microbatch, UpdateBatch
-from shardwright.data.prepare import prepare
-from shardwright.data.updates import make_order
-from shardwright.errors import DataError
+from shardwright.data.updates import open_updates
 from shardwright.layout.axes import Axes
 from shardwright.train.run_data import widths
 
@@ -26,19 +24,16 @@ class CheckedRows:
     def __init__(
         self, run: RunFile, changes: Changes, *, data_rank: int, data_ranks: int, axes: Axes | None = None
     ) -> None:
-        prepared = prepare(_with_own_vocabulary(run) if changes.vocabulary is not None else run)
-        if prepared is None:
-            raise DataError("data.train names no files.")
+        train = open_updates(_with_own_vocabulary(run) if changes.vocabulary is not None else run)
         t = run.training
-        self.changes, self.table = changes, prepared.table
-        self.order = make_order(run, prepared)
+        self.changes, self.table, self.order = changes, train.rows, train.order
         self.loader = Loader(
-            prepared.table,
+            self.table,
             self.order,
             data_rank=data_rank,
             data_ranks=data_ranks,
             microbatch_rows=t.per_device_train_batch_size,
-            pad_id=prepared.pad_id,
+            pad_id=train.pad_id,
             **widths(run, axes or Axes()),
         )
 

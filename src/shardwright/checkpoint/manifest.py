@@ -38,6 +38,7 @@ class Manifest:
     tokenizer and settings. row_order: what else says which rows an update holds.
     world_size, layout: of the run that wrote it; it can be read by any other.
     eval_loss: of these weights, where they were evaluated. best: (update, lowest evaluation loss so far).
+    stream: where the next update begins in data that is read as a stream.
     hosts: names of those whose disks hold it together; empty where it lies in one directory.
     """
 
@@ -50,6 +51,7 @@ class Manifest:
     torch_version: str
     eval_loss: float | None = None
     best: tuple[int, float] | None = None
+    stream: dict[str, Any] | None = None
     hosts: tuple[str, ...] = ()
     format: int = FORMAT
 

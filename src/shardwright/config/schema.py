@@ -107,6 +107,14 @@ class Data(Section):
         description="bucket only: the rows of so many updates, at most half an epoch, are sorted by length together. "
         "1: updates hold the rows of pad",
     )
+    streaming: bool = Field(
+        False,
+        description="Read data.train while training, from files or package.module:function (an IterableDataset): for data "
+        "that is not there as a whole, or too large to tokenise first",
+    )
+    stream_window: Positive = Field(
+        10_000, description="streaming only: documents that are shuffled and packed together"
+    )
     shuffle: bool = True
     drop_last: bool = Field(
         False, description="With num_train_epochs: leave out a last update that would be part-filled"
@@ -304,7 +312,8 @@ class Logging(Section):
     log_steps: Positive = 1
     profile_steps: Positive | None = Field(
         None,
-        description="Profile the third update, and then one in so many: comm/exposed_seconds; costs these some time",
+        description="Profile the third update, and then one in so many: comm/exposed_seconds; in the update after it, in "
+        "the first evaluation and the first save, what tensors take by phase: mem/*_peak_bytes; costs these some time",
     )
     report_to: list[Literal["tensorboard", "trackio"]] = []
 

@@ -91,7 +91,11 @@ def find_format(path: str, data: Data) -> str | None:
 
     Raises `DataError` when the columns fit none or several.
     """
-    present = columns(path)
+    return format_of(columns(path), path, data)
+
+
+def format_of(present: list[str] | None, path: str, data: Data) -> str | None:
+    """The same for a file whose first record has the columns `present`; None: plain lines of text."""
     if present is None:
         if data.format not in ("auto", "text"):
             raise DataError(

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from shardwright.data.bucketing import bucketed
-from shardwright.data.order import FILLER, Int64, Order
+from shardwright.data.order import FILLER, Cursor, Int64, Order
+from shardwright.data.stream_rows import StreamRows
 from shardwright.data.table import Table
 from shardwright.layout.batch import accumulation_steps
 
@@ -62,6 +63,7 @@ class UpdateBatch:
     microbatches of all data ranks.
     row_ids: the rows of the whole update in order, the same on every rank.
     target_weight: sum of the weights of the update's targets. None: all are 1.
+    cursor: where the next update begins in a stream. None: its number says that.
     """
 
     update: int
@@ -71,6 +73,7 @@ class UpdateBatch:
     slots: int
     row_ids: tuple[int, ...]
     target_weight: float | None = None
+    cursor: Cursor | None = None
 
     @property
     def divisor(self) -> float:
@@ -79,7 +82,8 @@ class UpdateBatch:
 
 
 class Loader:
-    """The updates of a run as one data rank sees them. Stateless: any `update(number)` costs the same.
+    """The updates of a run as one data rank sees them. Any `update(number)` costs the same, but of a stream those
+    that lie one after the other.
 
     bucket_multiple: None: every microbatch has the table's max_length. Else bucketing: the width of a microbatch is the next
     multiple of this. one_width: bucketing with one width for all microbatches of an update, as a pipeline needs it.
@@ -88,7 +92,7 @@ class Loader:
 
     def __init__(
         self,
-        table: Table,
+        table: Table | StreamRows,
         order: Order,
         *,
         data_rank: int,
@@ -133,7 +137,8 @@ class Loader:
             real_tokens=int(tokens.sum()),
             slots=sum(widths) * self.microbatch_rows,
             row_ids=tuple(ids.tolist()),
-            target_weight=float(table.target_weights(present).sum()) if table.weighted else None,
+            target_weight=float(table.target_weights(present).sum()) if table.weighs(present) else None,
+            cursor=self.order.cursor(number + 1),
         )
         return batch, widths
 
@@ -224,6 +229,7 @@ def prefetch(
             yield ahead.popleft().result()
     finally:
         pool.shutdown(cancel_futures=True)
+        loader.order.close()
 
 
 def _pinned(batch: UpdateBatch) -> UpdateBatch:

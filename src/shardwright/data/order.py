@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +26,8 @@ from shardwright.errors import ConfigError, DataError
 
 Int64 = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]
+Cursor = dict[str, Any]
+"""What beside the number of updates done says where a stream goes on: plain values."""
 
 FILLER = -1
 _BLOCK_ROWS = 4096
@@ -106,9 +109,16 @@ class Order:
         self._block_updates = max(1, _BLOCK_ROWS // global_batch_size)
         self._block: tuple[int, Int64] = (-1, np.empty(0, np.int64))
 
-    def epoch(self, update: int) -> float:
+    def epoch(self, update: int) -> float | None:
         """Passes over the data completed before `update` begins."""
         return min(update * self.global_batch_size, self.positions) / self.rows
+
+    def cursor(self, update: int) -> Cursor | None:
+        """What beside its number says where `update` begins: nothing."""
+        return None
+
+    def close(self) -> None:
+        """Ends what is being made ahead: nothing."""
 
     def update_rows(self, update: int) -> Int64:
         """The `global_batch_size` row ids of `update` (0-based), the same on every rank, `FILLER` for none.

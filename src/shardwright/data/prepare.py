@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,14 @@ from typing import Any
 import numpy as np
 
 from shardwright.config.schema import Data, RunFile
+from shardwright.data.formats import refuse_without_effect
 from shardwright.data.mixture import Mixture
 from shardwright.data.read import Read, Split, read_documents
 from shardwright.data.rows import Cut, Overlong, PackingStrategy
 from shardwright.data.sources import sources_of
+from shardwright.data.stream import Place, Stream
 from shardwright.data.table import Table
+from shardwright.data.windows import Windows
 from shardwright.errors import ConfigError
 
 
@@ -68,11 +72,12 @@ def prepare(run: RunFile, split: Split = "train") -> Prepared | None:
     Call it in the parent before ranks start, or on rank 0 before the others: a second call, in any process,
     only maps the result. Raises `ConfigError` or `DataError` with file and line where there is one.
     """
-    read = read_documents(run, split)
+    streamed = split == "train" and run.data.streaming
+    read = _first_window(run) if streamed else read_documents(run, split)
     if read is None:
         return None
     documents, meta = read.documents, read.documents.meta
-    _check_vocabulary(run, read.tokenizer_path, meta)
+    check_vocabulary(run, read.tokenizer_path, meta)
     table = Table.make(documents, _cut(run, split, read))
     mixture = _mixture(run, split, table)
     counts = {
@@ -84,13 +89,12 @@ def prepare(run: RunFile, split: Split = "train") -> Prepared | None:
         "tokens": meta["tokens"],
         **table.counts,
     }
-    pad_id = next(i for i in (meta["pad_id"], meta["eos_id"], 0) if i is not None)
     return Prepared(
         split=split,
         path=documents.path,
         table=table,
         fingerprint=table.fingerprint if mixture is None else mixture.fingerprint(table.fingerprint),
-        pad_id=pad_id if pad_id < _vocabulary(run, pad_id + 1) else 0,
+        pad_id=pad_of(run, meta),
         largest_token_id=meta["largest_token_id"],
         tokenizer_path=read.tokenizer_path,
         counts=counts,
@@ -98,10 +102,44 @@ def prepare(run: RunFile, split: Split = "train") -> Prepared | None:
         mixture=mixture,
         cached=read.cached,
         notices=(
+            *([_STREAMED] if streamed else ()),
             *_notices(run, split, read.tokenizer_path, meta, counts),
             *(() if mixture is None else _mixture_notice(run, mixture)),
         ),
     )
+
+
+_STREAMED = "train: read as a stream; what is said of it is so of its first window"
+
+
+def open_windows(run: RunFile) -> Windows:
+    """The stream that data.train is, in windows of documents. Raises `ConfigError` or `DataError` as `Windows` does."""
+    stream = Stream(run.data)
+    formats = sorted({form for form in stream.formats if form is not None})
+    refuse_without_effect(run.data, formats)
+    overlong, defaults = run.data.overlong, _overlong_of(formats)
+    if overlong is None and len(defaults) > 1:
+        raise ConfigError(
+            f"data.overlong is not set, and {' and '.join(formats)} have no common default.",
+            "How long the documents of a stream are is not known before.",
+            "Set data.overlong to split, truncate or error.",
+        )
+    overlong = overlong or ("truncate" if "truncate" in defaults else "split")
+    return Windows(run, stream, Cut(run.data.max_length, overlong, *packing_of(run, "train")))
+
+
+def _first_window(run: RunFile) -> Read:
+    windows = open_windows(run)
+    documents = windows.open(0, Place()).table.documents
+    windows.close()
+    formats = tuple(sorted(set(documents.meta["formats"])))
+    return Read(documents, formats, (), windows.tokenizer_path, False)
+
+
+def pad_of(run: RunFile, special: dict[str, Any]) -> int:
+    """What fills up rows: the padding token, else the end token, else 0; a token of the model's vocabulary."""
+    pad_id = next(i for i in (special["pad_id"], special["eos_id"], 0) if i is not None)
+    return pad_id if pad_id < _vocabulary(run, pad_id + 1) else 0
 
 
 def _weights(run: RunFile, split: Split) -> list[float] | None:
@@ -150,7 +188,7 @@ def _overlong(data: Data, read: Read) -> Overlong:
     """data.overlong, or what its default is for the formats that were read."""
     if data.overlong is not None:
         return data.overlong
-    cut = {"split" if form in ("text", "tokens") else "truncate" for form in read.formats}
+    cut = _overlong_of(read.formats)
     longest = int(np.diff(np.asarray(read.documents.ends[:, 0]), prepend=0).max())
     if len(cut) > 1 and longest > data.max_length:
         raise ConfigError(
@@ -159,6 +197,11 @@ def _overlong(data: Data, read: Read) -> Overlong:
             "Set data.overlong to split, truncate or error.",
         )
     return "split" if "split" in cut else "truncate"
+
+
+def _overlong_of(formats: Sequence[str]) -> set[Overlong]:
+    """The defaults of data.overlong for these formats."""
+    return {"split" if form in ("text", "tokens") else "truncate" for form in formats}
 
 
 def _vocabulary(run: RunFile, default: int) -> int:
@@ -171,7 +214,8 @@ def _vocabulary(run: RunFile, default: int) -> int:
     return int(config.get("vocab_size", text.get("vocab_size", default)))
 
 
-def _check_vocabulary(run: RunFile, tokenizer_path: Path | None, meta: dict[str, Any]) -> None:
+def check_vocabulary(run: RunFile, tokenizer_path: Path | None, meta: dict[str, Any]) -> None:
+    """Raises `ConfigError` where the documents of `meta` hold a token that the model does not have."""
     largest = meta["largest_token_id"]
     vocabulary = _vocabulary(run, largest + 1)
     if largest >= vocabulary:

@@ -44,7 +44,7 @@ def read_documents(run: RunFile, split: Split) -> Read | None:
     if not entries:
         return None
     files = find_files(sources_of(entries), f"data.{split}")
-    tokenizer_path, missing = _tokenizer(run)
+    tokenizer_path, missing = find_tokenizer(run)
     path = cache_directory(run) / _key(files, tokenizer_path, run.data)
     cached = (path / "meta.json").is_file()
     documents = (
@@ -65,7 +65,7 @@ def cache_directory(run: RunFile) -> Path:
     )
 
 
-def _tokenizer(run: RunFile) -> tuple[Path | None, ConfigError | None]:
+def find_tokenizer(run: RunFile) -> tuple[Path | None, ConfigError | None]:
     """The directory of the run's tokenizer, or the error that there is none, which only text needs."""
     name, key = run.model.tokenizer_name_or_path, "model.tokenizer_name_or_path"
     if name is None:
@@ -97,22 +97,32 @@ def _tokenise(
 
 def _key(files: Sequence[DataFile], tokenizer_path: Path | None, data: Data) -> str:
     """Name of the cache entry: files by path, size, mtime; tokenizer and template by content; settings; versions."""
-    digest = hashlib.blake2b(digest_size=12)
-    stats = [(file.path, (found := os.stat(file.path)).st_size, found.st_mtime_ns) for file in files]
-    template = None if data.chat_template is None else read_template(data.chat_template)
-    settings = [
+    versions = [FORMAT, ENCODING, version("tokenizers"), version("transformers"), version("jinja2")]
+    return f"tokens-{digest_of([versions, settings_of(data, tokenizer_path), stats_of(files)])}"
+
+
+def stats_of(files: Sequence[DataFile]) -> list[tuple[str, int, int]]:
+    """(path, size, time of change) of each file."""
+    return [(file.path, (found := os.stat(file.path)).st_size, found.st_mtime_ns) for file in files]
+
+
+def settings_of(data: Data, tokenizer_path: Path | None) -> list[Any]:
+    """What beside records decides which tokens and weights they become; tokenizer and template by content."""
+    files = [] if tokenizer_path is None else tokenizer_files(tokenizer_path)
+    return [
         data.format,
         data.text_column,
         data.append_eos,
         data.assistant_only_loss is not False,
         data.completion_only_loss is not False,
-        template,
+        None if data.chat_template is None else read_template(data.chat_template),
+        [(file.name, hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()) for file in files],
     ]
-    versions = [FORMAT, ENCODING, version("tokenizers"), version("transformers"), version("jinja2")]
-    digest.update(json.dumps([versions, settings, stats]).encode())
-    for file in [] if tokenizer_path is None else tokenizer_files(tokenizer_path):
-        digest.update(file.name.encode() + hashlib.blake2b(file.read_bytes()).digest())
-    return f"tokens-{digest.hexdigest()}"
+
+
+def digest_of(value: Any) -> str:
+    """24 hexadecimal digits of a value that JSON can hold."""
+    return hashlib.blake2b(json.dumps(value).encode(), digest_size=12).hexdigest()
 
 
 def _nothing_left(split: Split, meta: dict[str, Any]) -> DataError:

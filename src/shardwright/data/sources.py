@@ -16,6 +16,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from glob import glob, has_magic
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,9 @@ class DataFile:
 
 @dataclass(frozen=True)
 class Slice:
-    """Records of one file: `length` bytes of lines from `start` on, or the rows in `table`, an arrow stream.
+    """Records of one file: `length` bytes of lines from `start` on, the rows in `table`, an arrow stream, or `rows`.
 
-    file: its number. first_line: line (or row) of the first record, from 1.
+    file: its number. first_line: line (or row) of the first record, from 1. size: lines (or rows).
     """
 
     file: int
@@ -51,6 +52,8 @@ class Slice:
     start: int = 0
     length: int = 0
     table: bytes | None = None
+    rows: tuple[Record, ...] | None = None
+    size: int = 0
 
 
 def sources_of(entries: Sequence[str | Source]) -> list[Source]:
@@ -128,24 +131,41 @@ def columns(path: str) -> list[str] | None:
     return [] if first is None else list(first)
 
 
-def slices(file: int, path: str, keep: frozenset[str] | None = None) -> Iterator[Slice]:
-    """The slices of a file in order. keep: the only columns that are wanted of a table."""
+def slices(
+    file: int, path: str, keep: frozenset[str] | None = None, *, byte: int = 0, line: int = 1
+) -> Iterator[Slice]:
+    """The slices of a file in order. keep: the only columns that are wanted of a table.
+
+    byte, line: where to begin, the end of one of its slices; of a table its row, `line`, suffices.
+    """
     if Path(path).suffix not in TABLES:
-        yield from _line_slices(file, path)
+        yield from _line_slices(file, path, byte, line)
         return
-    row = 1
-    for batch in _batches(path, keep):
-        yield Slice(file, path, row, table=_to_stream(batch))
-        row += batch.num_rows
+    for batch in _batches(path, keep, line - 1):
+        yield Slice(file, path, line, table=_to_stream(batch), size=batch.num_rows)
+        line += batch.num_rows
 
 
-def _batches(path: str, keep: frozenset[str] | None) -> Iterator[Any]:
-    """The rows of a table, `_SLICE_ROWS` at a time."""
-    if Path(path).suffix == ".parquet":
-        source = _parquet(path)
+def _batches(path: str, keep: frozenset[str] | None, skip: int) -> Iterator[Any]:
+    """The rows of a table after the first `skip`, `_SLICE_ROWS` at a time."""
+    batches = _of_arrow(path, keep)
+    if path.endswith(".parquet"):
+        source, group = _parquet(path), 0
+        sizes = [source.metadata.row_group(number).num_rows for number in range(source.num_row_groups)]
+        while group < len(sizes) and skip >= sizes[group]:  # whole row groups are passed over unread
+            skip, group = skip - sizes[group], group + 1
         wanted = [name for name in source.schema_arrow.names if keep is None or name in keep]
-        yield from source.iter_batches(batch_size=_SLICE_ROWS, columns=wanted)
-        return
+        batches = chain.from_iterable(
+            source.iter_batches(batch_size=_SLICE_ROWS, row_groups=[number], columns=wanted)
+            for number in range(group, len(sizes))
+        )
+    for batch in batches:
+        if batch.num_rows > skip:
+            yield batch.slice(skip)
+        skip = max(0, skip - batch.num_rows)
+
+
+def _of_arrow(path: str, keep: frozenset[str] | None) -> Iterator[Any]:
     for batch in _arrow(path):
         wanted = [name for name in batch.schema.names if keep is None or name in keep]
         chosen = batch.select(wanted)
@@ -161,13 +181,14 @@ def _to_stream(batch: Any) -> bytes:
     return bytes(sink.getvalue())
 
 
-def _line_slices(file: int, path: str) -> Iterator[Slice]:
-    start, line = 0, 1
+def _line_slices(file: int, path: str, start: int, line: int) -> Iterator[Slice]:
     with open(path, "rb") as source:
+        source.seek(start)
         while block := source.read(_SLICE_BYTES):
             block += source.readline()
-            yield Slice(file, path, line, start, len(block))
-            start, line = start + len(block), line + block.count(b"\n")
+            lines = block.count(b"\n")
+            yield Slice(file, path, line, start, len(block), size=lines)
+            start, line = start + len(block), line + lines
 
 
 def records(part: Slice, text_column: str = "text") -> Iterator[tuple[int, Record]]:
@@ -175,7 +196,9 @@ def records(part: Slice, text_column: str = "text") -> Iterator[tuple[int, Recor
 
     Raises `DataError` with file and line for what is no record.
     """
-    if part.table is not None:
+    if part.rows is not None:
+        yield from enumerate(map(_without_nulls, part.rows), part.first_line)
+    elif part.table is not None:
         import pyarrow as pa
 
         rows = pa.ipc.open_stream(part.table).read_all().to_pylist()

@@ -206,6 +206,10 @@ class Table:
         """Targets of each of `rows`."""
         return np.asarray(self._rows[rows, 2])
 
+    def weighs(self, rows: Int64) -> bool:
+        """Whether targets of `rows` may have weights other than 1."""
+        return self.weighted
+
     def target_weights(self, rows: Int64) -> Float64:
         """The sum of the weights of the targets of each of `rows`."""
         if self._row_weights is None:

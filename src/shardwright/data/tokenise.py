@@ -10,7 +10,7 @@ import hashlib
 import json
 import multiprocessing
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from itertools import chain, islice
 from pathlib import Path
@@ -114,27 +114,26 @@ def write_documents(
     )
     known = None if tokenizer is None or "tokens" in kinds else len(tokenizer)
     with new_directory(path) as directory:
-        (directory / "tokens.bin").touch()
-        writer = _Writer(directory, token_dtype(known or 2**32))
+        writer = DocumentWriter(directory, token_dtype(known or 2**32))
         with Console(stderr=True).status(f"Tokenising {split}") as status:
             for part, found in _encoded(work, encoder, num_proc):
                 writer.append(part, found)
                 status.update(f"Tokenising {split}: {writer.counts['read']:,} documents")
-        meta = writer.finish()
-        if not meta["counts"].get("read"):
+        if not writer.counts["read"]:
             raise DataError(
                 f"There is no document in {', '.join(file.path for file in files)}.", "The files are empty."
             )
-        meta |= {
-            "format": FORMAT,
-            "files": [file.path for file in files],
-            "formats": list(formats),
-            "vocabulary": None if tokenizer is None else len(tokenizer),
-            "eos_id": None if tokenizer is None else tokenizer.eos_token_id,
-            "pad_id": None if tokenizer is None else tokenizer.pad_token_id,
-        }
-        (directory / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
+        writer.finish([file.path for file in files], formats, special_tokens(tokenizer))
     return Documents.open(path)
+
+
+def special_tokens(tokenizer: Any) -> dict[str, int | None]:
+    """The size of a tokenizer's vocabulary, its end token and its padding token; None where there is none."""
+    if tokenizer is None:
+        return {"vocabulary": None, "eos_id": None, "pad_id": None}
+    return {
+        "vocabulary": len(tokenizer), "eos_id": tokenizer.eos_token_id, "pad_id": tokenizer.pad_token_id,
+    }  # fmt: skip
 
 
 def _encoded(
@@ -170,11 +169,12 @@ def _encode(part: Slice, form: str) -> Encoded:
     return _HERE["encoder"].slice(part, form)
 
 
-class _Writer:
+class DocumentWriter:
     """Writes tokens.bin, documents.npy and, once a weight is not 1, weights.bin."""
 
     def __init__(self, directory: Path, dtype: type[np.unsignedinteger[Any]]) -> None:
         self.directory, self.dtype = directory, dtype
+        (directory / "tokens.bin").touch()
         self.digest = hashlib.blake2b(digest_size=16)
         self.counts: Counter[str] = Counter()
         self.first: dict[str, str] = {}
@@ -207,11 +207,11 @@ class _Writer:
             weights = np.ones(len(found.ids), np.float32) if found.weights is None else found.weights
             out.write(weights.tobytes())
 
-    def finish(self) -> dict[str, Any]:
-        """Writes documents.npy; the counts for meta.json."""
+    def finish(self, files: Sequence[str], formats: Sequence[str | None], other: Mapping[str, Any]) -> None:
+        """Writes documents.npy and meta.json. other: what else meta.json says."""
         ends = np.concatenate([np.empty((0, 3), np.int64), *self.ends])
         np.save(self.directory / "documents.npy", ends)
-        return {
+        meta = {
             "dtype": np.dtype(self.dtype).name,
             "tokens": self.tokens,
             "documents": len(ends),
@@ -219,4 +219,9 @@ class _Writer:
             "tokens_digest": self.digest.hexdigest(),
             "counts": dict(self.counts),
             "first": self.first,
+            "format": FORMAT,
+            "files": list(files),
+            "formats": list(formats),
+            **other,
         }
+        (self.directory / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")

@@ -68,6 +68,12 @@ def run_doctor(ranks: int, device: str, output: Path) -> int:
 def measured_findings(measured: Measured, constants: Constants) -> Iterator[Finding]:
     """One line for each thing that ranks measured."""
     together = f"{measured.ranks} ranks at once" if measured.ranks > 1 else "1 rank"
+    threads = f"{measured.threads} thread{'s' if measured.threads > 1 else ''}"
+    yield Finding(
+        "device",
+        "ok",
+        f"{measured.name}, {format_bytes(measured.memory_bytes)} a rank; ranks have {threads} and talk over {measured.backend}",
+    )
     yield Finding(
         "sums",
         "ok",

@@ -40,14 +40,20 @@ class _File:
 
 
 def save_pretrained(
-    model: nn.Module, spec: Model, directory: str | Path, *, max_shard_bytes: int = 5_000_000_000
+    model: nn.Module,
+    spec: Model,
+    directory: str | Path,
+    *,
+    chat_template: str | None = None,
+    max_shard_bytes: int = 5_000_000_000,
 ) -> Path:
     """Writes `model` as a Hugging Face directory and returns its path; every rank must call it.
 
     Written: safetensors under the names of the unsplit model, tied weights once, in the dtype of the
     parameters; config.json as the model was built, generation_config.json and tokenizer files where the
-    model came with them. A plain `nn.Module` has only its safetensors. Files have at most
-    `max_shard_bytes`, or one tensor.
+    model came with them, with the template in the file `chat_template` in place of the
+    tokenizer's own. A plain `nn.Module` has only its safetensors. Files have at most `max_shard_bytes`, or
+    one tensor.
 
     The directory appears complete or not at all: rank 0 writes next to it and renames. One that is there is
     replaced if it holds an earlier export; the model's own source directory never is.
@@ -63,7 +69,8 @@ def save_pretrained(
     known = {name: like for name, (_, like) in described(tensors).items()}
     files = _split(known, max_shard_bytes)
     _agree(_refusal(target, spec) if _is_writer() else None)
-    failure = _write(root, spec, tensors, known, files, partial)
+    template = None if chat_template is None else Path(chat_template)
+    failure = _write(root, spec, template, tensors, known, files, partial)
     if failure is None and _is_writer():
         failure = _attempt(_replace, partial, target)
     if failure is not None:
@@ -105,6 +112,7 @@ def _split(tensors: dict[str, Tensor], max_shard_bytes: int) -> list[_File]:
 def _write(
     model: nn.Module,
     spec: Model,
+    template: Path | None,
     tensors: dict[str, Tensor],
     known: dict[str, Tensor],
     files: list[_File],
@@ -115,7 +123,7 @@ def _write(
     All ranks gather every tensor, even after rank 0 has failed: a rank that left would hang the others.
     """
     writer = _is_writer()
-    failure = _attempt(_start, model, spec, partial) if writer else None
+    failure = _attempt(_start, model, spec, template, partial) if writer else None
     for file in files:
         path = partial / file.name
         if writer and failure is None:
@@ -131,7 +139,7 @@ def _write(
     return failure
 
 
-def _start(model: nn.Module, spec: Model, partial: Path) -> None:
+def _start(model: nn.Module, spec: Model, template: Path | None, partial: Path) -> None:
     """Makes the directory with everything but weights."""
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -144,6 +152,19 @@ def _start(model: nn.Module, spec: Model, partial: Path) -> None:
     for name in TOKENIZER_FILES:
         if (tokenizer / name).is_file():
             shutil.copyfile(tokenizer / name, partial / name)
+    if template is not None:
+        _set_chat_template(partial, template)
+
+
+def _set_chat_template(directory: Path, template: Path) -> None:
+    """Makes `template` the only chat template of the tokenizer in `directory`."""
+    (directory / "chat_template.json").unlink(missing_ok=True)
+    config = directory / "tokenizer_config.json"
+    if config.is_file():
+        values = json.loads(config.read_text(encoding="utf-8"))
+        if values.pop("chat_template", None) is not None:
+            config.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    shutil.copyfile(template, directory / "chat_template.jinja")
 
 
 def _exported_config(model: nn.Module, source: Path) -> Any:

@@ -86,13 +86,19 @@ def bins(lengths: Int64, max_length: int) -> list[tuple[int, int, int]]:
     return found[next(number for number, (_, _, count) in enumerate(found) if count) :]
 
 
+def attended_length(lengths: Int64, max_length: int) -> float:
+    """Mean length of documents, none longer than a row, each weighted by its tokens: what packed attention works over."""
+    return float(np.average(np.minimum(lengths, max_length), weights=lengths))
+
+
 def histogram_lines(lengths: Int64, max_length: int) -> Iterator[str]:
     """Bars of the lengths of documents."""
     found = bins(lengths, max_length)
     most = max(count for _, _, count in found)
     yield (
         f"Tokens of a document: least {lengths.min():,}, median {np.median(lengths):,.0f}, mean {lengths.mean():,.1f}, "
-        f"most {lengths.max():,}"
+        f"most {lengths.max():,}; mean weighted by tokens {attended_length(lengths, max_length):,.1f} "
+        "(`plan --document-length`)"
     )
     for low, high, count in found:
         bar = "█" * round(count / most * WIDTH) or ("▏" if count else "")

@@ -16,7 +16,7 @@ from shardwright.data.updates import make_order
 from shardwright.errors import ConfigError, DataError, ExitCode
 from shardwright.inspect.batches import MODES, Batching, measure
 from shardwright.inspect.sample import Decoder, Sample, read_sample
-from shardwright.inspect.show import batching_lines, bins, histogram_lines, legend, sample_lines
+from shardwright.inspect.show import attended_length, batching_lines, bins, histogram_lines, legend, sample_lines
 
 
 def run_inspect(
@@ -83,6 +83,7 @@ def _report(prepared: Prepared, shown: list[Sample], lengths: Int64, found: list
             {"from": low, "to": high, "documents": count}
             for low, high, count in bins(lengths, prepared.table.max_length)
         ],
+        "document_length": attended_length(lengths, prepared.table.max_length),
         "batching": [batching.to_json() for batching in found],
         "samples": [sample.to_json() for sample in shown],
     }

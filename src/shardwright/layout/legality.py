@@ -86,6 +86,9 @@ def _idle_options(loaded: Loaded) -> Iterator[tuple[str, str]]:
     batching = run.data.batching
     when(batching != "pack", f"data.batching is {batching}", "data.packing_strategy")
     when(batching != "bucket", f"data.batching is {batching}", "data.bucket_updates")
+    when(not run.data.streaming, "data.streaming is false", "data.stream_window")
+    alone = run.data.streaming and not run.data.validation
+    when(alone, "a stream is tokenised while it is read, by one process", "data.num_proc")
     when(t.max_steps is not None, "every update of a run of max_steps is full", "data.drop_last")
     when(not module, "the model is a Hugging Face directory", "model.kwargs")
     when(
@@ -132,6 +135,23 @@ def _check_training(run: RunFile) -> None:
     if t.lr_scheduler_type == "constant" and t.warmup_steps:
         raise ConfigError(
             "training.warmup_steps with lr_scheduler_type constant.", "", "Use constant_with_warmup."
+        )
+
+
+def _check_stream(run: RunFile) -> None:
+    if not run.data.streaming:
+        return
+    if run.training.num_train_epochs is not None:
+        raise ConfigError(
+            "training.num_train_epochs with data.streaming.",
+            "The length of a stream is not known before it has been read.",
+            "Set training.max_steps; a stream that ends is read again.",
+        )
+    if run.data.bucket_updates > 1:
+        raise ConfigError(
+            "data.bucket_updates with data.streaming.",
+            "Which updates share a window of the stream depends on where documents end in it.",
+            "Remove it: the rows of each update are sorted by length all the same.",
         )
 
 
@@ -204,6 +224,7 @@ def check_run(loaded: Loaded, world_size: int) -> Axes:
             f"{loaded.origin[key]}: `{key}` has no effect here: {reason}.", "", f"Remove `{key}`."
         )
     _check_training(run)
+    _check_stream(run)
     _check_precision(run)
     _check_checkpoint(run)
     axes = resolve_axes(run.parallelism, world_size)

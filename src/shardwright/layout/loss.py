@@ -22,13 +22,14 @@ WORTHWHILE = 4
 """Chunks from which on `auto` makes the loss in chunks: below, whole logits are no peak of memory."""
 
 
-def _kind(device: str, dtype: str) -> str:
-    return f"{device} bf16" if dtype == "bf16" else device
+def chunk_bytes(device: str, dtype: str) -> int:
+    """fp32 logits of a chunk on a device of this kind; dtype: of compute."""
+    return CHUNK_BYTES[f"{device} bf16" if dtype == "bf16" else device]
 
 
 def loss_chunk_tokens(vocabulary: int, device: str, dtype: str) -> int:
     """Tokens of a chunk of logits over `vocabulary` rows on a device of this kind; dtype: of compute."""
-    tokens = CHUNK_BYTES[_kind(device, dtype)] // (4 * vocabulary)
+    tokens = chunk_bytes(device, dtype) // (4 * vocabulary)
     return max(64, tokens // 64 * 64)
 
 
@@ -43,5 +44,5 @@ def chunk_tokens(run: RunFile, axes: Axes, vocabulary: int, device: str) -> int:
     rows = max(t.per_device_train_batch_size, t.per_device_eval_batch_size or 0)
     whole = rows * run.data.max_length // axes.cp * local * 4
     dtype = run.precision.param_dtype
-    worthwhile = whole >= WORTHWHILE * CHUNK_BYTES[_kind(device, dtype)]
+    worthwhile = whole >= WORTHWHILE * chunk_bytes(device, dtype)
     return loss_chunk_tokens(local, device, dtype) if worthwhile else 0

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from contextlib import suppress
 from datetime import UTC, datetime
-from pathlib import Path
 
 now = time.perf_counter
 """Seconds on a monotonic clock; only differences mean something."""
 
 sleep = time.sleep
+_of_thread = threading.local()
 
 
 def busy() -> float:
@@ -20,7 +22,11 @@ def busy() -> float:
     collective has not. NaN where the kernel does not tell (it is Linux's schedstat).
     """
     with suppress(OSError, ValueError):
-        running, ready, _ = Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()
+        if not hasattr(_of_thread, "figures"):
+            _of_thread.figures = os.open(
+                "/proc/thread-self/schedstat", os.O_RDONLY
+            )  # stays open: half the time
+        running, ready, _ = os.pread(_of_thread.figures, 100, 0).split()
         return (int(running) + int(ready)) * 1e-9
     return float("nan")
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-PHASES = ("forward", "backward", "update", "save")
+PHASES = ("forward", "backward", "update", "evaluate", "save")
 
 
 @dataclass
@@ -91,7 +91,11 @@ class LiveMemory(TorchDispatchMode):
         if key in self._refs and self._refs[key]() is not None:
             return
         width = tensor.shape[-1] if tensor.dim() else 0
-        block = _Block(storage.nbytes(), str(func), self._now(), width, torch._C._current_graph_task_id())
+        task = torch._C._current_graph_task_id()
+        self._take(storage, _Block(storage.nbytes(), str(func), self._now(), width, task))
+
+    def _take(self, storage: Any, block: _Block) -> None:
+        key = storage._cdata
         self._refs[key] = ref(storage, partial(self._freed, key, block))
         self._blocks[key] = block
         self._changed(block.size, block)
@@ -151,6 +155,14 @@ class LiveMemory(TorchDispatchMode):
         """From now on it is `phase`; the backward passes within `forward` are told apart by themselves."""
         self.phase = phase
         self._note(phase)
+
+    def hold(self, category: str, tensors: Iterable[Tensor]) -> None:
+        """Counts tensors that were made before this context was entered."""
+        for tensor in tensors:
+            plain = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            storage = plain.untyped_storage()
+            if plain.device.type == self.device and storage._cdata not in self._blocks:
+                self._take(storage, _Block(storage.nbytes(), "", self.phase, 0, -1, category))
 
     def label(self, category: str, tensors: Iterable[Tensor]) -> None:
         """Says what the storages of `tensors` are for; the first word on a storage stays."""

@@ -69,7 +69,8 @@ class Window:
 
     seconds: its length. compute: some operator or kernel ran. products: of that, matrix products and attention.
     exposed: some communication ran and no compute. idle: neither: on a CPU the interpreter, on a GPU the host is late.
-    by_axis: longest exposed first; spans of two axes at once count for both.
+    by_axis: longest exposed first; spans of two axes at once count for both. exposed_axes: exposed seconds of each axis,
+    moments in which several of its collectives run counted once.
     """
 
     seconds: float
@@ -78,6 +79,7 @@ class Window:
     exposed_seconds: float
     idle_seconds: float
     by_axis: tuple[Communicated, ...] = field(default=())
+    exposed_axes: Mapping[str, float] = field(default_factory=dict)
 
     def per(self, updates: int) -> Window:
         """The same, of one of `updates` updates."""
@@ -92,14 +94,8 @@ class Window:
             self.exposed_seconds / updates,
             self.idle_seconds / updates,
             tuple(parts),
+            {axis: seconds / updates for axis, seconds in self.exposed_axes.items()},
         )
-
-    def exposed_of(self) -> dict[str, float]:
-        """Exposed seconds by axis."""
-        sums: dict[str, float] = defaultdict(float)
-        for one in self.by_axis:
-            sums[one.axis] += one.exposed_seconds
-        return dict(sums)
 
 
 @contextmanager
@@ -156,8 +152,10 @@ def _window(
     computed = union(span for _, span in compute)
     products = [span for name, span in compute if _is_product(name)]
     grouped: dict[tuple[str, str], list[Span]] = defaultdict(list)
+    of_axis: dict[str, list[Span]] = defaultdict(list)
     for axis, kind, span in calls:
         grouped[axis, kind].append(span)
+        of_axis[axis].append(span)
     every = [span for _, _, span in calls]
     whole = (min(e.start for e in events), max(e.end for e in events)) if events else (0.0, 0.0)
     by_axis = [
@@ -171,6 +169,7 @@ def _window(
         length(difference(every, computed)) * 1e-6,
         length(difference([whole], [*computed, *every])) * 1e-6,
         tuple(sorted(by_axis, key=lambda one: -one.exposed_seconds)),
+        {axis: length(difference(spans, computed)) * 1e-6 for axis, spans in of_axis.items()},
     )
 
 

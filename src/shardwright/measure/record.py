@@ -187,7 +187,9 @@ class Progress:
         """`values` as logged; `update` is the one just done, counted from 0."""
         line = _line(update + 1, self._total, values, left_seconds)
         if self._live is None:
-            self._console.print(line, highlight=False, soft_wrap=True)
+            print(
+                line, file=self._console.file, flush=True
+            )  # nothing in it to style, and a fifth of the time
         else:
             done = (update + 1) / self._total
             bar = "━" * round(20 * done) + "╶" * (20 - round(20 * done))

@@ -137,6 +137,12 @@ def _from_directory(spec: Model, recorder: Recorder) -> nn.Module:
     config = read_config(spec)
     if spec.init == "pretrained":
         read_headers(model_directory(spec))
+    if getattr(config, "output_router_logits", False):
+        raise ModelError(
+            f"{config.model_type} asks for the auxiliary loss of its routers (output_router_logits).",
+            "It is a mean over the tokens of one forward, so that microbatches and layouts would change the objective.",
+            "Set output_router_logits to false in config.json or model.config_overrides.",
+        )
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise ModelError(
             f"{config.model_type} has no causal language model in Transformers.",

@@ -23,11 +23,12 @@ from shardwright.parallel.casting import compute_in
 from shardwright.parallel.chunked_loss import ChunkedHead, LossChunks, find_loss_chunks
 from shardwright.parallel.context import ContextPlace, split_attention
 from shardwright.parallel.context_rules import check_context_model
-from shardwright.parallel.data_parallel import BUCKET_BYTES, Replicated, Sharded, ShardOptions, Summed
+from shardwright.parallel.data_parallel import Sharded, ShardOptions
 from shardwright.parallel.document_rules import check_packed_model
 from shardwright.parallel.mesh import replica_group, shard_mesh
 from shardwright.parallel.pipeline import Pipelined, Ties
 from shardwright.parallel.recompute import compile_block, recompute_block
+from shardwright.parallel.replicated import BUCKET_BYTES, Replicated
 from shardwright.parallel.stages import Cut, Stage, cut_stages, plan_cut, stage_parts, tied_over_stages
 from shardwright.parallel.tensor import TensorParallel
 from shardwright.parallel.tensor_plan import plan_tensor
@@ -47,7 +48,7 @@ def parallelize(
     chunks: how the head makes its loss where targets are announced to it (see `ChunkedHead`); None: it gives logits.
     Order: cut into stages; layers divided over tensor-parallel ranks; attention over context-parallel ranks, or over
     documents; recompute inside, compile around it, sharding around both; then weights, so that a rank only ever fills
-    its part. `ddp` needs filled parameters before it can wrap them.
+    its part. `ddp` watches filled parameters.
     """
     whole, p = find_parts(model), run.parallelism
     cut = plan_cut(model, run.model, stages_of(p)) if p.pp_size > 1 else None
@@ -70,7 +71,7 @@ def parallelize(
             recompute_block(model.get_submodule(name), run.memory.activation_checkpointing)
         if run.memory.compile:
             compile_block(model.get_submodule(name))
-    kinds: Sequence[Replicated | Summed | Sharded]
+    kinds: Sequence[Replicated | Sharded]
     if p.data_parallel == "ddp":
         kinds = [_replicated(model, stages, run, mesh, device)]
     else:
@@ -78,23 +79,20 @@ def parallelize(
         kinds = _sharded(model, roots, in_row, run, mesh, device)
     kinds[-1].finishers = (tensor.finish_gradients,) if tensor is not None else ()
     if cut is None:
-        assert not isinstance(kinds[0], Summed), "only stages are summed afterwards"
         return kinds[0]
     return pipelined(model, stages, kinds, mesh, p, whole, cut, DTYPES[run.precision.param_dtype])
 
 
 def _replicated(
     model: nn.Module, stages: Sequence[Stage], run: RunFile, mesh: DeviceMesh, device: torch.device
-) -> Replicated | Summed:
+) -> Replicated:
     reduce_dtype = DTYPES[run.precision.reduce_dtype]
     # a stage holds what fully_shard and materialise know of it
     filled = nn.ModuleList([model, *stages]) if stages else model
     materialise(filled, run.model, seed=run.training.seed, device=device)
     compute_in(model, DTYPES[run.precision.param_dtype])
     group, bucket_bytes = replica_group(mesh), run.parallelism.bucket_bytes or BUCKET_BYTES[device.type]
-    if stages:
-        return Summed(model, group, bucket_bytes, reduce_dtype)
-    return Replicated(model, group, bucket_bytes, reduce_dtype, find_unused=not uses_every_parameter(model))
+    return Replicated(model, group, bucket_bytes, reduce_dtype, overlap=not stages)
 
 
 def _sharded(
@@ -150,7 +148,7 @@ def context_place(run: RunFile, mesh: DeviceMesh) -> ContextPlace | None:
 def pipelined(
     model: nn.Module,
     stages: Sequence[Stage],
-    kinds: Sequence[Replicated | Summed | Sharded],
+    kinds: Sequence[Replicated | Sharded],
     mesh: DeviceMesh,
     p: Parallelism,
     whole: Parts,
@@ -178,12 +176,6 @@ def shard_options(run: RunFile) -> ShardOptions:
         reduce_dtype=DTYPES[run.precision.reduce_dtype],
         cpu_offload=run.memory.cpu_offload == "params",
     )
-
-
-def uses_every_parameter(model: nn.Module) -> bool:
-    """Whether each forward is known to use all parameters: dense Transformers models; not experts, nor a user's module."""
-    config = getattr(model, "config", None)
-    return config is not None and not any("expert" in key for key in config.to_dict())
 
 
 def shard_units(model: nn.Module, parts: Parts, unit: str | int) -> list[list[nn.Module]]:

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: this rank's stages under a schedule of `torch.distributed.pipelining`.
+"""Pipeline parallelism: this rank's stages under a schedule, run by `torch.distributed.pipelining` or `action_list.py`.
 
 Each microbatch of the update is one microbatch of the pipeline. The last stage divides its loss by the target tokens of the
 whole update and torch scales nothing (`scale_grads=False`), so gradients are those of the unsplit model. Data parallelism
@@ -24,7 +24,8 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.tensor import DTensor
 
 from shardwright.config.schema import Schedule
-from shardwright.layout.schedule import stage_rank
+from shardwright.layout.schedule import rank_actions, stage_rank
+from shardwright.parallel.action_list import ActionList
 from shardwright.parallel.stages import Stage
 
 SCHEDULES: dict[str, Any] = {
@@ -35,6 +36,8 @@ SCHEDULES: dict[str, Any] = {
     "zbv": torch_schedules.ScheduleZBVZeroBubble,
 }
 ONE_STAGE = ("gpipe", "1f1b")
+LISTED = ("gpipe", "1f1b", "interleaved_1f1b")
+"""Schedules of whole backwards between ranks: on the CPU their lists are run by `ActionList`, elsewhere by torch."""
 
 
 class DataParallelKind(Protocol):
@@ -67,10 +70,17 @@ class _Runner(nn.Module):
         self.stage, self.kind, self.work, self.microbatch = stage, kind, work, 0
 
     def forward(self, x: Tensor) -> Tensor:
-        k, stage, work = self.microbatch, self.stage, self.work
+        return self.compute_forward(self.microbatch, x)
+
+    def compute_forward(self, k: int, x: Tensor | None) -> Tensor:
+        stage, work = self.stage, self.work
         work.seed(k, stage.index)
         output = stage(work.ids[k] if stage.is_first else x, **work.arguments[k])
         return work.loss(output, k) if stage.is_last else output
+
+    def compute_backward(self, output: Tensor, gradient: Tensor | None, last: bool) -> None:
+        with self.kind.microbatch(last=last):
+            torch.autograd.backward(output, gradient)
 
 
 class _TorchStage(PipelineStage):
@@ -159,14 +169,31 @@ class Pipelined:
         Gradients are not complete before `finish_gradients`. Shapes may differ from call to call, not within one.
         """
         for stage in self.stages:
-            stage.train()
+            if not stage.training:  # behind an evaluation
+                stage.train()
         vars(self._work).update(ids=ids, seed=seed, loss=loss, arguments=arguments)
+        if ids[0].device.type == "cpu" and self.schedule in LISTED:
+            self._action_list(ids).run()
+            return
         schedule = self.torch_schedule(len(ids), ids[0])
         # Stages look up their microbatch by number: torch sees numbers in place of ids and targets.
         numbers = torch.zeros(len(ids), dtype=torch.int64, device=ids[0].device)
         inputs = (numbers,) if self.stages[0].is_first else ()
         target = numbers if self.stages[-1].is_last else None
         schedule.step(*inputs, target=target, losses=[], return_outputs=False)
+
+    def _action_list(self, ids: Sequence[Tensor]) -> ActionList:
+        """This rank's part of the schedule for microbatches like `ids`, without torch's runtime."""
+        count = self.stages[0].count
+        chunks = count // self._size
+        return ActionList(
+            rank_actions(self.schedule, self._size, chunks, len(ids), self._rank),
+            {runner.stage.index: runner for runner in self._runners},
+            count,
+            self.rank_of,
+            self._group,
+            lambda: self._hidden(ids[0], ids[0].device),
+        )
 
     def torch_schedule(self, microbatches: int, ids: Tensor) -> Any:
         """torch's schedule for so many microbatches like `ids`; made anew when the number or the shape changes.

@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from shardwright.models.generators import seed_generators
+
 _ODD = 0x9E3779B97F4A7C15
 """Times a rank, an odd number changes the low bits too, which are all that the CPU generator uses."""
 
@@ -30,7 +32,7 @@ class Streams:
         drawn = int(torch.randint(2**62, (), device="cpu"))
         on_device = None if self._device is None else self._device.get_rng_state()
         self._common = (torch.get_rng_state(), on_device)
-        torch.manual_seed((drawn + self._rank * _ODD) % 2**63)
+        seed_generators((drawn + self._rank * _ODD) % 2**63)
 
     def common(self) -> None:
         """From here on this rank draws the numbers that its peers draw."""

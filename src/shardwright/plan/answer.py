@@ -102,10 +102,8 @@ def describe(search: Search, choice: Choice, *, composition: bool = True) -> Des
     moment = found.moment if found else ""
     tokens = job.global_batch_size * job.max_length
     rate = tokens / choice.seconds
-    flops = model_flops(job.shape, job.max_length).total
-    again = (
-        recompute_flops(job.shape, job.max_length, layout.recompute) if layout.recompute == "full" else 0.0
-    )
+    flops = model_flops(job.shape, job.attended).total
+    again = recompute_flops(job.shape, job.attended, layout.recompute) if layout.recompute == "full" else 0.0
     peak_flops = search.device.peak(job.param_dtype)
     return Described(
         name=layout_name(layout),

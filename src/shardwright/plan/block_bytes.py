@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from shardwright.layout.combine import SPLIT_BACKWARD
-from shardwright.layout.loss import CHUNK_BYTES, WORTHWHILE, loss_chunk_tokens
+from shardwright.layout.loss import WORTHWHILE, chunk_bytes, loss_chunk_tokens
 from shardwright.plan.activations import (
     Kept,
     block_kept,
@@ -113,7 +113,7 @@ def in_chunks(job: Job, program: Program, logits: float, layout: Layout) -> bool
     """Whether the loss over so many logits of a microbatch is made in chunks."""
     if job.loss != "auto":
         return job.loss == "chunked"
-    large = 4 * logits >= WORTHWHILE * CHUNK_BYTES["cuda"]
+    large = 4 * logits >= WORTHWHILE * chunk_bytes(job.device_kind, job.param_dtype)
     return program.own and large and layout.schedule not in SPLIT_BACKWARD
 
 
@@ -122,7 +122,7 @@ def _own_chunks(job: Job, logits: float, layout: Layout) -> tuple[float, float, 
     tokens, hidden = logits / vocabulary, job.shape.hidden
     made = tokens * hidden * width + vocabulary * hidden * max(width, 4)
     chunk = (
-        min(tokens, loss_chunk_tokens(vocabulary, "cuda", job.param_dtype))
+        min(tokens, loss_chunk_tokens(vocabulary, job.device_kind, job.param_dtype))
         * vocabulary
         * (2 * width + max(width, 4))
     )

@@ -29,13 +29,28 @@ SLIGHTLY_LESS = 1 - 1e-9
 """Bounds add up in another order than predictions do."""
 
 
+Edge = tuple[float, float, float, float]
+"""Forward and backward seconds of the head, then of the embedding."""
+
+
 class Bounded(NamedTuple):
-    """A cell with the seconds and the bytes of activations that it needs at least, and the rank that works longest."""
+    """A cell with the seconds and the bytes of activations that it needs at least, and the rank that works longest.
+
+    block, edge: of one microbatch.
+    """
 
     seconds: float
     worst: RankKind
     kept: float
     cell: Cell
+    block: BlockSeconds
+    edge: Edge
+
+    @property
+    def backward(self) -> float:
+        """Seconds of the backward pass of one microbatch on the rank that works longest."""
+        blocks, first, last = self.worst
+        return blocks * self.block.backward + last * self.edge[1] + first * self.edge[3]
 
 
 class Bounds:
@@ -129,7 +144,7 @@ class Bounds:
                         seconds, worst = self._floor(shell.pp, schedule, chunks, count, block, edge, send)
                         if seconds < limit:
                             cell = Cell(shell, schedule, chunks, microbatch, count, recompute)
-                            found.append(Bounded(seconds, worst, saved * held, cell))
+                            found.append(Bounded(seconds, worst, saved * held, cell, block, edge))
         found.sort(key=itemgetter(0))
         return found
 
@@ -191,7 +206,8 @@ class Bounds:
         block, (edge, send) = self._block(shell, rows, cell.recompute), self._edges(shell, rows)
         floor = self._floor(shell.pp, cell.schedule, cell.chunks, cell.microbatches, block, edge, send)
         held = self._held(shell.pp, cell.schedule, cell.chunks, cell.microbatches)
-        return Bounded(*floor, self._saved_bytes(shell, rows, cell.recompute) * held, cell)
+        kept = self._saved_bytes(shell, rows, cell.recompute) * held
+        return Bounded(*floor, kept, cell, block, edge)
 
     def _floor(
         self,
@@ -200,7 +216,7 @@ class Bounds:
         chunks: int,
         microbatches: int,
         block: BlockSeconds,
-        edge: tuple[float, float, float, float],
+        edge: Edge,
         send: float,
     ) -> tuple[float, RankKind]:
         """`Clock.step` without anything that depends on the data-parallel axes, and the rank that works longest.
@@ -260,7 +276,7 @@ class Bounds:
     def _block(self, shell: Shell, rows: int, recompute: Recompute) -> BlockSeconds:
         return self.clock.block_at(shell.tp, shell.cp, shell.pp, self.devices, rows, recompute)
 
-    def _edges(self, shell: Shell, rows: int) -> tuple[tuple[float, float, float, float], float]:
+    def _edges(self, shell: Shell, rows: int) -> tuple[Edge, float]:
         """`Clock.edge` and `Clock.send` of one microbatch."""
         axes = Axes(shell.pp, 1, shell.data, shell.cp, shell.tp)
         layout = Layout(axes, "ddp", rows, sequence_parallel=shell.tp > 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardwright.plan.network import Line, all_reduce_lines, gather_line, group_of
-from shardwright.plan.rank_time import RankClock, RankSeconds
+from shardwright.plan.rank_time import RankClock, RankKind, RankSeconds
 
 if TYPE_CHECKING:
     from shardwright.plan.device import Device
@@ -195,10 +195,16 @@ class DataParallelClock(RankClock):
         """Seconds of reducing one unit of zero1 or zero2."""
         return self._one_reduction(layout, self._piece(layout, 0.0))
 
-    def least_once(self, layout: Layout, rank: RankSeconds, one: float) -> float:
-        """Seconds that zero1 or zero2 add to an update on `rank`, at least, where a unit takes `one`."""
-        pieces = rank.parameters * self._reduce_size / self._piece(layout, 0.0)
-        count = layout.microbatches(self.job)
-        reductions = count if layout.data_parallel == "zero2" else 1
-        accumulate = count * rank.parameters * self.software.accumulate_bytes / self._speed
-        return (reductions * self._after(pieces, one, rank.backward) + accumulate) * (1 - 1e-9)
+    def least_once(
+        self, kind: str, tp: int, worst: RankKind, backward: float, microbatches: int, one: float
+    ) -> float:
+        """Seconds that zero1 or zero2 add to an update, at least, where a unit of one block takes `one`.
+
+        On the rank that works longest; `backward`: of its blocks, embedding and head, in one microbatch.
+        """
+        parameters = self.parameters(tp, worst)[1]
+        pieces = parameters / (self._block_split / tp + self._block_whole)
+        accumulate = parameters * self.software.accumulate_bytes / self._speed
+        reductions = microbatches if kind == "zero2" else 1
+        reduced = self._after(pieces, one, backward + accumulate)
+        return (reductions * reduced + microbatches * accumulate) * (1 - 1e-9)

@@ -223,15 +223,16 @@ def _time(s: Subject) -> list[str]:
 
 def _utilisation(s: Subject, counts_recompute: bool) -> list[str]:
     job, length = s.job, s.job.max_length
-    flops = model_flops(job.shape, length)
+    flops = model_flops(job.shape, job.attended)
     lines = [
-        f"FLOPs per token: blocks {flops.blocks:.4g} + attention 12 L H d_h S = {flops.attention:.4g} (full, not halved for "
-        f"causal) + head {flops.head:.4g} = {flops.total:.4g}; embedding lookup 0  [arch/flops.py]"
+        f"FLOPs per token: blocks {flops.blocks:.4g} + attention 12 L H d_h S = {flops.attention:.4g} "
+        f"(S {job.attended:,.0f}, full, not halved for causal) + head {flops.head:.4g} = {flops.total:.4g}; "
+        "embedding lookup 0  [arch/flops.py]"
     ]
     total = flops.total
     if counts_recompute:
         # Selective recomputation keeps matrix products and attention: what it repeats has next to no FLOPs.
-        again = recompute_flops(job.shape, length, "full") if s.layout.recompute == "full" else 0.0
+        again = recompute_flops(job.shape, job.attended, "full") if s.layout.recompute == "full" else 0.0
         total += again
         lines.append(f"+ recomputed ({s.layout.recompute}) {again:.4g} = {total:.4g}")
     if s.time is None:

@@ -41,7 +41,7 @@ def compute_lines(clock: Clock, layout: Layout) -> Iterator[str]:
         device,
         layout.microbatch_rows,
         job.max_length / a.cp,
-        job.max_length,
+        job.attended,
         s.heads / a.tp,
         s.head_dim,
         job.param_dtype,
@@ -49,7 +49,7 @@ def compute_lines(clock: Clock, layout: Layout) -> Iterator[str]:
         clock.software.attention_rate,
     )
     flops = attention_flops(
-        layout.microbatch_rows, job.max_length / a.cp, job.max_length, s.heads / a.tp, s.head_dim
+        layout.microbatch_rows, job.max_length / a.cp, job.attended, s.heads / a.tp, s.head_dim
     )
     yield (
         f"  attention ({job.attention}, causal): {format_flops(flops)} forward in "

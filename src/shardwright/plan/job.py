@@ -26,7 +26,9 @@ class Job:
     `precision`: compute, gradient reduction, and stored weights with optimizer states (a bf16 compute dtype
     with an fp32 master keeps the master copy as the only stored weights with zero*, and both copies with
     ddp). attention `flash`: no tokens x tokens matrix is kept. loss `chunked`: logits of a part of the targets
-    at a time; `auto`: as `layout/loss.py` decides for a run of our own, else whole.
+    at a time; `auto`: as `layout/loss.py` decides for a run of our own, else whole. document_length: of packed rows, the mean
+    length of a document, each weighted by its tokens; None where a row is one document. device_kind: whose caches decide
+    how large a chunk of the loss is.
     """
 
     shape: Shape
@@ -38,6 +40,13 @@ class Job:
     optimizer: str = "adamw"
     attention: Attention = "flash"
     loss: Loss = "full"
+    document_length: float | None = None
+    device_kind: Literal["cuda", "cpu"] = "cuda"
+
+    @property
+    def attended(self) -> float:
+        """Tokens that attention works over: of a row, or of a document in it."""
+        return min(self.document_length or self.max_length, self.max_length)
 
 
 @dataclass(frozen=True)

@@ -179,8 +179,9 @@ def block_time(
     recompute: Recompute,
     attention: Attention,
     dtype: str,
+    attended: float,
 ) -> BlockTime:
-    """Times of one block for `rows` rows of `length` tokens, split over tp and cp ranks."""
+    """Times of one block for `rows` rows of `length` tokens, in documents of `attended`, split over tp and cp ranks."""
     s, e = shape, device.efficiency
     m = rows * length / cp
     qkv_f, qkv_b = _products(device, m, s.hidden, (s.query_width + 2 * s.kv_width) / tp, dtype)
@@ -188,7 +189,15 @@ def block_time(
     up_f, up_b = _products(device, m, s.hidden, (2 if s.gated else 1) * s.ffn / tp, dtype)
     down_f, down_b = _products(device, m, s.ffn / tp, s.hidden, dtype)
     att_f, att_b = attention_seconds(
-        device, rows, length / cp, length, s.heads / tp, s.head_dim, dtype, attention, software.attention_rate
+        device,
+        rows,
+        length / cp,
+        attended,
+        s.heads / tp,
+        s.head_dim,
+        dtype,
+        attention,
+        software.attention_rate,
     )
     size = DTYPE_BYTES[dtype]
     hidden = m * s.hidden / (tp if sequence_parallel else 1) * software.hidden_passes

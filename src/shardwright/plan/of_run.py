@@ -28,6 +28,7 @@ def job_of(run: RunFile, shape: Shape) -> Job:
         t.optimizer,
         "eager" if run.model.attn_implementation == "eager" else "flash",
         loss_of(run),
+        device_kind="cpu" if run.hardware.device == "cpu" else "cuda",
     )
 
 

@@ -79,6 +79,7 @@ class RankClock:
         self._blocks: dict[tuple, BlockSeconds] = {}
         self._edges: dict[tuple, tuple[float, float, float, float]] = {}
         self._rank_seconds: dict[tuple, list[RankSeconds]] = {}
+        self._parameters: dict[tuple[int, RankKind], tuple[float, float]] = {}
         number = counts(job.shape)
         self._block_split, self._block_whole = number.block_split, number.block_whole
         self._embedding = number.embedding + number.positions
@@ -129,6 +130,7 @@ class RankClock:
             layout.recompute,
             job.attention,
             job.param_dtype,
+            job.attended,
         )
         tokens = layout.microbatch_rows * job.max_length / a.cp
         tp = group_of(a.tp, 1, device.node.devices)
@@ -186,19 +188,27 @@ class RankClock:
             found = self._edges[key] = (head[0] + one, head[1] + one, embedding[0] + one, embedding[1] + one)
         return found
 
+    def parameters(self, tp: int, kind: RankKind) -> tuple[float, float]:
+        """Parameters of a pipeline rank of this kind: of embedding and head, and all."""
+        found = self._parameters.get((tp, kind))
+        if found is None:
+            n, first, last = kind
+            edge = (first * self._embedding + last * (self._head + (not first) * self._tied_head)) / tp
+            found = edge, n * (self._block_split / tp + self._block_whole) + edge
+            self._parameters[tp, kind] = found
+        return found
+
     def rank(self, layout: Layout, kind: RankKind, number: int = 1) -> RankSeconds:
         """One microbatch on a pipeline rank of this kind, without the data-parallel axes."""
         n, first, last = kind
         b = self.block(layout)
         head_f, head_b, embedding_f, embedding_b = self.edge(layout)
-        forward, backward, edge = n * b.forward, n * b.backward, 0.0
+        forward, backward = n * b.forward, n * b.backward
         if first:
-            forward, backward, edge = forward + embedding_f, backward + embedding_b, self._embedding
+            forward, backward = forward + embedding_f, backward + embedding_b
         if last:
             forward, backward = forward + head_f, backward + head_b
-            edge += self._head + (0 if first else self._tied_head)
-        edge /= layout.axes.tp
-        parameters = n * (self._block_split / layout.axes.tp + self._block_whole) + edge
+        edge, parameters = self.parameters(layout.axes.tp, kind)
         if not self._each_microbatch(layout):
             backward += parameters * self.software.accumulate_bytes / self._speed
         return RankSeconds(number, n, forward, backward, n * b.weights, edge, parameters)

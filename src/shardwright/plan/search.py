@@ -9,13 +9,14 @@ and the finest sharding need least.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import inf, log
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardwright.plan.bounds import Bounded, Bounds
-from shardwright.plan.data_parallel_time import exposed
+from shardwright.plan.data_parallel_time import Window, exposed
 from shardwright.plan.job import Job, Layout
 from shardwright.plan.program import SHARDWRIGHT, Program
 from shardwright.plan.space import (
@@ -118,7 +119,7 @@ class Search(Bounds):
         self._fastest, self._seconds = inf, dict[str, float]()
         self._lean: dict[tuple[Cell, str], bool] = {}
         self._leanest: dict[tuple[Shell, str], tuple[Layout, float] | None] = {}
-        self._transfers: dict[tuple[Shell, str], list[tuple[float, float]]] = {}
+        self._transfers: dict[tuple[Shell, str], tuple[list[tuple[float, float]], tuple[float, float]]] = {}
         self._leans: dict[tuple[Cell, str], Layout | None] = {}
         self._families: dict[tuple[Shell, str], str] = {}
 
@@ -275,47 +276,58 @@ class Search(Bounds):
             known = self._lean[key] = layout is not None and self.fits(layout)
         return known
 
-    def _options(self, bound: Bounded, kind: str, best: float) -> list[tuple[int, bool]]:
+    def _options(self, bound: Bounded, kind: str, best: float) -> Sequence[tuple[int, bool]]:
         """The splits of the cell that may take less than `best` seconds, by the collectives that they add to its bound."""
-        cell = bound.cell
-        shell, every = cell.shell, splits(cell.shell.data, cell.shell.cp, kind)
-        lean = self._lean_of(cell, kind)
-        if lean is None or kind not in SHARDED or not self.clock.software.reduces_units:
-            return list(every)
-        key = (shell, kind)
-        found = self._transfers.get(key)
-        updates = kind in ("zero1", "zero2")
-        if found is None:
+        cell, clock = bound.cell, self.clock
+        shell = cell.shell
+        every = splits(shell.data, shell.cp, kind)
+        if not every or kind not in SHARDED or not clock.software.reduces_units:
+            return every
+        found, quickest = self._transfers_of(cell, kind)
+        left = best - bound.seconds
+        if kind in ("zero1", "zero2"):
+            known = kind, shell.tp, bound.worst, bound.backward, cell.microbatches
+            if clock.least_once(*known, quickest[0]) >= left:
+                return ()
+            return [split for split, one in zip(every, found) if clock.least_once(*known, one[0]) < left]
+        # The waits of the microbatches, and of those that pass while the pipeline fills.
+        left /= (cell.microbatches + (shell.pp - 1) / cell.chunks) * bound.worst.blocks
+        layers, block = self.job.shape.layers // (shell.pp * cell.chunks), bound.block
+        window = Window(1, layers, layers > 1, block.forward, block.backward, clock.software.overlap_slowdown)
+        if exposed(window, *quickest) >= left:
+            return ()
+        return [split for split, one in zip(every, found) if exposed(window, *one) < left]
+
+    def _transfers_of(self, cell: Cell, kind: str) -> tuple[list[tuple[float, float]], tuple[float, float]]:
+        """Seconds of a unit's collectives for each split of the cell's shell, and the least of each column.
+
+        Two columns as in `unit_transfers`; of zero1 and zero2 the reduction only, in the first.
+        """
+        key = (cell.shell, kind)
+        known = self._transfers.get(key)
+        if known is None:
             layouts = variants(cell, kind)
-            if updates:
+            if kind in ("zero1", "zero2"):
                 found = [(self.clock.unit_reduction(layout), 0.0) for layout in layouts]
             else:
                 found = [self.clock.unit_transfers(layout) for layout in layouts]
-            self._transfers[key] = found
-        left = best - bound.seconds
-        if updates:
-            rank = self.clock.rank(lean, bound.worst)
-            return [s for s, one in zip(every, found) if self.clock.least_once(lean, rank, one[0]) < left]
-        # The waits of the microbatches, and of those that pass while the pipeline fills.
-        left /= (cell.microbatches + (shell.pp - 1) / cell.chunks) * bound.worst.blocks
-        window = self.clock.window(lean)
-        quickest = min([one[0] for one in found]), min([one[1] for one in found])
-        if exposed(window, *quickest) >= left:
-            return []
-        return [split for split, one in zip(every, found) if exposed(window, *one) < left]
+            quickest = min(one[0] for one in found), min(one[1] for one in found)
+            known = self._transfers[key] = found, quickest
+        return known
 
     def _cell(self, bound: Bounded, kind: str) -> bool:
         """Times the layouts of a cell that may be of interest; False when its leanest one does not fit."""
         cell = bound.cell
         family = self._family(cell.shell, kind)
         best = self._limit(family)
-        if bound.seconds >= best:
-            return True
         if best == inf and not self._lean_fits(cell, kind):
             return False
+        options = self._options(bound, kind, best)
+        if not options:
+            return True
         stage_blocks = self.stage_blocks(cell)
         timed: list[tuple[Layout, StepTime]] = []
-        for replicate, reshard in self._options(bound, kind, best):
+        for replicate, reshard in options:
             layout = variant(cell, kind, replicate, reshard)
             time = self.clock.step(layout, stage_blocks)
             if time.total < best:

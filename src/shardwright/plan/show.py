@@ -64,8 +64,9 @@ def head(a: Answer) -> Iterator[str]:
         f"{name}: {format_count(a.parameters)} parameters on {a.devices:,} x {a.device} "
         f"({gib(a.capacity_bytes)} each)"
     )
+    packed = f" in documents of {job.attended:,.0f}" if job.document_length else ""
     yield (
-        f"Update: {job.global_batch_size:,} rows of {job.max_length:,} tokens; {job.param_dtype} compute, "
+        f"Update: {job.global_batch_size:,} rows of {job.max_length:,} tokens{packed}; {job.param_dtype} compute, "
         f"{job.reduce_dtype} reduction, "
         f"{job.master_dtype} weights, {job.optimizer}"
     )

@@ -34,6 +34,10 @@ COMPILED: dict[str, Any] = {
     "host_backward": 0.3e-3,
 }
 """What torch.compile changes: fused element-wise kernels, fewer launches."""
+PACKED = (
+    "data.batching is pack: attention is counted over whole rows, more than documents need; `shardwright inspect` prints "
+    "the --document-length to give here"
+)
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,7 @@ class Request:
     device: str | None = None
     max_length: int | None = None
     global_batch_size: int | None = None
+    document_length: float | None = None
     tokens: float | None = None
     param_dtype: str | None = None
     reduce_dtype: str | None = None
@@ -140,7 +145,11 @@ def make_search(request: Request) -> tuple[Search, Any]:
             )
         if value < 1:
             raise ConfigError(f"{key} = {value}, but must be at least 1.")
+    if request.document_length is not None and request.document_length <= 0:
+        raise ConfigError(f"--document-length {request.document_length}, but must be above 0.")
     precision = run.precision if run else None
+    on_cpu = bool(run and run.hardware.device == "cpu")
+    device = find_device(request.device or ("cpu" if on_cpu else "h100-sxm-80gb"))
     job = Job(
         _shape(request, run),
         int(needed["max_length"] or 0),
@@ -151,9 +160,8 @@ def make_search(request: Request) -> tuple[Search, Any]:
         optimizer=run.training.optimizer if run else "adamw",
         attention="eager" if run and run.model.attn_implementation == "eager" else "flash",
         loss=loss_of(run) if run else "auto",
-    )
-    device = find_device(
-        request.device or ("cpu" if run and run.hardware.device == "cpu" else "h100-sxm-80gb")
+        document_length=request.document_length,
+        device_kind="cpu" if on_cpu or device.name == "cpu" else "cuda",
     )
     compiled = request.compiled or bool(run and run.memory.compile)
     software = Software(**COMPILED) if compiled else Software()
@@ -292,7 +300,7 @@ def _answered(
     explain: str | None,
     write: Callable[[str], object],
 ) -> int:
-    search, _ = make_search(request)
+    search, run = make_search(request)
     if explain is not None:
         return _explain(search, explain, request.tokens, write)
     if compare is not None:
@@ -303,4 +311,6 @@ def _answered(
     else:
         for line in text(result, request.tokens):
             write(line)
+        if run is not None and run.data.batching == "pack" and request.document_length is None:
+            write(PACKED)
     return ExitCode.DONE if result.fits else ExitCode.NOTHING_FITS

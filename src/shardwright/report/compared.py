@@ -111,9 +111,7 @@ def side_by_side(subjects: Sequence[Subject]) -> Section:
     """Every run and every benched layout beside the others: speed with its spread, and memory."""
     layouts: list[Measured] = []
     for directory, _ in subjects:
-        layouts += directory.benched
-        if (own := directory.measured()) is not None:
-            layouts.append(own)
+        layouts += directory.all_measured
     lead = "Bars are medians, whiskers hold the middle half of the updates. Only layouts that train the same objective compare."
     title = "Layouts side by side"
     if len(layouts) < 2:

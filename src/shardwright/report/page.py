@@ -10,6 +10,7 @@ from shardwright import __version__
 from shardwright.errors import ConfigError
 from shardwright.report.compared import predicted_section, side_by_side
 from shardwright.report.figure import NA, Section, Table, duration, known, size
+from shardwright.report.measured import phase_figure, utilisation_section
 from shardwright.report.planned import Subject, memory_section, pipeline_section, traffic_section
 from shardwright.report.read import Directory, percentiles
 from shardwright.report.training import loss_section, run_steps, step_section, token_section
@@ -34,12 +35,14 @@ def sections(subjects: Sequence[Subject]) -> list[Section]:
         for directory in directories
         for layout in directory.benched
     ]
+    measured = [one for directory in directories for one in directory.all_measured]
     layouts = side_by_side(subjects)
     runs_first = any(directory.updates for directory in directories)
     return [
         *((loss_section(trained), layouts) if runs_first else (layouts, loss_section(trained))),
         step_section(steps, benched),
-        memory_section(subjects),
+        utilisation_section(measured),
+        memory_section(subjects, phase_figure(measured)),
         pipeline_section(subjects),
         traffic_section(subjects),
         token_section(trained),
@@ -49,7 +52,7 @@ def sections(subjects: Sequence[Subject]) -> list[Section]:
 
 def summary(subjects: Sequence[Subject]) -> Table:
     """One row of figures for each run and benched layout."""
-    headers = ("run", "layout", "last loss", "target tokens/s", "step p50", "peak memory", "padding")
+    headers = ("run", "layout", "last loss", "target tokens/s", "step p50", "MFU", "peak memory", "padding")
     rows = []
     for directory, found in subjects:
         layout = NA if isinstance(found, str) else found.layout
@@ -65,6 +68,7 @@ def summary(subjects: Sequence[Subject]) -> Table:
                     known(losses[-1] if own and losses else None, lambda v: f"{v:.4f}"),
                     known(rate, lambda v: f"{v:,.0f}"),
                     known(p50, duration),
+                    known(one.mfu, lambda v: f"{v:.1%}"),
                     known(one.peak_bytes, size),
                     known(one.padding, lambda v: f"{v:.1%}"),
                 )

@@ -28,8 +28,8 @@ def slug(part: str) -> str:
 # Memory
 
 
-def memory_section(subjects: Sequence[Subject]) -> Section:
-    """The planner's memory timeline of each run on its fullest rank."""
+def memory_section(subjects: Sequence[Subject], measured: Figure) -> Section:
+    """The planner's memory timeline of each run on its fullest rank, then the figure of what was measured."""
     lead = (
         "What is alive on the fullest rank from the first forward of an update to the optimizer step, as planned; "
         "the greatest that was measured as a line where there is a measurement."
@@ -38,7 +38,7 @@ def memory_section(subjects: Sequence[Subject]) -> Section:
         _peaks(i, directory) if directory.benched else _memory(i, directory, found)
         for i, (directory, found) in enumerate(subjects)
     )
-    return Section("memory", "Memory", lead, figures)
+    return Section("memory", "Memory", lead, (*figures, measured))
 
 
 def _memory(index: int, directory: Directory, found: Forecast | str) -> Figure:

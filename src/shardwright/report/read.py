@@ -17,7 +17,13 @@ from shardwright.layout.schedule import Action
 
 WARMUP_UPDATES = 2
 """First entries of a run that no time is taken from, as in the training loop."""
+EXPOSED = "comm/exposed_seconds/"
 METRICS, RUN_FILE, ENVIRONMENT, BENCH = "metrics.jsonl", "config.yaml", "environment.json", "bench.json"
+
+
+PHASES = ("forward", "backward", "update", "evaluate", "save")
+Communicated = tuple[str, str, float, float]
+"""(axis, collective, seconds that it runs in an update, seconds that no compute covers)."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +42,8 @@ class Measured:
 
     proven: its objective was checked against a single process; None: not asked. peak_bytes: allocated, of the fullest rank,
     composition what of at that moment. predicted: what the planner said when it was measured. schedule: the action lists of
-    the pipeline's ranks. verdict: what limits it, as a sentence.
+    the pipeline's ranks. verdict: what limits it, as a sentence. exposed: seconds of an
+    update by axis. phases: bytes at the peak of each.
     """
 
     name: str
@@ -51,6 +58,11 @@ class Measured:
     schedule: tuple[tuple[Action, ...], ...] = ()
     verdict: str = ""
     peer: bool = False
+    mfu: float | None = None
+    hfu: float | None = None
+    exposed: Mapping[str, float] = field(default_factory=dict)
+    communication: tuple[Communicated, ...] = ()
+    phases: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def by_axis(self) -> dict[str, float]:
@@ -65,8 +77,8 @@ class Measured:
 class Directory:
     """One directory that is reported on.
 
-    updates: the entries of metrics.jsonl that are of an update, evaluations the others, in order. missing: what is not there
-    -> why. notices: lines about what was left out.
+    updates: the entries of metrics.jsonl that are of an update, evaluations those with a loss of one, others all that are no
+    update, in order. missing: what is not there -> why. notices: lines about what was left out.
     """
 
     path: Path
@@ -75,6 +87,7 @@ class Directory:
     run_file: str
     updates: tuple[Mapping[str, Any], ...]
     evaluations: tuple[Mapping[str, Any], ...]
+    others: tuple[Mapping[str, Any], ...]
     environment: Mapping[str, Any]
     benched: tuple[Measured, ...]
     checkpoints: tuple[tuple[int, str], ...]
@@ -123,7 +136,40 @@ class Directory:
             ),
             self.largest("mem/peak_allocated_bytes"),
             self.padding,
+            mfu=self._middle("perf/mfu"),
+            hfu=self._middle("perf/hfu"),
+            exposed=self._exposed([float(entry["perf/step_seconds"]) for entry in timed]),
+            phases=self._phases(),
         )
+
+    @property
+    def all_measured(self) -> list[Measured]:
+        """The benched layouts and peers, and the run itself where an update was timed."""
+        own = self.measured()
+        return [*self.benched, *([own] if own else [])]
+
+    def _middle(self, key: str) -> float | None:
+        """The median of a metric over the updates whose times count."""
+        found = [value for entry in self.steady if (value := _number(entry.get(key))) is not None]
+        return median(found) if found else None
+
+    def _exposed(self, seconds: Sequence[float]) -> dict[str, float]:
+        """By axis, the median over profiled updates, each scaled to the usual one: a profiler slows what it looks at."""
+        found: dict[str, list[float]] = {}
+        for entry in self.updates:
+            for key in (key for key in entry if key.startswith(EXPOSED)):
+                share = float(entry[key]) / float(entry["perf/step_seconds"])
+                axis = key.removeprefix(EXPOSED).replace("all_ranks", "all ranks")
+                found.setdefault(axis, []).append(share * median(seconds))
+        return {axis: median(values) for axis, values in found.items()}
+
+    def _phases(self) -> dict[str, float]:
+        names = {f"mem/{phase}_peak_bytes": phase for phase in PHASES}
+        found: dict[str, float] = {}
+        for entry in (*self.updates, *self.others):
+            for key in names.keys() & entry.keys():
+                found[names[key]] = max(found.get(names[key], 0.0), _number(entry[key]) or 0.0)
+        return found
 
 
 def percentiles(values: Sequence[float]) -> tuple[float, float, float]:
@@ -158,6 +204,7 @@ def read_directory(path: Path) -> Directory:
         text,
         tuple(entry for entry in entries if "train/loss" in entry),
         tuple(entry for entry in entries if "eval/loss" in entry),
+        tuple(entry for entry in entries if "train/loss" not in entry),
         environment,
         tuple(_measured(layout) for layout in bench.get("layouts", ())),
         _checkpoints(path),
@@ -219,7 +266,7 @@ def _measured(layout: Mapping[str, Any]) -> Measured:
         for axis, collectives in (layout.get("traffic") or {}).items()
         for collective, row in collectives.items()
     ]
-    verdict = layout.get("verdict")
+    verdict, communication = layout.get("verdict"), layout.get("communication") or {}
     return Measured(
         str(layout["name"]),
         layout.get("proven"),
@@ -233,6 +280,15 @@ def _measured(layout: Mapping[str, Any]) -> Measured:
         tuple(tuple(Action(*action) for action in own) for own in layout.get("schedule") or ()),
         f"{verdict['limit']}: {verdict['evidence']}. Would help: {verdict['helps']}." if verdict else "",
         layout.get("kind") == "peer",
+        _number(layout.get("mfu")),
+        _number(layout.get("hfu")),
+        communication.get("exposed_axes") or {},
+        tuple(
+            (axis, kind, float(one["seconds"]), float(one["exposed_seconds"]))
+            for axis, kinds in (communication.get("by_axis") or {}).items()
+            for kind, one in kinds.items()
+        ),
+        (layout.get("memory") or {}).get("by_phase") or {},
     )
 
 

@@ -86,11 +86,16 @@ def slow_rank(seconds: Sequence[float], stages: Sequence[int]) -> tuple[int, flo
     seconds: own time of each rank without waiting for others; NaN where a rank cannot know. The factor is 1 where nothing
     can be compared. With two ranks the other one is the middle.
     """
-    worst = (0, 1.0)
-    for rank, own in enumerate(seconds):
-        others = [s for r, s in enumerate(seconds) if stages[r] == stages[rank] and r != rank]
-        if others and math.isfinite(own) and all(map(math.isfinite, others)) and median(others) > 0:
-            worst = max(worst, (rank, own / median(others)), key=lambda pair: pair[1])
+    worst, of_stage = (0, 1.0), dict[int, list[int]]()
+    for rank, stage in enumerate(stages):
+        of_stage.setdefault(stage, []).append(rank)
+    for ranks in of_stage.values():
+        if len(ranks) < 2 or not all(math.isfinite(seconds[rank]) for rank in ranks):
+            continue
+        slowest = max(ranks, key=seconds.__getitem__)
+        middle = median(seconds[rank] for rank in ranks if rank != slowest)
+        if middle > 0:
+            worst = max(worst, (slowest, seconds[slowest] / middle), key=lambda pair: pair[1])
     return worst
 
 

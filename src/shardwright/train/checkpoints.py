@@ -18,6 +18,7 @@ from shardwright.checkpoint.restore import current_state, restore
 from shardwright.checkpoint.settings import changes, refuse_unaccepted
 from shardwright.checkpoint.state import buffer_keys, check_buffers
 from shardwright.config.load import Loaded
+from shardwright.data.order import Cursor
 from shardwright.errors import CheckpointError, DamagedCheckpointError, SaveError
 from shardwright.parallel.process_group import transfer_group
 from shardwright.train.update import Engine
@@ -31,18 +32,25 @@ class Progression:
     """How far the run is: what a checkpoint restores beside tensors.
 
     eval_loss: of the weights as they are, None where they were not evaluated. best: (update, lowest of them so far).
+    stream: where the next update begins in data that is read as a stream.
     """
 
     update: int = 0
     target_tokens: int = 0
     eval_loss: float | None = None
     best: tuple[int, float] | None = None
+    stream: Cursor | None = None
 
     def evaluated(self, loss: float) -> None:
         """Takes note of an evaluation of the weights as they are."""
         self.eval_loss = loss
         if self.best is None or loss < self.best[1]:
             self.best = (self.update, loss)
+
+
+def accepts_other_data(accepted: list[str]) -> bool:
+    """Whether one of the keys of `checkpoint.accept_changes` decides which rows there are."""
+    return any(key.startswith("data.") or "tokenizer" in key for key in accepted)
 
 
 class Checkpoints:
@@ -113,6 +121,7 @@ class Checkpoints:
             torch_version=store.torch_version(),
             eval_loss=self._at.eval_loss,
             best=self._at.best,
+            stream=self._at.stream,
         )
         volatile = buffer_keys(self._engine.module)
         if not self.saver.save(self.state(), manifest, self._loaded.to_yaml(), volatile):
@@ -191,9 +200,7 @@ class Checkpoints:
 
     def _restore(self, source: Source) -> None:
         path, manifest, accepted = source.path, source.manifest(), self._settings.accept_changes
-        if manifest.data_fingerprint != self._fingerprint and not any(
-            key.startswith("data.") or "tokenizer" in key for key in accepted
-        ):
+        if manifest.data_fingerprint != self._fingerprint and not accepts_other_data(accepted):
             raise CheckpointError(
                 f"{path} was trained on other data, tokenizer or data settings than this run file names.",
                 "Its position in the data would mean other rows.",
@@ -210,7 +217,7 @@ class Checkpoints:
         engine, at = self._engine, self._at
         left = restore(source, engine.module, engine.optimizer, engine.locals, self._settings.partial)
         at.update, at.target_tokens = manifest.update, manifest.target_tokens
-        at.eval_loss, at.best = manifest.eval_loss, manifest.best
+        at.eval_loss, at.best, at.stream = manifest.eval_loss, manifest.best, manifest.stream
         for note in source.notes if isinstance(source, Across) else ():
             self._say(note)
         if changed:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -17,10 +16,11 @@ from shardwright.data.loader import UpdateBatch
 from shardwright.errors import ExitCode, NonFiniteError, SpikeError
 from shardwright.launch import Pulse
 from shardwright.measure import clock
-from shardwright.measure.record import Progress, Record
-from shardwright.train.anomaly import SlowRanks, Spikes
-from shardwright.train.checkpoints import Checkpoints, Progression
+from shardwright.train.anomaly import Spikes
+from shardwright.train.checkpoints import Checkpoints, Progression, accepts_other_data
+from shardwright.train.log import Log
 from shardwright.train.metrics import WARMUP_UPDATES, Metrics
+from shardwright.train.phase_memory import PhaseMemory
 from shardwright.train.run_data import RunData
 from shardwright.train.signals import StopFlag
 from shardwright.train.update import Engine, UpdateResult
@@ -41,10 +41,10 @@ class Trainer:
         self.at = Progression()
         self._console = console
         self._metrics = Metrics(engine, data.order.epoch)
-        self._progress: Progress | None = None
+        self.memory = PhaseMemory(engine)
+        self._log: Log | None = None
         self.checkpoints = Checkpoints(loaded, engine, data.fingerprint, self.at, self._say)
         self._spikes = Spikes(self.run.training.on_spike)
-        self._slow = SlowRanks()
 
     def save(self) -> Path:
         """Writes a checkpoint of the state between updates and waits for it; returns its directory."""
@@ -52,7 +52,10 @@ class Trainer:
 
     def resume(self, restarted: bool = False) -> Path | None:
         """Restores the checkpoint that `checkpoint.resume` names; see `Checkpoints.resume`."""
-        return self.checkpoints.resume(restarted)
+        found = self.checkpoints.resume(restarted)
+        trusted = accepts_other_data(self.run.checkpoint.accept_changes)
+        self.data.seek(self.at.update, self.at.stream, trusted)
+        return found
 
     # The loop
 
@@ -65,10 +68,8 @@ class Trainer:
             self._say("Asked to stop before the first update: there is nothing to save.")
             return ExitCode.STOPPED_AND_SAVED
         pulse.begin(self.at.update)
-        record = None
-        if self.first:
-            record = Record(self.output_dir, list(run.logging.report_to), self.at.update, self._say)
-        self._progress = progress = Progress(self._console, total) if self.first else None
+        report_to = list(run.logging.report_to)
+        self._log = log = Log(self._metrics, self._console, self.output_dir, report_to, self.at.update, total)
         batches = self.data.updates_from(self.at.update, self.engine.device)
         code = ExitCode.DONE
         try:
@@ -79,14 +80,18 @@ class Trainer:
                 if spike := self._spikes.look(result):
                     self._say(spike)
                 if done % run.logging.log_steps == 0 or done == total or result.skipped:
-                    self._log(record, progress, result)
+                    log.update(result, self._batch, self.at.target_tokens)
                 if done == total or (run.training.eval_steps and done % run.training.eval_steps == 0):
-                    self._evaluate(record, progress)
+                    self._evaluate(log)
                 due = bool(run.checkpoint.save_steps) and done % (run.checkpoint.save_steps or 1) == 0
+                last = bool(result.stop) or done == total or self._reached()
                 pulse.enter("save")
-                self.checkpoints.between_updates(
-                    due=due, last=bool(result.stop) or done == total or self._reached()
-                )
+                if due or last:
+                    log.flush()  # what a checkpoint holds must not be missing in the file of a run that resumes from it
+                with self._first("save") if due or last else nullcontext() as memory:
+                    self.checkpoints.between_updates(due=due, last=last)
+                if peaks := self.memory.agreed(memory):
+                    log.entry(done - 1, peaks)
                 if self._reached():
                     break
                 if result.stop:
@@ -102,11 +107,8 @@ class Trainer:
             self.checkpoints.saver.finish()
             raise
         finally:
-            self._progress = None
-            if progress is not None:
-                progress.close()
-            if record is not None:
-                record.close()
+            self._log = None
+            log.close()
         return code
 
     def _asked_before_the_first_update(self, stop: StopFlag) -> bool:
@@ -119,23 +121,33 @@ class Trainer:
         self.pulse.enter("data")
         batch = next(batches)
         waited = clock.now() - start
-        with self._metrics.profile() if self._profiles() else nullcontext() as window:
+        profiles = self._profiles()
+        if profiles and self._log is not None:
+            self._log.flush()  # its reduction is none of the window's
+        watch = self.memory.watch("forward") if self._profiles(after=1) else nullcontext()
+        with self._metrics.profile() if profiles else nullcontext() as window, watch as memory:
             self.pulse.enter("forward_backward")
             self.engine.forward_backward(batch)
             self.checkpoints.saver.before_step()
             result = self.engine.step(stop=stop.requested)
             seconds = clock.now() - start
-        self._metrics.add(seconds, waited, batch, window[0] if window else None)
+        self._metrics.add(seconds, waited, batch, window[0] if window else None, memory)
         self._batch = batch
-        self.at.update += 1
+        self.at.update, self.at.stream = self.at.update + 1, batch.cursor
         self.at.eval_loss = None
         self.pulse.update = self.at.update
         self.at.target_tokens += batch.target_tokens
         return result
 
-    def _profiles(self) -> bool:
-        every, done = self.run.logging.profile_steps, len(self._metrics.seconds)
-        return every is not None and done >= WARMUP_UPDATES and (done - WARMUP_UPDATES) % every == 0
+    def _profiles(self, after: int = 0) -> bool:
+        """Whether the next update is profiled, or comes so many updates after one that is."""
+        every, done = self.run.logging.profile_steps, len(self._metrics.seconds) - WARMUP_UPDATES
+        return every is not None and done >= 0 and done % every == after % every
+
+    def _first(self, phase: str) -> AbstractContextManager[dict[str, int] | None]:
+        """A context for an evaluation or a save; the first one's memory is measured, where updates are profiled."""
+        asked = self.run.logging.profile_steps is not None and phase not in self.memory.seen
+        return self.memory.watch(phase) if asked else nullcontext()
 
     def _reached(self) -> bool:
         """Whether the weights as they are have the loss that was asked for; the same on all ranks."""
@@ -155,39 +167,25 @@ class Trainer:
         else:
             self._say(f"Evaluation loss {limit} not reached {text}.")
 
-    def _log(self, record: Record | None, progress: Progress | None, result: UpdateResult) -> None:
-        values = self._metrics.values(result, self._batch, self.at.target_tokens)
-        if record is None or progress is None:
-            return
-        record.log(result.update, values)
-        if slow := self._slow.look(values["perf/slowest_rank"], values["perf/slowest_rank_factor"]):
-            progress.say(slow)
-        progress.show(
-            result.update, values, median(self._metrics.steady) * (self.engine.updates - self.at.update)
-        )
-        if result.skipped:
-            progress.say(f"Update {result.update} skipped on all ranks: its loss or gradient is not finite.")
-
-    def _evaluate(self, record: Record | None, progress: Progress | None) -> None:
+    def _evaluate(self, log: Log) -> None:
         if self.data.validation is None:
             return
         self.pulse.enter("evaluate")
-        loss, targets = self.engine.evaluate(self._beating(self.data.validation))
+        with self._first("evaluate") as memory:
+            loss, targets = self.engine.evaluate(self._beating(self.data.validation))
         if math.isfinite(loss):
             self.at.evaluated(loss)
-        if record is not None and progress is not None:
-            record.log(
-                self.at.update - 1,
-                {
-                    "eval/loss": loss,
-                    "eval/perplexity": math.exp(min(loss, 700)),
-                    "eval/target_tokens": targets,
-                    "perf/training_seconds": sum(self._metrics.seconds),
-                },
-            )
-            progress.say(
-                f"Evaluation after update {self.at.update}: loss {loss:.4f} over {targets:,} targets."
-            )
+        log.entry(
+            self.at.update - 1,
+            {
+                "eval/loss": loss,
+                "eval/perplexity": math.exp(min(loss, 700)),
+                "eval/target_tokens": targets,
+                "perf/training_seconds": sum(self._metrics.seconds),
+                **self.memory.agreed(memory),
+            },
+        )
+        log.say(f"Evaluation after update {self.at.update}: loss {loss:.4f} over {targets:,} targets.")
 
     def _beating(self, batches: Iterable[UpdateBatch]) -> Iterator[UpdateBatch]:
         for batch in batches:
@@ -195,7 +193,7 @@ class Trainer:
             yield batch
 
     def _say(self, text: str) -> None:
-        if self._progress is not None:
-            self._progress.say(text)
+        if self._log is not None:
+            self._log.say(text)
         elif self.first:
             self._console.print(text, highlight=False, soft_wrap=True)

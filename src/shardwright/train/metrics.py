@@ -1,9 +1,14 @@
-"""The metrics of a run, update by update: agreed on by all ranks in one reduction, named as `metrics.jsonl` holds them."""
+"""The metrics of a run, update by update: agreed on by all ranks in one reduction, named as `metrics.jsonl` holds them.
+
+The reduction of an update goes on while the next one computes: nothing waits for it, and its figures are read when it is done.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from statistics import median, quantiles
 
@@ -11,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from shardwright.data.loader import UpdateBatch
+from shardwright.layout.axes import AXES
 from shardwright.measure import clock
 from shardwright.measure.memory import peak_device_bytes, peak_host_bytes
 from shardwright.measure.profile import Window, profiled
@@ -22,17 +28,58 @@ from shardwright.train.utilisation import make_utilisation
 
 WARMUP_UPDATES = 2
 """Updates after a start that no speed is taken from: allocators, caches and compilation settle."""
+RECENT_UPDATES = 1000
+"""Updates that percentiles are of: the newest ones."""
+
+PHASES = ("forward", "backward", "update")
+"""Phases of an update whose memory is measured now and then (`train/phase_memory.py`)."""
+
+WHERE = (*AXES, "all ranks")
+"""The names of the groups whose communication a profiled update tells apart."""
 
 Values = dict[str, float | int | None]
 
 
-class Metrics:
-    """What one rank has seen of its updates. `epoch`: the epoch in which an update's rows end."""
+class Recent:
+    """The newest times, kept in order of size, so that percentiles cost little however long a run is."""
 
-    def __init__(self, engine: Engine, epoch: Callable[[int], float]) -> None:
+    def __init__(self) -> None:
+        self._newest: deque[float] = deque()
+        self._ordered: list[float] = []
+
+    def add(self, seconds: float) -> None:
+        """Takes note of one more; the oldest of more than `RECENT_UPDATES` goes."""
+        if len(self._newest) == RECENT_UPDATES:
+            del self._ordered[bisect_left(self._ordered, self._newest.popleft())]
+        self._newest.append(seconds)
+        insort(self._ordered, seconds)
+
+    def percentiles(self) -> tuple[float | None, float | None, float | None]:
+        """(p50, p95, largest); None where there are too few."""
+        own = self._ordered
+        p95 = quantiles(own, n=20)[18] if len(own) > 1 else None
+        return (median(own), p95, own[-1]) if own else (None, None, None)
+
+
+class Pending:
+    """The entry of one update, of which other ranks' numbers may still be under way."""
+
+    def __init__(self, done: Callable[[], bool], read: Callable[[], Values]) -> None:
+        self.done, self._read = done, read
+
+    def values(self) -> Values:
+        """The entry; waits for the other ranks' numbers."""
+        return self._read()
+
+
+class Metrics:
+    """What one rank has seen of its updates. `epoch`: the epoch in which an update's rows end, None for a stream."""
+
+    def __init__(self, engine: Engine, epoch: Callable[[int], float | None]) -> None:
         self._engine, self._epoch = engine, epoch
         self._utilisation = make_utilisation(engine.run, engine.axes, engine.device)
         self._stages = [engine.axes.coordinates(rank)["pp"] for rank in range(dist.get_world_size())]
+        self._recent = Recent()
         self.seconds: list[float] = []
         self._waited = self._waited_since = 0.0
         self._busy_since, self._logged_at = math.nan, 0
@@ -41,11 +88,27 @@ class Metrics:
         self._real = self._slots = 0
         self._window: Window | None = None
         self._exposed = math.nan
+        self._exposed_of: Mapping[str, float] = {}
+        self._memory: Mapping[str, int] = {}
 
-    def add(self, seconds: float, waited: float, batch: UpdateBatch, window: Window | None = None) -> None:
-        """An update that took so many seconds, of which it waited for data; `window`: what `profile` saw of it."""
+    def add(
+        self,
+        seconds: float,
+        waited: float,
+        batch: UpdateBatch,
+        window: Window | None = None,
+        memory: Mapping[str, int] | None = None,
+    ) -> None:
+        """An update that took so many seconds, of which it waited for data.
+
+        window: what `profile` saw of it. memory: phase -> bytes at its peak, where they were measured.
+        """
         self._exposed = window.exposed_seconds if window else math.nan
+        self._exposed_of = window.exposed_axes if window else {}
+        self._memory = memory or {}
         self._window = window or self._window
+        if len(self.seconds) >= WARMUP_UPDATES:
+            self._recent.add(seconds)
         self.seconds.append(seconds)
         self._waited = waited
         self._waits.append(waited)
@@ -61,27 +124,54 @@ class Metrics:
         """Seconds of the updates after the warm-up, or of all where there are none."""
         return self.seconds[WARMUP_UPDATES:] or self.seconds
 
-    def values(self, result: UpdateResult, batch: UpdateBatch, target_tokens: int) -> Values:
-        """The metrics of one update; memory and waits are the maximum over ranks (collective).
+    @property
+    def usual_seconds(self) -> float:
+        """Median seconds of the newest updates after the warm-up, or of the last one."""
+        return self._recent.percentiles()[0] or self.seconds[-1]
+
+    def begin(self, result: UpdateResult, batch: UpdateBatch, target_tokens: int) -> Pending:
+        """The entry of the update that was added last. Collective, but nothing waits for other ranks yet.
 
         target_tokens: of the run so far.
         """
-        device = self._engine.device
-        on_device = peak_device_bytes(device) or (0, 0)
-        own = self._own_seconds()
-        of_ranks = [own if rank == dist.get_rank() else 0.0 for rank in range(dist.get_world_size())]
-        worst = torch.tensor(
-            [*on_device, peak_host_bytes(), self.seconds[-1], self._waited, self._exposed, *of_ranks],
-            dtype=torch.float64,
-            device=device,
-        )
-        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-        allocated, reserved, host, seconds, waited, exposed, *of_ranks = worst.tolist()
-        slowest, factor = self._slowest = slow_rank(of_ranks, self._stages)
-        steady = self.seconds[WARMUP_UPDATES:][-1000:]
-        cuts = quantiles(steady, n=20) if len(steady) > 1 else []
-        rate = batch.target_tokens / seconds
-        mfu, hfu = self._utilisation(batch, seconds) if self._utilisation else (None, None)
+        device, ranks = self._engine.device, dist.get_world_size()
+        useful, again = self._utilisation.flops(batch) if self._utilisation else (0.0, 0.0)
+        own = {
+            "seconds": self.seconds[-1],
+            "waited": self._waited,
+            "own": self._own_seconds(),
+            "exposed": self._exposed,
+            **{where: self._exposed_of.get(where, 0.0) for where in WHERE},
+            "useful": useful,
+            "again": again,
+            "host": float(peak_host_bytes()),
+            **dict(zip(("allocated", "reserved"), peak_device_bytes(device) or (0, 0))),
+            **{phase: self._memory.get(phase, 0) for phase in PHASES},
+        }
+        rows = torch.zeros(ranks, len(own), dtype=torch.float64)
+        rows[dist.get_rank()] = torch.tensor(list(own.values()), dtype=torch.float64)
+        rows = rows.to(device)
+        work = dist.all_reduce(rows, async_op=True)
+        percentiles = self._recent.percentiles()
+
+        def read() -> Values:
+            work.wait()
+            columns = dict(zip(own, rows.T.tolist()))
+            self._slowest = slow_rank(columns["own"], self._stages)
+            return {
+                **self._of_update(result, batch, target_tokens),
+                **self._of_speed(columns, batch, percentiles),
+                **self._of_memory(columns),
+                "data/wait_seconds": max(columns["waited"]),
+                "data/padding_fraction": 1 - batch.real_tokens / batch.slots,
+                "data/real_tokens": batch.real_tokens,
+                "data/slots": batch.slots,
+                "data/target_tokens": batch.target_tokens,
+            }
+
+        return Pending(work.is_completed, read)
+
+    def _of_update(self, result: UpdateResult, batch: UpdateBatch, target_tokens: int) -> Values:
         return {
             "train/loss": result.loss,
             "train/grad_norm": result.grad_norm,
@@ -90,26 +180,45 @@ class Metrics:
             "train/skipped": int(result.skipped),
             "train/epoch": self._epoch(result.update + 1),
             "train/target_tokens": target_tokens,
+        }
+
+    def _of_speed(
+        self,
+        columns: Mapping[str, list[float]],
+        batch: UpdateBatch,
+        percentiles: tuple[float | None, float | None, float | None],
+    ) -> Values:
+        seconds, (slowest, factor) = max(columns["seconds"]), self._slowest
+        rate, (p50, p95, most) = batch.target_tokens / seconds, percentiles
+        useful, again = sum(columns["useful"]), sum(columns["again"])
+        share = self._utilisation.share if self._utilisation else None
+        exposed = [value for value in columns["exposed"] if math.isfinite(value)]
+        return {
             "perf/target_tokens_per_s": rate,
-            "perf/target_tokens_per_s_per_device": rate / dist.get_world_size(),
+            "perf/target_tokens_per_s_per_device": rate / len(columns["seconds"]),
             "perf/step_seconds": seconds,
-            "perf/step_seconds_p50": median(steady) if steady else None,
-            "perf/step_seconds_p95": cuts[18] if cuts else None,
-            "perf/step_seconds_max": max(steady) if steady else None,
+            "perf/step_seconds_p50": p50,
+            "perf/step_seconds_p95": p95,
+            "perf/step_seconds_max": most,
             "perf/slowest_rank": slowest if factor > 1 else None,
             "perf/slowest_rank_factor": factor if factor > 1 else None,
-            "perf/mfu": mfu,
-            "perf/hfu": hfu,
-            "mem/peak_allocated_bytes": int(allocated) or None,
-            "mem/peak_reserved_bytes": int(reserved) or None,
-            "mem/peak_host_bytes": int(host),
-            "comm/exposed_seconds": exposed if math.isfinite(exposed) else None,
-            "data/wait_seconds": waited,
-            "data/padding_fraction": 1 - batch.real_tokens / batch.slots,
-            "data/real_tokens": batch.real_tokens,
-            "data/slots": batch.slots,
-            "data/target_tokens": batch.target_tokens,
+            "perf/mfu": share(useful, seconds) if share else None,
+            "perf/hfu": share(useful + again, seconds) if share else None,
+            "comm/exposed_seconds": max(exposed) if exposed else None,
+            **{
+                f"comm/exposed_seconds/{where.replace(' ', '_')}": most
+                for where in WHERE
+                if (most := max(columns[where])) > 0
+            },
         }
+
+    @staticmethod
+    def _of_memory(columns: Mapping[str, list[float]]) -> Values:
+        """The most of any rank; phases only where they were measured."""
+        kinds = ("allocated", "reserved", "host")
+        found: Values = {f"mem/peak_{kind}_bytes": int(max(columns[kind])) or None for kind in kinds}
+        phases = {phase: int(max(columns[phase])) for phase in PHASES}
+        return found | {f"mem/{phase}_peak_bytes": most for phase, most in phases.items() if most}
 
     def verdict(self) -> Verdict | None:
         """What limited the run, as this rank has seen it; None before an update is done."""
@@ -123,7 +232,7 @@ class Metrics:
                 step,
                 median(self._waits[WARMUP_UPDATES:] or self._waits),
                 1 - self._real / self._slots,
-                {axis: s * scale for axis, s in window.exposed_of().items()} if window else None,
+                {axis: s * scale for axis, s in window.exposed_axes.items()} if window else None,
                 window.idle_seconds * scale if window else None,
                 window.compute_seconds * scale if window else None,
                 window.products_seconds * scale if window else None,

@@ -20,7 +20,8 @@ import random
 from hashlib import blake2b
 
 import numpy as np
-import torch
+
+from shardwright.models.generators import seed_generators
 
 
 def stream_seed(seed: int, *place: int) -> int:
@@ -38,4 +39,4 @@ def seed_microbatch(seed: int, update: int, index: int, stage: int = 0, part: in
     value = stream_seed(seed, update, index, *place)
     random.seed(value)
     np.random.seed(value & 0xFFFFFFFF)
-    torch.manual_seed(value)
+    seed_generators(value)

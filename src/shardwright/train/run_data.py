@@ -10,9 +10,10 @@ import torch
 
 from shardwright.config.schema import RunFile
 from shardwright.data.loader import Loader, UpdateBatch, evaluation_loader, prefetch
-from shardwright.data.order import Order
+from shardwright.data.order import Cursor, Order
 from shardwright.data.prepare import prepare
-from shardwright.data.updates import make_order
+from shardwright.data.stream_rows import StreamOrder
+from shardwright.data.updates import open_updates
 from shardwright.layout.axes import Axes
 from shardwright.layout.batch import row_multiple
 
@@ -29,6 +30,14 @@ class RunData:
     @property
     def updates(self) -> int:
         return self.order.total_updates
+
+    def seek(self, update: int, cursor: Cursor | None, trusted: bool = False) -> None:
+        """Lets `update` of a stream begin where `cursor` says; rows on disk need nothing.
+
+        Raises `CheckpointError` where the stream holds something else there than it did, unless that is `trusted`.
+        """
+        if isinstance(self.order, StreamOrder):
+            self.order.seek(update, cursor, trusted)
 
     def updates_from(self, first: int, device: torch.device) -> Iterator[UpdateBatch]:
         """This rank's part of update `first` (0-based) and of those after it, made while earlier ones run on `device`."""
@@ -50,16 +59,14 @@ def widths(run: RunFile, axes: Axes) -> Widths:
 
 def open_data(run: RunFile, axes: Axes, rank: int) -> RunData:
     """Opens what `prepare` has made (or makes it, where nobody has yet)."""
-    train, validation = prepare(run, "train"), prepare(run, "validation")
-    assert train is not None, "data.train names at least one file"
+    train, validation = open_updates(run), prepare(run, "validation")
     t, rows = run.training, run.training.per_device_train_batch_size
     place, shape = {"data_rank": axes.data_rank(rank), "data_ranks": axes.data_ranks}, widths(run, axes)
-    order = make_order(run, train)
-    loader = Loader(train.table, order, microbatch_rows=rows, pad_id=train.pad_id, **place, **shape)
+    loader = Loader(train.rows, train.order, microbatch_rows=rows, pad_id=train.pad_id, **place, **shape)
     evaluation = None
     if validation is not None:
         rows = t.per_device_eval_batch_size or rows
         evaluation = evaluation_loader(
             validation.table, microbatch_rows=rows, pad_id=validation.pad_id, **place, **shape
         )
-    return RunData(order, loader, evaluation, train.fingerprint)
+    return RunData(train.order, loader, evaluation, train.fingerprint)

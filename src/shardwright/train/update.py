@@ -26,9 +26,10 @@ from shardwright.models.head import Deferred
 from shardwright.models.packed_rows import PackedRows
 from shardwright.parallel.apply import DTYPES, context_place, parallelize
 from shardwright.parallel.chunked_loss import chunked_head, find_loss_chunks
-from shardwright.parallel.data_parallel import Replicated, Sharded
+from shardwright.parallel.data_parallel import Sharded
 from shardwright.parallel.mesh import make_mesh
 from shardwright.parallel.pipeline import Pipelined
+from shardwright.parallel.replicated import Replicated
 from shardwright.train.objective import cross_entropy_sum, forward_arguments, logits_of, own_loss
 from shardwright.train.optimizer import LOCAL, Local, learning_rate_factor, local_parameters, make_optimizer
 from shardwright.train.rng import seed_microbatch
@@ -177,7 +178,8 @@ class Engine:
             raise ShardwrightError(f"Update {batch.update} has no target token.", "Its loss would be 0 / 0.")
         if not self._checked:
             self._check_optimizer()
-        self.module.train()
+        if not self.module.training:
+            self.module.train()
         self._batch = batch
         self._loss.zero_()
         self._count.zero_()

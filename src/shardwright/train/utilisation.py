@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from shardwright.arch.flops import document_flops, model_flops, recompute_flops
-from shardwright.arch.inventory import read_config, shape_from_config
 from shardwright.arch.shape import Shape
 from shardwright.config.schema import RunFile
 from shardwright.data.loader import Microbatch, UpdateBatch
@@ -18,9 +17,8 @@ from shardwright.layout.axes import Axes
 from shardwright.models.packed_rows import PackedRows
 from shardwright.plan.catalogue import CATALOGUE
 from shardwright.plan.device import Device
-
-Utilisation = Callable[[UpdateBatch, float], tuple[float, float]]
-"""(this rank's part of an update, seconds that it took) -> (MFU, HFU); collective."""
+from shardwright.plan.hardware import find_device
+from shardwright.train.planned import shape_of
 
 # What a driver calls a device -> the catalogue's name; the memory size tells variants apart.
 _DRIVER_NAMES = ("v100", "a100", "h100", "h200", "b200", "gb200", "mi300x", "l40s", "4090")
@@ -50,45 +48,80 @@ def document_lengths(microbatch: Microbatch) -> Counter[int]:
     return Counter(last.clamp(max=width).tolist())
 
 
-def make_utilisation(run: RunFile, axes: Axes, device: torch.device) -> Utilisation | None:
-    """How much of the devices' peak an update used; None where the peak or the shape is not known.
+@dataclass(frozen=True)
+class Peak:
+    """FLOP/s of one device in the dtype that a run computes in, and where that is from."""
 
-    Convention: matrix products of the model with the head in and the embedding lookup out; attention counted full, not
-    halved for causality; HFU adds what is recomputed. The denominator is all devices' peaks. Rows that are padded to
-    max_length count so many keys for each real token; packed and bucketed ones the tokens of the document.
+    flops: float
+    source: str
+
+
+def device_peak(device: torch.device, dtype: str, hardware: str | None = None) -> Peak | None:
+    """The peak of `device`: of its data sheet, or of what `hardware` (a file that `doctor` wrote) says; None where unknown.
+
+    The catalogue's `cpu` is a guess to plan with, no measurement, so it counts as unknown.
     """
-    if device.type != "cuda" or ":" in run.model.model_name_or_path:
+    known: Device | None
+    if hardware is not None:
+        known, source = find_device(hardware), hardware
+        if known is CATALOGUE["cpu"]:
+            return None
+    elif device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        known = device_of(properties.name, properties.total_memory)
+        source = f"data sheet of {known.name}" if known else ""
+    else:
         return None
-    properties = torch.cuda.get_device_properties(device)
-    known = device_of(properties.name, properties.total_memory)
     try:
-        config = {**read_config(run.model.model_name_or_path), **run.model.config_overrides}
-        shape = shape_from_config(config)
+        return Peak(known.peak(dtype), source) if known else None
     except ConfigError:
         return None
-    if known is None:
-        return None
-    peak = axes.world_size * known.peak(run.precision.param_dtype)
 
-    def at(batch: UpdateBatch, seconds: float) -> tuple[float, float]:
-        useful, again = update_flops(shape, run, axes, batch, device)
-        return useful / seconds / peak, (useful + again) / seconds / peak
 
-    return at
+class Utilisation:
+    """How much of the devices' peak updates use, by the convention `arch.flops.UTILISATION`."""
+
+    def __init__(self, shape: Shape, run: RunFile, axes: Axes, peak: Peak) -> None:
+        self._shape, self._run, self._axes, self.peak = shape, run, axes, peak
+
+    def flops(self, batch: UpdateBatch) -> tuple[float, float]:
+        """`own_flops` of this rank."""
+        return own_flops(self._shape, self._run, self._axes, batch)
+
+    def share(self, flops: float, seconds: float) -> float:
+        """The share of the peak that an update of so many FLOPs over all ranks reaches."""
+        return flops / seconds / (self._axes.world_size * self.peak.flops)
+
+
+def make_utilisation(
+    run: RunFile, axes: Axes, device: torch.device, hardware: str | None = None
+) -> Utilisation | None:
+    """The utilisation of this run's devices; None where the peak or the model's shape is not known."""
+    peak = device_peak(device, run.precision.param_dtype, hardware)
+    shape = shape_of(run) if peak else None
+    return Utilisation(shape, run, axes, peak) if shape and peak else None
+
+
+def own_flops(shape: Shape, run: RunFile, axes: Axes, batch: UpdateBatch) -> tuple[float, float]:
+    """(FLOPs of forward and backward, of recomputation): what this rank counts; all ranks' sum is the whole update's.
+
+    Ranks that hold the same documents, or parts of them, count them once together.
+    """
+    mode, length = run.memory.activation_checkpointing, run.data.max_length
+    if run.data.batching == "pad":
+        tokens = batch.real_tokens / axes.world_size
+        return tokens * model_flops(shape, length).total, tokens * recompute_flops(shape, length, mode)
+    lengths = sum(map(document_lengths, batch.microbatches), Counter())
+    useful, again = document_flops(shape, lengths, mode)
+    part = axes.data_ranks / axes.world_size
+    return useful * part, again * part
 
 
 def update_flops(
     shape: Shape, run: RunFile, axes: Axes, batch: UpdateBatch, device: torch.device
 ) -> tuple[float, float]:
-    """(FLOPs of forward and backward, of recomputation) of the whole update; collective unless rows are padded.
-
-    Ranks that hold the same documents, or parts of them, count them once.
-    """
-    mode, length, tokens = run.memory.activation_checkpointing, run.data.max_length, batch.real_tokens
-    if run.data.batching == "pad":
-        return tokens * model_flops(shape, length).total, tokens * recompute_flops(shape, length, mode)
-    lengths = sum(map(document_lengths, batch.microbatches), Counter())
-    sums = torch.tensor(document_flops(shape, lengths, mode), dtype=torch.float64, device=device)
+    """(FLOPs of forward and backward, of recomputation) of the whole update; collective."""
+    sums = torch.tensor(own_flops(shape, run, axes, batch), dtype=torch.float64, device=device)
     dist.all_reduce(sums)
-    useful, again = (sums * axes.data_ranks / axes.world_size).tolist()
+    useful, again = sums.tolist()
     return useful, again

@@ -19,6 +19,7 @@ from shardwright.models.build import quiet_transformers
 from shardwright.parallel.process_group import Connection, connect
 from shardwright.plan.answer import layout_name
 from shardwright.plan.of_run import layout_of
+from shardwright.train.exhausted import explaining_exhaustion
 from shardwright.train.loop import Trainer
 from shardwright.train.run_data import RunData, open_data
 from shardwright.train.signals import StopFlag
@@ -41,15 +42,16 @@ def run_rank(loaded: Loaded) -> int:
         axes = check_run(loaded, connection.placement.world_size)
         check_device(run, connection.device.type)
         data = _data_in_turn(loaded, connection)
-        engine = Engine(run, axes, connection.device, data.updates)
-        console = Console(quiet=connection.placement.rank != 0)
-        trainer = Trainer(loaded, engine, data, console, pulse)
-        if connection.placement.rank == 0:
-            _describe(loaded, engine, connection, console)
-        code = trainer.train(stop, restarted=place.restarts > 0)
+        console = Console(quiet=place.rank != 0)
+        with explaining_exhaustion(loaded, axes, place.rank, connection.device, pulse) as watched:
+            engine = watched.engine = Engine(run, axes, connection.device, data.updates)
+            trainer = Trainer(loaded, engine, data, console, pulse)
+            if place.rank == 0:
+                _describe(loaded, engine, connection, console)
+            code = trainer.train(stop, restarted=place.restarts > 0)
         if code == 0 and run.checkpoint.export_hf == "final":
             directory = Path(run.checkpoint.output_dir) / "model"
-            save_pretrained(engine.module, run.model, directory)
+            save_pretrained(engine.module, run.model, directory, chat_template=run.data.chat_template)
             console.print(f"Wrote {directory} (Hugging Face format).", highlight=False, soft_wrap=True)
         watch.close()
     return code

@@ -1,0 +1,152 @@
+"""A rank that has run out of memory says what was alive, what was planned, and the nearest change of the run that fits."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwright.config.load import Loaded
+from shardwright.errors import ConfigError, MemoryExhausted
+from shardwright.launch import Pulse
+from shardwright.layout.axes import Axes
+from shardwright.layout.legality import check_device, check_run
+from shardwright.measure.exhausted import alive, in_backward, is_out_of_memory
+from shardwright.measure.memory import allocated_bytes
+from shardwright.train.planned import plan_of, shape_of
+from shardwright.train.update import Engine
+from shardwright.units import format_bytes
+
+MARGIN = 0.95
+"""A change fits when its planned peak is at most this part of what the rank had when it failed."""
+LATER_KINDS = {"ddp": ["zero1", "zero2", "zero3"], "zero1": ["zero2", "zero3"], "zero2": ["zero3"]}
+LATER_MODES = {"none": ["selective", "full"], "selective": ["full"]}
+
+
+@dataclass
+class Watched:
+    """What is known of a rank while it runs. base_bytes: what was allocated before it built its model."""
+
+    loaded: Loaded
+    axes: Axes
+    rank: int
+    device: torch.device
+    pulse: Pulse
+    base_bytes: int
+    engine: Engine | None = None
+
+
+@contextmanager
+def explaining_exhaustion(
+    loaded: Loaded, axes: Axes, rank: int, device: torch.device, pulse: Pulse
+) -> Iterator[Watched]:
+    """A context in which memory that runs out becomes a `MemoryExhausted`; the caller gives it the engine when there is one."""
+    watched = Watched(loaded, axes, rank, device, pulse, allocated_bytes(device) or 0)
+    try:
+        yield watched
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise _explained(watched, error) from error
+
+
+def _explained(watched: Watched, error: BaseException) -> MemoryExhausted:
+    beat = watched.pulse.last()
+    moment = str(beat)
+    if beat.phase == "forward_backward":
+        moment = moment.replace("forward_backward", "backward" if in_backward(error) else "forward")
+    total = allocated_bytes(watched.device)
+    held = alive(_groups(watched.engine), None if total is None else total - watched.base_bytes)
+    traceback.clear_frames(error.__traceback__)  # frees what they held: the rest needs some memory too
+    asked = (str(error).splitlines() or ["no memory"])[0][:200]
+    what = f"Rank {watched.rank} ran out of memory in {moment}: {type(error).__name__}: {asked}"
+    lines = ["", f"Alive then, {_listed(held)}."]
+    shape = shape_of(watched.loaded.run)
+    if shape is None:
+        return MemoryExhausted(
+            what, "\n".join([*lines, "Planned: n/a, the planner cannot read this model.\n"])
+        )
+    chunked = bool(watched.engine and watched.engine.loss_chunks.tokens)
+    planned = plan_of(watched.loaded.run, watched.axes, shape, chunked, None)
+    lines.append(f"Planned at the peak ({planned.moment}), {_listed(planned.composition)}.\n")
+    limit = MARGIN * min(planned.peak_bytes, sum(held.values()) if total is not None else planned.peak_bytes)
+    return MemoryExhausted(what, "\n".join(lines), _advice(watched, chunked, limit))
+
+
+def _groups(engine: Engine | None) -> dict[str, list[Tensor]]:
+    """The tensors of a rank that can be listed, by the planner's categories."""
+    if engine is None:
+        return {}
+    states = engine.optimizer.state.values()
+    return {
+        "parameters": [tensor for local in engine.locals for tensor in (local.tensor, local.parameter)],
+        "gradients": [gradient for _, gradient in engine.gradients()],
+        "optimizer states": [v for state in states for v in state.values() if isinstance(v, Tensor)],
+        "gathered parameters": list(engine.module.parameters()),
+        "buffers": list(engine.module.buffers()),
+    }
+
+
+def _listed(parts: Mapping[str, float]) -> str:
+    """`1.2 GB: parameters 0.8 GB, gradients 0.4 GB`."""
+    sizes = sorted(((name, size) for name, size in parts.items() if size), key=lambda part: -part[1])
+    return f"{format_bytes(sum(parts.values()))}: " + ", ".join(
+        f"{name} {format_bytes(size)}" for name, size in sizes
+    )
+
+
+def _advice(watched: Watched, chunked: bool, limit: float) -> str:
+    found = nearest_that_fits(watched.loaded, watched.axes.world_size, watched.device.type, chunked, limit)
+    if found is None:
+        return (
+            f"No recomputation, smaller microbatch, other data-parallel kind or offload is planned to stay below "
+            f"{format_bytes(limit)} on {watched.axes.world_size} ranks: add ranks, or ask `shardwright plan`."
+        )
+    keys, peak = found
+    settings = " ".join(f"--{key} {value}" for key, value in keys.items())
+    return f"The nearest change that fits, with a planned peak of {format_bytes(peak)}: {settings}."
+
+
+def nearest_that_fits(
+    loaded: Loaded, world_size: int, device: str, chunked: bool, limit_bytes: float
+) -> tuple[dict[str, Any], float] | None:
+    """(keys to set, planned peak bytes) of the change of fewest keys whose planned peak is at most `limit_bytes`, or None.
+
+    Only what keeps the objective and the number of ranks is tried. chunked: as `plan_of`.
+    """
+    shape = shape_of(loaded.run)
+    for keys in _changes(loaded) if shape else ():
+        try:
+            changed = loaded.replaced(keys, "proposed")
+            axes = check_run(changed, world_size)
+            check_device(changed.run, device)
+        except ConfigError:
+            continue
+        assert shape is not None
+        peak = plan_of(changed.run, axes, shape, chunked, None).peak_bytes
+        if peak <= limit_bytes:
+            return keys, peak
+    return None
+
+
+def _changes(loaded: Loaded) -> list[dict[str, Any]]:
+    """What may be changed, fewest keys first; of as many keys, in the order in which a change costs little."""
+    run = loaded.run
+    rows = run.training.per_device_train_batch_size
+    options: dict[str, list[Any]] = {
+        "memory.activation_checkpointing": LATER_MODES.get(run.memory.activation_checkpointing, []),
+        "training.per_device_train_batch_size": [n for n in range(rows - 1, 0, -1) if rows % n == 0],
+        "parallelism.data_parallel": LATER_KINDS.get(run.parallelism.data_parallel, []),
+        "memory.cpu_offload": ["params"],
+    }
+    now = loaded.settings()
+    choices = product(*([None, *values] for values in options.values()))
+    found = [{k: v for k, v in zip(options, chosen) if v is not None} for chosen in choices]
+    found.sort(key=len)
+    return [keys for keys in found if keys and all(now[key] != value for key, value in keys.items())]

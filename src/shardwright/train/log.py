@@ -1,0 +1,87 @@
+"""What a run writes and prints while it trains: entries of metrics.jsonl, and the line of progress that a person reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from rich.console import Console
+
+from shardwright.data.loader import UpdateBatch
+from shardwright.measure.record import Progress, Record
+from shardwright.train.anomaly import SlowRanks
+from shardwright.train.metrics import Metrics, Pending, Values
+from shardwright.train.update import UpdateResult
+
+AT_ONCE_SECONDS = 0.5
+"""An update this long is told of as soon as it is done; of a shorter one while the next one computes."""
+
+
+class Log:
+    """Rank 0 writes and prints; the others only take part. Entries come in the order of updates.
+
+    first_update: see `Record`. updates: of the whole run.
+    """
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        console: Console,
+        output_dir: Path,
+        report_to: list[Any],
+        first_update: int,
+        updates: int,
+    ) -> None:
+        first = dist.get_rank() == 0
+        self._metrics, self._updates = metrics, updates
+        self._record = Record(output_dir, report_to, first_update) if first else None
+        self._progress = Progress(console, updates) if first else None
+        self._slow = SlowRanks()
+        self._pending: tuple[UpdateResult, Pending] | None = None
+
+    def update(self, result: UpdateResult, batch: UpdateBatch, target_tokens: int) -> None:
+        """Has an update's entry made, and tells of the one before. Collective, without waiting for other ranks."""
+        self.flush()
+        self._pending = (result, self._metrics.begin(result, batch, target_tokens))
+        if self._metrics.seconds[-1] >= AT_ONCE_SECONDS or result.skipped:
+            self.flush()
+
+    def flush(self) -> None:
+        """Tells of an update that has not been told of yet."""
+        if self._pending is None:
+            return
+        (result, pending), self._pending = self._pending, None
+        values = pending.values()
+        if self._record is None or self._progress is None:
+            return
+        self._record.log(result.update, values)
+        if slow := self._slow.look(values["perf/slowest_rank"], values["perf/slowest_rank_factor"]):
+            self._progress.say(slow)
+        left = self._metrics.usual_seconds * (self._updates - result.update - 1)
+        self._progress.show(result.update, values, left)
+        if result.skipped:
+            self._progress.say(
+                f"Update {result.update} skipped on all ranks: its loss or gradient is not finite."
+            )
+
+    def entry(self, update: int, values: Values) -> None:
+        """Writes one more entry about `update`, counted from 0."""
+        self.flush()
+        if self._record is not None:
+            self._record.log(update, values)
+
+    def say(self, text: str) -> None:
+        """Prints a line of its own."""
+        self.flush()
+        if self._progress is not None:
+            self._progress.say(text)
+
+    def close(self) -> None:
+        """Ends the line and the file. Of an update whose numbers a lost rank has not sent nothing is told."""
+        if self._pending is not None and self._pending[1].done():
+            self.flush()
+        if self._progress is not None:
+            self._progress.close()
+        if self._record is not None:
+            self._record.close()
