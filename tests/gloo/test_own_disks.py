@@ -171,6 +171,13 @@ def _on_three(directory: Path) -> dict[str, Any]:
             ("moved", "resume", "cab", {"damage": [("lose", "a"), ("lose", "b")]}),
             ("neighbours", "save", "abc", {}),
             ("neighbours", "resume", "abc", {"damage": [("lose", "b"), ("lose", "c")]}),
+            ("remote", "save", "abc", {"checkpoint__copies": 2}),
+            (
+                "remote",
+                "resume",
+                "abc",
+                {"damage": [("lose", "c"), ("flip", "a", "tensors/rank-00002.safetensors")]},
+            ),
             ("back", "save", "abc", {}),
         ],
     )
@@ -262,8 +269,13 @@ def test_what_is_lost_for_good_is_named(two: Any, three: Any) -> None:
         assert "is whole on the 3 hosts that are here" in message and rank["neighbours", "resume"]["at"] == 0
 
 
-def test_a_damaged_file_gives_way_to_its_copy(two: Any) -> None:
-    """One flipped bit of rank 1's file on its own host; with the copy damaged too, the checkpoint before is used."""
+def test_a_damaged_file_gives_way_to_its_copy(two: Any, three: Any) -> None:
+    """One flipped bit of rank 1's file on its own host; with the copy damaged too, the checkpoint before is used.
+
+    And of a copy that another host is asked for first, its own disk being lost: a second copy is asked for then.
+    """
+    _same(three, "remote")
+    assert "rank-00002.safetensors is not what was written" in three[0]["remote", "resume"]["screen"]
     _same(two, "flipped")
     screen = two[0]["flipped", "resume"]["screen"]
     assert "rank-00001.safetensors is not what was written" in screen and "Another host is asked" in screen

@@ -79,7 +79,7 @@ def run_reshard(
             device=loaded.run.hardware.device,
             threads=loaded.run.hardware.threads_per_rank,
         )
-        if code == ExitCode.INTERRUPTED:
+        if code in (ExitCode.INTERRUPTED, ExitCode.STOPPED_AND_SAVED):
             raise KeyboardInterrupt
         for name, job in zip(layouts, jobs):
             reads.append(_judge(Read(ranks, name), job, checkpoint, reference))

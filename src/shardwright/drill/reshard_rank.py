@@ -13,6 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from shardwright.config.load import Loaded
+from shardwright.errors import ExitCode
 from shardwright.launch import finish, worker_main
 from shardwright.layout.legality import check_run
 from shardwright.models.build import quiet_transformers
@@ -46,7 +47,8 @@ def main() -> int:
             ]
             text = json.dumps([axes.data_rank(rank), rows])
             (trainer.output_dir / f"rows-{rank}.json").write_text(text, encoding="utf-8")
-            trainer.train(stop)
+            if (code := trainer.train(stop)) != ExitCode.DONE:
+                return code
             del trainer, engine
             gc.collect()
     return 0

@@ -35,8 +35,8 @@ class Log:
     ) -> None:
         first = dist.get_rank() == 0
         self._metrics, self._updates = metrics, updates
-        self._record = Record(output_dir, report_to, first_update) if first else None
-        self._progress = Progress(console, updates) if first else None
+        self._progress = progress = Progress(console, updates) if first else None
+        self._record = Record(output_dir, report_to, first_update, progress.say) if progress else None
         self._slow = SlowRanks()
         self._pending: tuple[UpdateResult, Pending] | None = None
 
