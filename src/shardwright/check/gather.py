@@ -43,9 +43,7 @@ def whole_on_first_rank(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _message(tensors: Mapping[str, Tensor], parts: list[Held]) -> Tensor:
     """The bytes of this rank's `parts`, one after another."""
-    pieces = [
-        local_part(tensors[held.key]).cpu().contiguous().flatten().view(torch.uint8) for held in parts
-    ]
+    pieces = [local_part(tensors[held.key]).cpu().contiguous().flatten().view(torch.uint8) for held in parts]
     return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8)
 
 
