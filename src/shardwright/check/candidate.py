@@ -146,7 +146,7 @@ class Recorder:
         groups: dict[tuple[str, ...], list[dist.ProcessGroup]] = {}
         for name, p in self.engine.module.named_parameters():
             own = self._replica_groups(p)
-            key = tuple(group.group_name for group in own)
+            key: tuple[str, ...] = tuple(group.group_name for group in own)
             groups[key] = own
             local = (p.to_local() if isinstance(p, DTensor) else p).detach()
             alike.setdefault(key, []).append((canonical_name(name), local))
