@@ -18,6 +18,7 @@ import torch.distributed as dist
 from tests.gloo.ranks import run_ranks
 from torch import Tensor, nn
 
+from shardwright.check.gather import whole_on_first_rank
 from shardwright.config.load import Loaded, load_run_file
 from shardwright.data.loader import Microbatch, UpdateBatch
 from shardwright.layout.legality import check_run
@@ -129,27 +130,48 @@ def whole_gradients(engine: Engine) -> dict[str, Tensor]:
     return {local.name: engine.full(local.wrap(g)).clone() for local, g in engine.gradients()}
 
 
-def whole_moments(engine: Engine) -> dict[str, dict[str, Tensor]]:
-    """Every tensor of the optimizer's state, unsplit."""
-    found: dict[str, dict[str, Tensor]] = {}
+def moment_parts(engine: Engine) -> dict[tuple[str, str], Tensor]:
+    """Every tensor of the optimizer's state, by parameter and kind, as this rank holds it."""
+    found: dict[tuple[str, str], Tensor] = {}
     for local in engine.locals:
         for key, value in engine.optimizer.state.get(local.tensor, {}).items():
             if isinstance(value, Tensor):
-                part = local.wrap(value) if value.dim() and value.shape == local.tensor.shape else value
-                found.setdefault(local.name, {})[key] = engine.full(part).clone()
+                same = value.dim() and value.shape == local.tensor.shape
+                found[local.name, key] = local.wrap(value) if same else value
     return found
 
 
-def trained(loaded: Loaded, updates: int = UPDATES, **rows: Any) -> Outcome:
-    """What the engine makes of the first updates."""
+def by_name(moments: dict[tuple[str, str], Tensor]) -> dict[str, dict[str, Tensor]]:
+    """Moments by parameter."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for (name, key), value in moments.items():
+        found.setdefault(name, {})[key] = value
+    return found
+
+
+def whole_moments(engine: Engine) -> dict[str, dict[str, Tensor]]:
+    """Every tensor of the optimizer's state, unsplit."""
+    return by_name({key: engine.full(part).clone() for key, part in moment_parts(engine).items()})
+
+
+def gathered_moments(engine: Engine) -> dict[str, dict[str, Tensor]]:
+    """`whole_moments` on rank 0, nothing on others."""
+    found = whole_on_first_rank({" ".join(key): part for key, part in moment_parts(engine).items()})
+    return by_name({(key.split(" ")[0], key.split(" ")[1]): value for key, value in found.items()})
+
+
+def trained(loaded: Loaded, updates: int = UPDATES, first_only: bool = False, **rows: Any) -> Outcome:
+    """What the engine makes of the first updates; first_only: gradients and moments on rank 0 alone, which is faster."""
     torch.manual_seed(dist.get_rank())  # A36: first weights must not follow the ranks' own generators
     engine = make_engine(loaded)
     outcome = Outcome(start=whole_weights(engine))
     for update in range(updates):
         engine.forward_backward(batches_for(engine, update, **rows))
-        outcome.gradients.append(whole_gradients(engine))
+        parts = {local.name: local.wrap(g) for local, g in engine.gradients()} if first_only else {}
+        outcome.gradients.append(whole_on_first_rank(parts) if first_only else whole_gradients(engine))
         outcome.results.append(engine.step())
-    outcome.weights, outcome.moments = whole_weights(engine), whole_moments(engine)
+    outcome.weights = whole_weights(engine)
+    outcome.moments = gathered_moments(engine) if first_only else whole_moments(engine)
     return outcome
 
 
@@ -158,7 +180,7 @@ def all_trained(cases: dict[str, Loaded], **rows: Any) -> dict[str, Outcome]:
     found = {}
     for name, loaded in cases.items():
         try:
-            outcome = trained(loaded, **rows)
+            outcome = trained(loaded, first_only=True, **rows)
         except Exception as error:
             raise AssertionError(f"case {name}") from error
         first = dist.get_rank() == 0

@@ -11,41 +11,26 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.gloo.engine import UPDATES, Outcome, batches_for, make_engine
+from tests.gloo.engine import UPDATES, Outcome, batches_for, gathered_moments, make_engine
 from tests.gloo.ranks import run_ranks
 from torch import Tensor
 
+from shardwright.check.gather import whole_on_first_rank
 from shardwright.config.load import Loaded
-from shardwright.models.whole import whole_tensors
 from shardwright.parallel import pipeline
 from shardwright.train.update import Engine
 
 
-def gathered(named: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Whole tensors of all ranks on rank 0; nothing on others."""
-    return {name: whole.clone() for name, whole in whole_tensors(named) if whole is not None}
-
-
 def weights(engine: Engine) -> dict[str, Tensor]:
-    return gathered({name: p.detach() for name, p in engine.module.named_parameters()})
+    return whole_on_first_rank({name: p.detach() for name, p in engine.module.named_parameters()})
 
 
 def gradients(engine: Engine) -> dict[str, Tensor]:
-    return gathered({local.name: local.wrap(g) for local, g in engine.gradients()})
+    return whole_on_first_rank({local.name: local.wrap(g) for local, g in engine.gradients()})
 
 
 def moments(engine: Engine) -> dict[str, dict[str, Tensor]]:
-    flat: dict[str, Tensor] = {}
-    for local in engine.locals:
-        for key, value in engine.optimizer.state.get(local.tensor, {}).items():
-            if isinstance(value, Tensor):
-                same = value.dim() and value.shape == local.tensor.shape
-                flat[f"{local.name}:{key}"] = local.wrap(value) if same else value
-    found: dict[str, dict[str, Tensor]] = {}
-    for name, value in gathered(flat).items():
-        parameter, _, key = name.partition(":")
-        found.setdefault(parameter, {})[key] = value
-    return found
+    return gathered_moments(engine)
 
 
 def digest(engine: Engine) -> dict[str, str]:

@@ -36,6 +36,19 @@ def test_tiny_example_is_checked_as_it_is_but_in_float64(
     assert adjust(run, dtype="run", data_ranks=2, device="cpu", updates=3).run == run
 
 
+def test_compiled_blocks_are_left_out_where_they_compute_in_float32(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Llama's norms do; GPT-2 computes in the model's dtype throughout. In the run's own dtypes nothing is changed."""
+    run = _run(tmp_path, monkeypatch, memory__compile=True)
+    adjusted = adjust(run, dtype="fp64", data_ranks=2, device="cpu", updates=3)
+    assert not adjusted.run.memory.compile
+    assert "memory.compile is off: LlamaRMSNorm computes in float32" in adjusted.lines[0]
+    assert adjust(run, dtype="run", data_ranks=2, device="cpu", updates=3).run.memory.compile
+    run = _run(tmp_path, monkeypatch, memory__compile=True, model__model_name_or_path="examples/gpt2-tiny")
+    assert adjust(run, dtype="fp64", data_ranks=2, device="cpu", updates=3).run.memory.compile
+
+
 def test_one_microbatch_becomes_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = _run(tmp_path, monkeypatch, training__per_device_train_batch_size=4)
     adjusted = adjust(run, dtype="fp64", data_ranks=2, device="cpu", updates=1)

@@ -11,6 +11,7 @@ import psutil
 import torch
 
 from shardwright.check.changes import Changes, has_dropout
+from shardwright.check.float32_inside import float32_inside
 from shardwright.check.rows import CheckedRows
 from shardwright.check.shrink import (
     SHARE,
@@ -58,6 +59,12 @@ def adjust(
         )
     run, vocabulary, shrunk = _fitting(run, data_ranks, updates, 1 + layouts)
     lines += shrunk
+    if dtype == "fp64" and run.memory.compile and (narrow := float32_inside(run.model)):
+        run = run.model_copy(update={"memory": run.memory.model_copy(update={"compile": False})})
+        lines.append(
+            f"memory.compile is off: {narrow} computes in float32 whatever the dtype, and a compiled block sums it in another "
+            "order (3e-7 of a gradient, measured). `--dtype run` compares compiled blocks."
+        )
     changes = Changes(vocabulary=vocabulary)
     run, accumulated = _accumulating(run, data_ranks)
     lines += accumulated
