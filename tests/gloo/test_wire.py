@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwright.config.load import Loaded
-from shardwright.layout.zero import STAGES
+from shardwright.layout.zero import EXCHANGED, STAGES
 from shardwright.measure.communication import CommunicationRecorder
 from shardwright.parallel.data_parallel import Sharded, ShardOptions
 from shardwright.parallel.mesh import axis_of_groups
-from shardwright.parallel.wire import IN_FLIGHT, Wire
+from shardwright.parallel.wire import Wire
 
 pytestmark = [pytest.mark.gloo, pytest.mark.slow]
 
@@ -168,7 +168,7 @@ def test_few_units_are_in_flight_and_gloo_reduces_nothing(ranks: list[dict[str, 
     """Two microbatches of three blocks, embedding, and norm with head."""
     for rank in ranks:
         most, count, kinds = rank["in flight"]
-        assert most == IN_FLIGHT
+        assert most == EXCHANGED
         assert count == kinds["all-to-all"] == 2 * 5
         assert set(kinds) == {"all-gather", "all-to-all"}
 

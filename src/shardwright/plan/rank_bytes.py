@@ -252,7 +252,8 @@ def exchanged_bytes(job: Job, layout: Layout, rule: Rules, parts: tuple[float, f
 
     `parts`: whole elements of a block, the embedding, the head.
     """
-    if job.device_kind != "cpu" or not rule.sharded or rule.late or layout.microbatches(job) == 1:
+    exchanges = job.device_kind == "cpu" and rule.sharded and rule.degree > 1
+    if not exchanges or rule.late or layout.microbatches(job) == 1:
         return 0.0
     block, embedding, head = parts
     if job.shape.tied and layout.axes.pp == 1:
