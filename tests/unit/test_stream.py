@@ -228,14 +228,15 @@ def test_windows_are_made_once_for_ranks_side_by_side(
     assert 1 <= len(kept) <= 6
 
 
-def test_a_bad_line_is_named_when_the_stream_comes_to_it(tmp_path: Path) -> None:
-    """With file and line, also after reading began elsewhere; an empty stream is no endless loop."""
-    (tmp_path / "a.jsonl").write_text(lines(TEXTS[:40]) + "no\n" + lines(TEXTS[40:]))
-    found = loader(run_file(tmp_path, [str(tmp_path / "a.jsonl")], shuffle=False))
-    good = [found.update(number) for number in range(7)]
-    assert [text for batch in good for text in documents([batch])] == TEXTS[:28]
-    with pytest.raises(DataError, match=r"a\.jsonl:41: the line is not JSON"):
-        [found.update(number) for number in range(7, 11)]
+@pytest.mark.parametrize("bad", [13, 20, 27, 34, 41, 48])
+def test_a_bad_line_is_named_when_the_stream_comes_to_it(tmp_path: Path, bad: int) -> None:
+    """With file and line, in whatever slice of a window; an empty stream is no endless loop."""
+    (tmp_path / "a.jsonl").write_text(lines(TEXTS[: bad - 1]) + "no\n" + lines(TEXTS[bad - 1 :]))
+    found, seen = loader(run_file(tmp_path, [str(tmp_path / "a.jsonl")], shuffle=False)), []
+    with pytest.raises(DataError, match=rf"a\.jsonl:{bad}: the line is not JSON"):
+        for number in range(15):
+            seen += documents([found.update(number)])
+    assert seen == TEXTS[: len(seen)] and len(seen) < bad
     (tmp_path / "b.jsonl").write_text(lines(["", " "]))
     with pytest.raises(DataError, match="no document that can be trained: 2 were read"):
         loader(run_file(tmp_path, [str(tmp_path / "b.jsonl")])).update(0)

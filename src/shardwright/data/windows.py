@@ -90,7 +90,7 @@ class Windows:
         path = self._path(number, start)
         while (found := self._opened(path, number, start)) is None:
             with self._lock() as held:
-                if held and not path.is_dir():
+                if held and not _is_complete(path):
                     self._make(path, number, start)
             if not held:
                 self._stopped.wait(_POLL_SECONDS)
@@ -140,14 +140,14 @@ class Windows:
         """Makes a window unless it is there or being made. An error is raised where the window is wanted."""
         path = self._path(number, start)
         with self._lock() as held:
-            if held and not path.is_dir():
+            if held and not _is_complete(path):
                 self._make(path, number, start)
 
     def _make(self, path: Path, number: int, start: Place) -> None:
         encoder = self._ready_encoder()
         tokenizer = encoder.tokenizer
         known = None if tokenizer is None or "tokens" in self._kinds else len(tokenizer)
-        for left in self.directory.glob("*.partial-*"):
+        for left in (path, *self.directory.glob("*.partial-*")):
             shutil.rmtree(left, ignore_errors=True)
         with new_directory(path) as directory:
             writer = DocumentWriter(directory, token_dtype(known or 2**32))
@@ -168,19 +168,19 @@ class Windows:
         The end of a pass ends a window, unless it would hold nothing to train.
         """
         place, useful = start, 0
+        reading, self._reading = self._reading, None  # one that failed has passed what it failed on
         while True:
-            if self._reading is None or self._reading[0] != place:
-                self._reading = (place, self.stream.slices(place, encoder.keep))
-            for part, form, after in self._reading[1]:
+            if reading is None or reading[0] != place:
+                reading = (place, self.stream.slices(place, encoder.keep))
+            for part, form, after in reading[1]:
                 if self._stopped.is_set():
-                    self._reading = None
                     raise InterruptedError(f"window at {start} is no longer wanted")
                 found = encoder.slice(part, form)
                 writer.append(part, found)
                 useful += sum(length > 1 for length in found.lengths)
                 place = after
-                self._reading = (place, self._reading[1])
                 if useful >= self._data.stream_window:
+                    self._reading = (place, reading[1])
                     return place
             whole_pass, place = start.turn < place.turn, Place(place.turn + 1)
             if useful:
@@ -197,6 +197,10 @@ class Windows:
             tokenizer = None if self.tokenizer_path is None else load_tokenizer(self.tokenizer_path)
             self._encoder = Encoder(tokenizer, self._data, self._kinds, self.tokenizer_path)
         return self._encoder
+
+
+def _is_complete(path: Path) -> bool:
+    return (path / "meta.json").is_file()
 
 
 def _without_signals() -> None:
