@@ -22,6 +22,7 @@ from shardwright.check.gather import whole_on_first_rank
 from shardwright.check.plant import plant
 from shardwright.check.record import MicrobatchNote, Record, Scalars
 from shardwright.check.rows import CheckedRows
+from shardwright.check.throughout import float64_throughout
 from shardwright.checkpoint.state import STATE_OPTIMIZER, optimizer_state
 from shardwright.config.schema import RunFile
 from shardwright.data.loader import UpdateBatch
@@ -216,7 +217,8 @@ def record_updates(spec: CandidateSpec, device: torch.device) -> None:
     recorder.start()
     for number in range(1, spec.updates + 1):
         batch = rows.update(number - 1)
-        engine.forward_backward(batch)
+        with float64_throughout(run):
+            engine.forward_backward(batch)
         recorder.before_step(number)
         result = engine.step()
         recorder.after_step(number, batch, result)

@@ -22,6 +22,7 @@ from shardwright.check.record import MicrobatchNote, Notes, Record, Scalars
 from shardwright.check.reference_documents import alone, mistaken_losses, target_weight, targets_inside
 from shardwright.check.reference_muon import ReferenceMuon
 from shardwright.check.rows import CheckedRows
+from shardwright.check.throughout import float64_throughout
 from shardwright.config.schema import RunFile, Training
 from shardwright.data.loader import Microbatch, UpdateBatch
 from shardwright.models import build_model, find_parts, materialise
@@ -161,14 +162,17 @@ class Reference:
     ) -> Iterator[tuple[Microbatch, float, float, dict[str, Tensor]]]:
         """(microbatch, its loss sum, its divisor, the gradient of that sum / count) one after another.
 
-        The division comes before backward, not after: Transformers' RMSNorm computes in float32 whatever the dtype, so
-        that a gradient scaled otherwise on its way through would be rounded otherwise (4e-9 of a gradient, measured).
+        The division comes before backward, not after, as in the run: in float32 a gradient scaled otherwise on its way
+        through would be rounded otherwise.
         """
         for microbatch in batch.microbatches:
             self.model.zero_grad()
-            loss, own_count = self._loss_sum(batch.update, microbatch, microbatch.labels, microbatch.weights)
-            if loss.requires_grad:
-                (loss / count).backward()
+            with float64_throughout(self.run):
+                loss, own_count = self._loss_sum(
+                    batch.update, microbatch, microbatch.labels, microbatch.weights
+                )
+                if loss.requires_grad:
+                    (loss / count).backward()
             own = {name: p.grad for name, p in self.trained.items() if p.grad is not None}
             yield microbatch, loss.item(), own_count, own
 

@@ -26,6 +26,7 @@ From the second update on, the two sides start from weights that were allowed to
 (norm of the difference / norm of the step). Gradients then differ by about that part of what a step changes, where a few
 weights that differ weigh much (one element of a norm's bias reaches a whole row) by more: r becomes r + min(10 p, 0.1). In
 float64 p is about 1e-13; in float32 it is what the sign-like steps near zero leave (2e-6 to 2e-5 in the tiny examples).
+Parts that models compute in float32 stay float64 in a float64 check (`throughout.py`): r covers sums in another order, no more.
 """
 
 from __future__ import annotations
