@@ -45,13 +45,18 @@ def build_model(spec: Model, dtype: torch.dtype) -> nn.Module:
     _attach_recipes(model, recorder)
     _convert_parameters(model, dtype)
     _freeze(model, spec.freeze)
-    experts: Any = model if hasattr(model, "set_experts_implementation") else None
-    if dtype == torch.float64 and experts is not None and experts._can_set_experts_implementation():
-        experts.set_experts_implementation("eager")  # grouped products know no float64
+    if dtype == torch.float64:
+        _without_grouped_products(model)
     if hasattr(model, "config") and hasattr(model.config, "use_cache"):
         model.config.use_cache = False
         model.config.dtype = dtype
     return model
+
+
+def _without_grouped_products(model: Any) -> None:
+    """Experts one by one, where the model has any: grouped products know no float64."""
+    if hasattr(model, "set_experts_implementation") and model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")
 
 
 def quiet_transformers() -> None:
