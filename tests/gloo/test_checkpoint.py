@@ -56,6 +56,9 @@ class Data:
     def validation(self) -> list[Any]:
         return [batches_for(self.engine, 90)]
 
+    def seek(self, update: int, cursor: Any, trusted: bool = False) -> None:
+        """Any update can be begun with."""
+
     def updates_from(self, first: int, device: torch.device | None = None) -> Any:
         return (batches_for(self.engine, update) for update in range(first, STEPS))
 

@@ -42,6 +42,9 @@ class Data:
     fingerprint: str = "rows"
     validation: Any = None
 
+    def seek(self, update: int, cursor: Any, trusted: bool = False) -> None:
+        """Any update can be begun with."""
+
     def updates_from(self, first: int, device: torch.device) -> Iterator[Any]:
         for update in range(first, self.updates):
             if self.before is not None:

@@ -82,13 +82,15 @@ class Across:
         wanted = wanted_pieces(index, tensors, partial)
         while True:
             own = self._round(index, wanted)
-            found = sorted({problem for problems in everyone(own) for problem in problems})
+            found: dict[tuple[int, str], str] = {}
+            for host, name, text in sorted(problem for problems in everyone(own) for problem in problems):
+                found.setdefault((host, name), text)
             if not found:
                 return
-            for host, name, text in found:
+            for (host, name), text in found.items():
                 self.holders[f"{TENSORS}/{name}"].remove(host)
                 self.notes.append(f"On {self.hosts.names[host]}, {text} Another host is asked for it.")
-            lost = [text for _, name, text in found if not self.holders[f"{TENSORS}/{name}"]]
+            lost = [text for (_, name), text in found.items() if not self.holders[f"{TENSORS}/{name}"]]
             if lost:
                 raise DamagedCheckpointError(lost[0], "No other host has it.")
             wanted = {name: wanted[name] for _, name, _ in own if name in wanted}
