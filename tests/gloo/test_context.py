@@ -289,6 +289,8 @@ def _recorded(run: Loaded) -> tuple[Counter[tuple[str, int]], int]:
     engine = make_engine(run)
     group = engine.mesh["cp"].get_group()
     batch = batches_for(engine, 0, length=LENGTH)
+    engine.forward_backward(batch)  # ddp's ranks agree once on the order of gradients
+    engine.zero_grad()
     seen: Counter[tuple[str, int]] = Counter()
     names = [n for n in ("all_gather_single", "all_gather_into_tensor", "all_to_all_single", "reduce_scatter_single",
                          "reduce_scatter_tensor", "all_reduce", "all_gather", "broadcast") if hasattr(dist, n)]  # fmt: skip

@@ -1,14 +1,15 @@
 """One line of what a rank sends in an update. What each axis sends stands in `*_traffic.py`, equal to what the engine sends.
 
 Sources: a ring over N ranks sends (N - 1) / N of the whole tensor from each rank for an all-gather or a reduce-scatter, and
-twice that for an all-reduce (Rajbhandari et al. 2019, arXiv:1910.02054, section 7). An all-to-all sends as a reduce-scatter.
+twice that for an all-reduce (Rajbhandari et al. 2019, arXiv:1910.02054, section 7). An all-to-all sends as a reduce-scatter;
+a broadcast is passed on once by a rank, at most.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-SHARES = {"all-gather": 1, "reduce-scatter": 1, "all-to-all": 1, "all-reduce": 2}
+SHARES = {"all-gather": 1, "reduce-scatter": 1, "all-to-all": 1, "broadcast": 1, "all-reduce": 2}
 
 
 @dataclass(frozen=True)
