@@ -14,6 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from shardwright.cli import main
+
 pytestmark = pytest.mark.gloo
 ROOT = Path(__file__).parents[2]
 UPDATES = 8
@@ -108,11 +110,31 @@ def test_torchrun_starts_the_same_run(tmp_path: Path, uninterrupted: list[float]
     ],
 )  # fmt: skip
 def test_bad_input_is_refused_before_any_process_starts(
-    tmp_path: Path, options: list[str], message: str
+    tmp_path: Path,
+    options: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """A122, A136: exit code 2, one message, no output directory."""
-    done = run(command(tmp_path / "run", *options))
-    assert done.returncode == 2, done.stderr
-    assert re.search(message, done.stderr), done.stderr
-    assert "Traceback" not in done.stderr
+    """A122, A136: exit code 2, one message, no output directory, and not one process."""
+
+    def refuse(*arguments: object, **settings: object) -> None:
+        raise AssertionError(f"a process was started: {arguments}")
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["shardwright", *command(tmp_path / "run", *options)[2:]])
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    monkeypatch.setattr(os, "posix_spawn", refuse)
+    monkeypatch.setattr(os, "fork", refuse)
+    with pytest.raises(SystemExit) as end:
+        main()
+    _, errors = capfd.readouterr()
+    assert end.value.code == 2, errors
+    assert re.search(message, errors), errors
+    assert "Traceback" not in errors
     assert not (tmp_path / "run").exists()
+
+
+def test_bad_input_ends_the_command_with_2(tmp_path: Path) -> None:
+    done = run(command(tmp_path / "run", "--nproc-per-node", "3"))
+    assert done.returncode == 2 and "global_batch_size = 8 is not a multiple of 3" in done.stderr, done.stderr
