@@ -1,14 +1,10 @@
-"""Saving beside training, what fails while saving, and what comes back: two ranks, the loop of `train`.
+"""Saving beside training and what fails while saving: two ranks, the loop of `train`.
 
-Covers A52, A54, A56, A57, A59, A60, A61, A62, A72, A73 and A76 of the known faults.
+Covers A52, A56, A57, A59, A60, A72 and A76 of the known faults.
 """
 
 from __future__ import annotations
 
-import gc
-import hashlib
-import io
-import random
 import resource
 import shutil
 import threading
@@ -17,22 +13,20 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from tests.checkpoints import flip
-from tests.gloo.engine import LLAMA, ODD, batches_for, make_engine, run_file, whole_weights
+from tests.gloo.engine import LLAMA, batches_for, make_engine, run_file
 from tests.gloo.ranks import run_ranks
-from tests.gloo.test_checkpoint import Data, Flag, _differences, _message, _metrics, _shared, _whole
+from tests.gloo.saved_runs import STEPS, files_of, make_trainer, names, raised, train
+from tests.gloo.test_checkpoint import Data, Flag, _differences, _metrics, _shared, _whole
 from tests.odd_models import OddModel
 from torch import Tensor, nn
 
 from shardwright.arch.inventory import shape_from_config
 from shardwright.checkpoint import saver, store
 from shardwright.drill.disk import fill, small_disk
-from shardwright.errors import CheckpointError
 from shardwright.layout.names import with_layout
 from shardwright.measure.live_memory import LiveMemory
 from shardwright.plan.host import host_bytes
@@ -40,40 +34,6 @@ from shardwright.plan.of_run import job_of, layout_of
 from shardwright.train.loop import Trainer
 
 pytestmark = [pytest.mark.gloo, pytest.mark.slow]
-STEPS = 6
-
-
-def _trainer(directory: Path, model: str = ODD, **options: Any) -> tuple[Trainer, io.StringIO]:
-    values = {"training__max_steps": STEPS, "checkpoint__output_dir": str(directory), **options}
-    loaded = run_file(model, **({"checkpoint__save_steps": 2} | values))
-    engine, screen = make_engine(loaded), io.StringIO()
-    quiet = dist.get_rank() != 0
-    console = Console(file=screen, quiet=quiet, width=1000)
-    return Trainer(loaded, engine, Data(engine), console), screen  # type: ignore[arg-type]
-
-
-def _train(trainer: Trainer) -> int:
-    return trainer.train(Flag(trainer.engine))  # type: ignore[arg-type]
-
-
-def _raised(action: Any) -> str:
-    try:
-        action()
-    except CheckpointError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def _names(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.glob("*checkpoint-*"))
-
-
-def _files(directory: Path) -> dict[str, str]:
-    """Hashes of all tensors' files and indices of a run."""
-    return {
-        str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(directory.glob("checkpoint-*/tensors/*"))
-    }
 
 
 # In the background
@@ -81,24 +41,24 @@ def _files(directory: Path) -> dict[str, str]:
 
 def _beside(directory: Path) -> dict[str, Any]:
     common: dict[str, Any] = {"checkpoint__save_steps": 1}
-    plain, _ = _trainer(directory / "at once", **common)
-    _train(plain)
-    beside, screen = _trainer(directory / "beside", **common, checkpoint__async_save=True)
-    _train(beside)
+    plain, _ = make_trainer(directory / "at once", **common)
+    train(plain)
+    beside, screen = make_trainer(directory / "beside", **common, checkpoint__async_save=True)
+    train(beside)
     index = store.read_index(directory / "beside" / "checkpoint-6")
     own = f"rank-{dist.get_rank():05d}.safetensors"
     share = (index.directory / own).stat().st_size - index.headers[own][0]
     return {
-        "files": (_files(directory / "at once"), _files(directory / "beside")),
+        "files": (files_of(directory / "at once"), files_of(directory / "beside")),
         "staging": (beside.checkpoints.saver.staging_bytes, share),
         "screen": screen.getvalue(),
-        "names": _names(directory / "beside"),
+        "names": names(directory / "beside"),
     }
 
 
 def _overwritten(directory: Path) -> dict[str, Any]:
     """Weights, moments and counts are overwritten as soon as `before_step` returns, while the writer is held up."""
-    trainer, _ = _trainer(directory / "overwritten", checkpoint__async_save=True)
+    trainer, _ = make_trainer(directory / "overwritten", checkpoint__async_save=True)
     for batch in list(trainer.data.updates_from(0))[:2]:
         trainer.engine.forward_backward(batch)
         trainer.engine.step()
@@ -127,7 +87,7 @@ def _overwritten(directory: Path) -> dict[str, Any]:
                 tensor.fill_(0)
     polled = trainer.checkpoints.saver.poll()
     before = store.find(directory / "overwritten", "auto")
-    other, _ = _trainer(directory / "overwritten", checkpoint__async_save=True)
+    other, _ = make_trainer(directory / "overwritten", checkpoint__async_save=True)
     other.resume()
     while_writing = other.at.update
     held.set()
@@ -145,7 +105,7 @@ def _overwritten(directory: Path) -> dict[str, Any]:
 
 
 def _busy(directory: Path, busy: str) -> dict[str, Any]:
-    trainer, screen = _trainer(
+    trainer, screen = make_trainer(
         directory / busy,
         checkpoint__async_save=True,
         checkpoint__async_when_busy=busy,
@@ -169,7 +129,7 @@ def _busy(directory: Path, busy: str) -> dict[str, Any]:
         trainer.checkpoints.between_updates(due=True, last=False)
     trainer.checkpoints.saver.finish()
     saver.write_parts = write
-    return {"names": _names(directory / busy), "screen": screen.getvalue()}
+    return {"names": names(directory / busy), "screen": screen.getvalue()}
 
 
 # Failing
@@ -177,7 +137,7 @@ def _busy(directory: Path, busy: str) -> dict[str, Any]:
 
 def _full(directory: Path, **options: Any) -> dict[str, Any]:
     """Rank 1 may write no more than 1000 bytes a file during the save after update 4."""
-    trainer, screen = _trainer(directory, **options)
+    trainer, screen = make_trainer(directory, **options)
     start, limits = trainer.checkpoints.start, resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def limited() -> None:
@@ -189,13 +149,13 @@ def _full(directory: Path, **options: Any) -> dict[str, Any]:
         trainer.checkpoints.saver.before_step()
 
     trainer.checkpoints.start = limited  # type: ignore[method-assign]
-    error = _raised(lambda: _train(trainer))
+    error = raised(lambda: train(trainer))
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     dist.barrier()
     return {
         "error": error,
         "at": trainer.at.update,
-        "names": _names(directory),
+        "names": names(directory),
         "screen": screen.getvalue(),
         "verified": [store.verify(path) for path in store.complete_checkpoints(directory)],
     }
@@ -204,7 +164,7 @@ def _full(directory: Path, **options: Any) -> dict[str, Any]:
 def _no_space(disk: str, **options: Any) -> dict[str, Any]:
     """A file takes all but 4 KiB of the disk before the save after update 4, and goes after it."""
     directory, ballast = Path(disk) / "run", Path(disk) / "ballast"
-    trainer, screen = _trainer(directory, **options)
+    trainer, screen = make_trainer(directory, **options)
     start = trainer.checkpoints.start
 
     def filled() -> None:
@@ -216,11 +176,11 @@ def _no_space(disk: str, **options: Any) -> dict[str, Any]:
         trainer.checkpoints.saver.before_step()
 
     trainer.checkpoints.start = filled  # type: ignore[method-assign]
-    error = _raised(lambda: _train(trainer))
+    error = raised(lambda: train(trainer))
     _shared(lambda: ballast.unlink(missing_ok=True))
     found = {
         "error": error,
-        "names": _names(directory),
+        "names": names(directory),
         "screen": screen.getvalue(),
         "metrics": [line for line in _metrics(directory) if "train/loss" in line],
         "verified": [store.verify(path) for path in store.complete_checkpoints(directory)],
@@ -232,10 +192,10 @@ def _no_space(disk: str, **options: Any) -> dict[str, Any]:
 
 def _forbidden(directory: Path) -> dict[str, Any]:
     """The run's directory is a file; a rank's state cannot be stored; rank 0 cannot complete."""
-    trainer, _ = _trainer(directory / "file" / "below")
+    trainer, _ = make_trainer(directory / "file" / "below")
     _shared(lambda: (directory / "file").write_text(""))
-    found = {"directory": _raised(trainer.save)}
-    trainer, _ = _trainer(directory / "incomplete")
+    found = {"directory": raised(trainer.save)}
+    trainer, _ = make_trainer(directory / "incomplete")
     trainer.save()
     complete = saver.directory.complete
 
@@ -244,207 +204,11 @@ def _forbidden(directory: Path) -> dict[str, Any]:
 
     saver.directory.complete = fail
     trainer.at.update = 1
-    found["complete"] = _raised(trainer.save)
+    found["complete"] = raised(trainer.save)
     dist.barrier()
     saver.directory.complete = complete
-    found["names"] = str(_names(directory / "incomplete"))
+    found["names"] = str(names(directory / "incomplete"))
     return found
-
-
-def _damaged(directory: Path) -> dict[str, Any]:
-    """A byte of each kind of file of the newest checkpoint flips, one after the other; then of the others too."""
-    first, _ = _trainer(directory / "damaged")
-    _train(first)
-    found: dict[str, Any] = {}
-    newest = directory / "damaged" / "checkpoint-6"
-    for name in ("manifest.json", "config.yaml", "tensors/index.json", "tensors/rank-00001.safetensors"):
-        _shared(lambda file=newest / name: flip(file, 200))
-        trainer, screen = _trainer(directory / "damaged")
-        path = trainer.resume()
-        found[name] = (path.name if path else "", trainer.at.update, screen.getvalue())
-        dist.barrier()
-        _shared(lambda file=newest / name: flip(file, 200))
-    for update in (2, 4, 6):
-        place = directory / "damaged" / f"checkpoint-{update}" / "tensors" / "rank-00000.safetensors"
-        _shared(lambda file=place: flip(file, -1))
-    trainer, _ = _trainer(directory / "damaged")
-    found["all"] = _message(trainer)
-    named, _ = _trainer(directory / "other", checkpoint__resume=str(newest))
-    found["named"] = _message(named)
-    return found
-
-
-# What comes back
-
-
-class Grouped(torch.optim.Optimizer):
-    """SGD with a step size that it estimates for the whole group, as schedule-free and D-adapting optimizers do."""
-
-    def __init__(self, params: Any, lr: float, weight_decay: float = 0.0, d: float = 1e-3) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "d": d, "k": 0})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            group["k"] += 1
-            group["d"] *= 1 + 1 / group["k"]
-            group["seen"] = group["k"] * 0.1
-            for p in group["params"]:
-                if p.grad is not None:
-                    self.state[p].setdefault("z", p.detach().clone())
-                    p.add_(p.grad, alpha=-group["d"])
-
-
-class Drawing(OddModel):
-    """Draws from python's, NumPy's and torch's generators in forward."""
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        factor = random.random() + float(np.random.rand()) + float(torch.rand(()))
-        return super().forward(input_ids) * factor
-
-
-def drawing_model() -> nn.Module:
-    return Drawing()
-
-
-class Running(OddModel):
-    """With running statistics of its own rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(()))
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        if self.training:
-            self.mean = self.mean * 0.9 + input_ids.double().mean().to(self.mean.dtype) * 0.1
-        return super().forward(input_ids)
-
-
-def running_model() -> nn.Module:
-    return Running()
-
-
-def _resumed(directory: Path, model: str = ODD, other: str = "zero3", **options: Any) -> dict[str, Any]:
-    first, _ = _trainer(directory, model, **options)
-    _train(first)
-    random.seed(dist.get_rank())
-    np.random.seed(dist.get_rank())
-    torch.manual_seed(dist.get_rank())
-    second, _ = _trainer(
-        directory.with_name(f"{directory.name} again"), model, **options, parallelism__data_parallel=other,
-        checkpoint__resume=str(directory / "checkpoint-4"),
-    )  # fmt: skip
-    second.resume()
-    groups = [
-        {k: v for k, v in g.items() if k in ("d", "k", "seen")} for g in second.engine.optimizer.param_groups
-    ]
-    second.train(Flag(second.engine))  # type: ignore[arg-type]
-    found, right = _whole(second), _whole(first)
-    return {
-        "differences": _differences(found, right),
-        "gap": max((found[name] - value).abs().max().item() for name, value in right.items()),
-        "groups": groups,
-    }
-
-
-def _best(directory: Path) -> dict[str, Any]:
-    losses = iter((5.0, 3.0, 4.0, 3.5, 3.0, 6.0))
-    options: dict[str, Any] = {
-        "data__validation": ["-"], "training__eval_steps": 1, "checkpoint__keep_best": True,
-        "checkpoint__save_total_limit": 1, "checkpoint__save_steps": 1,
-    }  # fmt: skip
-    trainer, _ = _trainer(directory / "best", **options)
-    trainer.engine.evaluate = lambda batches: (next(losses), 1)  # type: ignore[method-assign]
-    _train(trainer)
-    again, _ = _trainer(directory / "best", **options)
-    again.resume()
-    return {
-        "names": _names(directory / "best"),
-        "link": (directory / "best" / "best").resolve().name,
-        "best": (again.at.best, again.at.eval_loss),
-    }
-
-
-def _settings(directory: Path) -> dict[str, Any]:
-    trainer, _ = _trainer(directory / "settings", training__lr_scheduler_type="linear")
-    trainer.save()
-    at = {"checkpoint__resume": str(directory / "settings" / "checkpoint-0")}
-    other = {"training__learning_rate": 0.5, "training__lr_scheduler_type": "cosine", "logging__log_steps": 3}
-    accepted = ["training.learning_rate", "training.lr_scheduler_type"]
-    refused, _ = _trainer(directory / "a", **at, **other)
-    confirmed, screen = _trainer(directory / "a", **at, **other, checkpoint__accept_changes=accepted)
-    message = _message(confirmed)
-    seeded, _ = _trainer(
-        directory / "a", **at, training__seed=1, checkpoint__accept_changes=["training.seed"]
-    )
-    return {
-        "refused": _message(refused),
-        "confirmed": (message, screen.getvalue()),
-        "seeded": _message(seeded),
-    }
-
-
-def _partial(directory: Path) -> dict[str, Any]:
-    """A model with three blocks and a wider vocabulary reads the checkpoint of one with two."""
-    first, _ = _trainer(directory / "partial")
-    for batch in list(first.data.updates_from(0))[:2]:
-        first.engine.forward_backward(batch)
-        first.engine.step()
-    path = first.save()
-    wider = {"model__kwargs": {"vocab": 33, "layers": 3}, "checkpoint__accept_changes": ["model.kwargs"]}
-    second, screen = _trainer(
-        directory / "b",
-        **wider,
-        checkpoint__resume=str(path),
-        checkpoint__partial=["embed", "head", "blocks.2"],
-    )
-    start, right = whole_weights(second.engine), whole_weights(first.engine)
-    second.resume()
-    found = whole_weights(second.engine)
-    kept = [name for name in start if name.startswith(("embed", "head", "blocks.2"))]
-    strict, _ = _trainer(
-        directory / "b", **wider, checkpoint__resume=str(path), checkpoint__partial=["embed"]
-    )
-    state = {local.name for local in second.engine.locals if second.engine.optimizer.state.get(local.tensor)}
-    second.engine.forward_backward(batches_for(second.engine, 2))
-    second.engine.step()
-    return {
-        "kept": [name for name in kept if not torch.equal(found[name], start[name])],
-        "read": [name for name in right if name not in kept and not torch.equal(found[name], right[name])],
-        "counts": (len(kept), len(right)),
-        "fresh": [name for name in kept if name in state],
-        "strict": _message(strict),
-        "screen": screen.getvalue(),
-    }
-
-
-def _peak(directory: Path) -> dict[str, int]:
-    """Resident bytes that a load adds at most, in a run whose vectors of moments are not there before."""
-    model = {"model__config_overrides": {"vocab_size": 30_000, "hidden_size": 256, "num_hidden_layers": 1}}
-    narrow = {f"precision__{name}_dtype": "fp32" for name in ("param", "reduce", "master")}
-    first, _ = _trainer(directory / "peak", LLAMA, **model, **narrow)
-    first.engine.forward_backward(batches_for(first.engine, 0))
-    first.engine.step()
-    path = first.save()
-    share = sum(p.to_local().nbytes for p in first.engine.module.parameters())
-    del first
-    gc.collect()
-    second, _ = _trainer(directory / "peak", LLAMA, **model, **narrow)
-    gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is what is resident now
-    before = _status_bytes("VmRSS")
-    second.resume()
-    return {
-        "added": _status_bytes("VmHWM") - before,
-        "share": share,
-        "at": second.at.update,
-        "saved": int(path.exists()),
-    }
-
-
-def _status_bytes(key: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
 
 
 def _staged(directory: Path) -> dict[str, tuple[int, int, int, int]]:
@@ -487,14 +251,31 @@ def _rise(trainer: Trainer, live: LiveMemory, update: int) -> int:
     return live.timeline.by_phase["save"] - before
 
 
+class Running(OddModel):
+    """With running statistics of its own rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        if self.training:
+            self.mean = self.mean * 0.9 + input_ids.double().mean().to(self.mean.dtype) * 0.1
+        return super().forward(input_ids)
+
+
+def running_model() -> nn.Module:
+    return Running()
+
+
 def _running(directory: Path) -> str:
-    trainer, _ = _trainer(directory / "running", "tests.gloo.test_saving:running_model")
-    return _raised(lambda: _train(trainer))
+    trainer, _ = make_trainer(directory / "running", "tests.gloo.test_saving:running_model")
+    return raised(lambda: train(trainer))
 
 
 def _alone(directory: Path) -> str:
     """Rank 0 saves and rank 1 does not."""
-    trainer, _ = _trainer(directory / "alone")
+    trainer, _ = make_trainer(directory / "alone")
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), dist.group.WORLD)
     error = ""
     if dist.get_rank() == 0:
@@ -509,7 +290,6 @@ def _alone(directory: Path) -> str:
 
 def _all(directory: Path, disk: str) -> dict[str, Any]:
     warn = {"checkpoint__on_save_error": "warn"}
-    grouped = {"training__optimizer": "tests.gloo.test_saving:Grouped"}
     return {
         "beside": _beside(directory),
         "overwritten": _overwritten(directory),
@@ -529,14 +309,6 @@ def _all(directory: Path, disk: str) -> dict[str, Any]:
         else {},
         "staged": _staged(directory),
         "forbidden": _forbidden(directory),
-        "damaged": _damaged(directory),
-        "grouped": _resumed(directory / "grouped", **grouped),
-        "grouped ddp": _resumed(directory / "grouped ddp", other="ddp", **grouped),
-        "drawing": _resumed(directory / "drawing", "tests.gloo.test_saving:drawing_model"),
-        "best": _best(directory),
-        "settings": _settings(directory),
-        "partial": _partial(directory),
-        "peak": _peak(directory),
         "running": _running(directory),
         "alone": _alone(directory),
     }
@@ -639,71 +411,6 @@ def test_what_rank_0_cannot_do_is_an_error_on_all(facts: list[dict[str, Any]]) -
         )
         assert "rank 0: OSError: [Errno 5] Input/output error" in found["complete"]
         assert found["names"] == "['checkpoint-0']"
-
-
-@pytest.mark.parametrize(
-    "name", ("manifest.json", "config.yaml", "tensors/index.json", "tensors/rank-00001.safetensors")
-)
-def test_a_damaged_checkpoint_gives_way_to_the_one_before(name: str, facts: list[dict[str, Any]]) -> None:
-    for rank in facts:
-        assert rank["damaged"][name][:2] == ("checkpoint-4", 4)
-    screen = facts[0]["damaged"][name][2]
-    assert "checkpoint-6 is not used" in screen and name in screen and screen.count("not used") == 1
-
-
-def test_no_good_checkpoint_is_no_fresh_start(facts: list[dict[str, Any]]) -> None:
-    for rank in facts:
-        assert "holds 3 checkpoint(s), and none of them is good" in rank["damaged"]["all"]
-        assert "rank-00000.safetensors is not what was written" in rank["damaged"]["named"]
-
-
-@pytest.mark.parametrize("case", ("grouped", "grouped ddp", "drawing"))
-def test_what_is_not_a_tensor_comes_back_too(case: str, facts: list[dict[str, Any]]) -> None:
-    """A54: numbers of groups. A61 A62: draws of every generator, with other generators' states before the resume."""
-    for rank in facts:
-        assert rank[case]["gap"] < 1e-12
-        if case != "grouped ddp":
-            assert rank[case]["differences"] == []
-        for group in rank[case]["groups"] if case != "drawing" else []:
-            assert group == {"k": 4, "seen": 4 * 0.1, "d": pytest.approx(1e-3 * 2 * 1.5 * (4 / 3) * 1.25)}
-
-
-def test_the_best_one_stays(facts: list[dict[str, Any]]) -> None:
-    """The earlier of two equal ones; its value is there after a resume."""
-    for rank in facts:
-        assert rank["best"]["names"] == ["checkpoint-2", "checkpoint-6"]
-        assert rank["best"]["link"] == "checkpoint-2" and rank["best"]["best"] == ((2, 3.0), 6.0)
-
-
-def test_changed_settings(facts: list[dict[str, Any]]) -> None:
-    for rank in facts:
-        refused = rank["settings"]["refused"]
-        assert (
-            "training.learning_rate 0.01 -> 0.5; training.lr_scheduler_type 'linear' -> 'cosine'." in refused
-        )
-        assert "log_steps" not in refused
-        assert rank["settings"]["confirmed"][0] == rank["settings"]["seeded"] == ""
-    assert (
-        "Changed since checkpoint-0: logging.log_steps 1 -> 3; training.l"
-        in facts[0]["settings"]["confirmed"][1]
-    )
-
-
-def test_partial_loads_are_asked_for(facts: list[dict[str, Any]]) -> None:
-    for rank in facts:
-        found = rank["partial"]
-        assert found["kept"] == found["read"] == found["fresh"] == []
-        assert found["counts"][0] > 5 and found["counts"][1] > 20
-        assert "not in the checkpoint: model.blocks.2" in found["strict"]
-        assert "head.weight: stored (31, 6) torch.float64, here (33, 6) torch.float64" in found["strict"]
-    assert "Not from checkpoint-0 (checkpoint.partial): " in facts[0]["partial"]["screen"]
-
-
-def test_a_load_takes_the_moments_and_one_piece(facts: list[dict[str, Any]]) -> None:
-    """A73: each rank reads its share; beside the two moments of it, which stay, nothing but a buffer of a piece."""
-    for rank in facts:
-        share = rank["peak"]["share"]
-        assert share > 30e6 and rank["peak"]["added"] < 2 * share + 24e6
 
 
 def test_buffers_that_differ_between_ranks_are_refused(facts: list[dict[str, Any]]) -> None:
