@@ -90,7 +90,7 @@ def ours(job: Job) -> tuple[Update, Any]:
 
 
 def unwired(job: Job) -> Update:
-    """`ours` as it would be without what is done for gloo: `fully_shard`'s own reductions, DDP's usual buckets."""
+    """`ours` as it would be without what is done for gloo: `fully_shard`'s own reductions, ddp in stretches of 25 MiB."""
     from unittest import mock
 
     if job.layout == "ddp":

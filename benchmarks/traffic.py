@@ -1,7 +1,7 @@
 """What ranks send, predicted and recorded: python benchmarks/traffic.py [--layouts zero3+tp2,...] [--bf16] [--rank 3]
 
 Four gloo ranks run three updates of a small model under each layout; the third is recorded from the collectives (the first
-verifies, in the second DDP arranges its buckets anew). Calls and bytes of every rank are compared with `plan/traffic.py`; the
+verifies, and then ddp's ranks agree on an order of gradients). Calls and bytes of every rank are compared with `plan/traffic.py`; the
 table shows one rank. Ends with 1 when anything differs on any rank.
 """
 

@@ -1,6 +1,6 @@
 """What each rank sends, recorded from the collectives, equals what the planner predicts: calls and bytes, on every axis.
 
-Known-fault rows: none. The third update is recorded: the first verifies, and DDP arranges its buckets in the second.
+Known-fault rows: none. The third update is recorded: the first verifies, and then ddp's ranks agree on an order of gradients.
 """
 
 from __future__ import annotations

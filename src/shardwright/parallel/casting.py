@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from shardwright.parallel.leaves import local_part
+from shardwright.parallel.local_part import local_part
 
 _classes: dict[tuple[type, tuple[str, ...], torch.dtype], type] = {}
 

@@ -31,7 +31,7 @@ from shardwright.layout.loss import chunk_tokens
 from shardwright.models.adapters import find_parts
 from shardwright.models.head import Deferred, Step, apply_steps, steps_behind_head
 from shardwright.parallel.exchange import Peers, all_sum, copy_in
-from shardwright.parallel.leaves import local_part
+from shardwright.parallel.local_part import local_part
 from shardwright.parallel.vocabulary import check_ids, vocabulary_range
 
 IGNORE = -100

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwright.errors import ShardwrightError
 from shardwright.layout.zero import STAGES
+from shardwright.parallel.local_part import local_part
 
 BUCKET_BYTES = {"cpu": 4 * 2**20, "cuda": 25 * 2**20}
 """Bytes of a stretch by device. The first is sent when it is full and the last is waited for: on a slow link both count."""
@@ -68,7 +69,6 @@ class Replicated:
         self._arrived: set[int] = set()
         self._views: list[Tensor] = []
         self._flats: list[_Flat] = []
-        self._flat_of: list[_Flat] = []
         self._travelling: list[tuple[dist.Work, Tensor, Tensor]] = []  # a stretch, and what of it travels
         if self._ranks > 1:
             for number, p in enumerate(self._parameters):
@@ -90,41 +90,44 @@ class Replicated:
         """Makes the flat tensors, and a view for each gradient."""
         dtypes = dict.fromkeys(p.dtype for p in self._parameters)
         self._views = [torch.empty(0)] * len(self._parameters)
-        flat_of: dict[int, _Flat] = {}
         for dtype in dtypes:
             numbers = [n for n in self._order if self._parameters[n].dtype == dtype]
-            sizes = [_local(self._parameters[n]).numel() for n in numbers]
-            device = _local(self._parameters[numbers[0]]).device
+            sizes = [local_part(self._parameters[n]).numel() for n in numbers]
+            device = local_part(self._parameters[numbers[0]]).device
             memory = torch.empty(sum(sizes), dtype=dtype, device=device)
             flat = _Flat(memory, max(self._bytes // dtype.itemsize, 1), numbers)
             end = 0
             for number, size in zip(numbers, sizes):
-                shape = _local(self._parameters[number]).shape
+                shape = local_part(self._parameters[number]).shape
                 self._views[number] = flat.memory[end : end + size].view(shape)
                 end += size
                 flat.ends.append(end)
-                flat_of[number] = flat
             self._flats.append(flat)
-        self._flat_of = [flat_of[number] for number in range(len(self._parameters))]
+
+    def _settle(self, number: int) -> None:
+        """Moves a gradient to its view, where it is not there; one that is not there at all is zero."""
+        p, view = self._parameters[number], self._views[number]
+        if p.grad is None:
+            view.zero_()
+        elif local_part(p.grad).data_ptr() == view.data_ptr():
+            return
+        else:
+            view.copy_(local_part(p.grad))
+        p.grad = _like(p if p.grad is None else p.grad, view)
 
     @torch.no_grad()
     def _take_gradient(self, number: int) -> None:
         """A gradient has been added to: it moves to its view, and stretches that are complete leave."""
         if not self._flats:
             self._arrange()
-        p, view = self._parameters[number], self._views[number]
-        gradient = p.grad
-        assert gradient is not None
-        own = _local(gradient)
-        if own.data_ptr() != view.data_ptr():
-            view.copy_(own)
-            p.grad = _like(gradient, view)
+        self._settle(number)
         if not self._last:
             return
         if number in self._arrived:
             if self._is_sent(number):
                 raise ShardwrightError(
-                    f"A parameter of shape {tuple(p.shape)} has a second gradient in one microbatch, after the first was sent.",
+                    f"A parameter of shape {tuple(self._parameters[number].shape)} has a second gradient in one microbatch, "
+                    "after the first was sent.",
                     "Gradients travel during the last backward of an update, which must be one pass.",
                     "Call backward once for each microbatch.",
                 )
@@ -135,7 +138,7 @@ class Replicated:
         self._advance()
 
     def _is_sent(self, number: int) -> bool:
-        flat = self._flat_of[number]
+        flat = next(flat for flat in self._flats if number in flat.parameters)
         at = flat.parameters.index(number)
         return flat.sent > (flat.ends[at - 1] if at else 0)
 
@@ -178,16 +181,10 @@ class Replicated:
     def _finish(self) -> None:
         if not self._flats:
             self._arrange()
-        for number, p in enumerate(self._parameters):
-            if number in self._arrived:
-                continue
-            if p.grad is None:
-                self._views[number].zero_()
-                p.grad = _like(p, self._views[number])
-            elif _local(p.grad).data_ptr() != self._views[number].data_ptr():
-                self._views[number].copy_(_local(p.grad))
-                p.grad = _like(p.grad, self._views[number])
-            self._arrived.add(number)
+        for number in range(len(self._parameters)):
+            if number not in self._arrived:
+                self._settle(number)
+                self._arrived.add(number)
         self._advance()
         for work, stretch, wire in self._travelling:
             work.wait()
@@ -214,10 +211,6 @@ class Replicated:
 
     def release(self) -> None:
         """Nothing is gathered."""
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _like(tensor: Tensor, view: Tensor) -> Tensor:

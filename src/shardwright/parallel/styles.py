@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from shardwright.parallel import exchange
 from shardwright.parallel.exchange import Peers
-from shardwright.parallel.leaves import local_part
+from shardwright.parallel.local_part import local_part
 from shardwright.parallel.vocabulary import check_ids, vocabulary_range
 
 Entry = Callable[[Tensor], Tensor]
