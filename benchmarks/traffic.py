@@ -1,8 +1,8 @@
 """What ranks send, predicted and recorded: python benchmarks/traffic.py [--layouts zero3+tp2,...] [--bf16] [--rank 3]
 
 Four gloo ranks run three updates of a small model under each layout; the third is recorded from the collectives (the first
-verifies, and then ddp's ranks agree on an order of gradients). Calls and bytes of every rank are compared with `plan/traffic.py`; the
-table shows one rank. Ends with 1 when anything differs on any rank.
+verifies, and then ddp's ranks agree on an order of gradients). Calls and bytes of every rank are compared with
+`plan/traffic.py`; the table shows one rank. Ends with 1 when anything differs on any rank.
 """
 
 from __future__ import annotations
