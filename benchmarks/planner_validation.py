@@ -34,11 +34,9 @@ Left unexplained:
 - vTrain, TP = 8 with one row of 1,024 tokens: 30% slower than predicted.
 - Megatron-LM on H100 (2024): with the best microbatch and interleaving assumed it is still 3 to 27% faster
   than predicted. Our H100 constants come from programs without Transformer Engine's kernels and TP overlap.
-- nanotron's memory: 8.86B dp32 pp2 tp2 zero1 microbatch 1 x 8 needs 12.3% more than predicted, about 4 bytes per
-  parameter of the rank: as much as one fp32 copy of its gradients. Its ZeRO-1 does copy gradients to reduce-scatter
-  them, and copies wait when the network is behind. But the eleven runs of the calibration half on 32 replicas need
-  -1.8 to +1.4 bytes per parameter more than predicted without fragmentation, so no such term is added; nothing in the
-  file tells this run apart.
+- nanotron's memory: equal runs differ by up to 16%, by as much as one fp32 copy of their gradients. Its ZeRO-1 does copy
+  gradients to reduce-scatter them, and copies wait when the network is behind, which the file does not say. The
+  planner is set to the higher of them, so that most runs are over-estimated, by up to 38%.
 - mosaicml: 1B on 32 A100 runs at 0.81 of the speed per device that the same model reaches on 8."""
 
 

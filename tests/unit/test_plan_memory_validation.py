@@ -17,19 +17,14 @@ ERRORS = {one.row.label: one.error for one in OUTCOMES if one.error is not None}
 
 
 def test_the_median_error_is_within_ten_percent() -> None:
-    """139 rows of nanotron, torchtitan and Megatron-LM; the bar is 10%, we hold 6%."""
-    assert len(ERRORS) == 139
-    assert median(abs(error) for error in ERRORS.values()) < 0.06
+    """137 rows of nanotron, torchtitan and Megatron-LM; the bar is 10%."""
+    assert len(ERRORS) == 137
+    assert median(abs(error) for error in ERRORS.values()) < 0.09
 
 
-def test_hardly_any_row_is_under_estimated() -> None:
-    """By more than 10%: one row of nanotron, at 12.3%, so the bar is missed by it. Rows there that need equal memory differ
-    by up to 16%. It needs 4 bytes per parameter more, as much as a copy of its gradients; no run of the calibration half on
-    as many replicas does, so nothing is added for it (benchmarks/planner_validation.py).
-    """
-    low = {label: error for label, error in ERRORS.items() if error < -0.10}
-    assert list(low) == ["8.86B dp32 pp2 tp2 zero1 microbatch 1 x 8"]
-    assert low.popitem()[1] > -0.125
+def test_no_row_is_under_estimated_by_more_than_ten_percent() -> None:
+    """Equal runs of nanotron differ by up to 16%, so the higher of them is what is planned for. A bracket counts by its end."""
+    assert min(one.predicted / one.row.measured - 1 for one in OUTCOMES) > -0.095
 
 
 def test_allocated_memory_of_megatron_is_within_five_percent() -> None:
@@ -40,11 +35,11 @@ def test_allocated_memory_of_megatron_is_within_five_percent() -> None:
 
 
 def test_rows_with_an_unrecorded_setting_lie_between_both() -> None:
-    """nanotron with tensor parallelism: 220 of 246 within 10% of the range; all others but one are over-estimated."""
+    """nanotron with tensor parallelism: 191 of 248 within 10% of the range; all others are over-estimated."""
     inside = [one for one in OUTCOMES if one.inside is not None]
     outside = [one for one in inside if not one.inside]
-    assert len(outside) / len(inside) < 0.11
-    assert sum(one.row.measured > one.predicted for one in outside) == 1
+    assert len(outside) / len(inside) < 0.24
+    assert all(one.row.measured < one.predicted for one in outside)
 
 
 def test_runs_that_ran_out_of_memory_are_predicted_to() -> None:
@@ -60,6 +55,6 @@ def test_the_fragmentation_of_nanotron_is_the_fitted_one() -> None:
     rows = [
         row for row in published.all_memory_rows() if row.source == "nanotron" and row.layout.axes.tp <= 2
     ]
-    assert published.fitted_fragmentation(rows, published.NANOTRON) == pytest.approx(
-        published.NANOTRON.fragmentation, abs=0.01
-    )
+    fragmentation, margin = published.fitted_fragmentation(rows, published.NANOTRON)
+    assert fragmentation == pytest.approx(published.NANOTRON.fragmentation, abs=0.01)
+    assert margin == pytest.approx(0.075)

@@ -152,7 +152,7 @@ NANOTRON = Program(
     selective="attention",
     gathers_kv=False,
     optimizer_temporary_bytes=4.0,
-    fragmentation=0.26,
+    fragmentation=0.35,
 )
 """nanotron: fused norm, eager SwiGLU, bf16 DDP buckets beside an fp32 accumulation buffer, foreach AdamW. Whether it kept
 gathered inputs (its `tp_recompute_allgather`) is not recorded with its runs; with high TP it decides half of the memory."""
