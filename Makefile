@@ -17,8 +17,8 @@ demo: $(READY)  ## Train on real text with 2 ranks (zero3), save, and write a fe
 	$(BIN)/shardwright train examples/demo.yaml --nproc-per-node 2
 	$(BIN)/python examples/generate.py demo/run/model
 
-test: $(READY)  ## All tests
-	$(BIN)/python -m pytest
+test: $(READY)  ## All tests, two files at a time: ranks that wait for each other leave a core free
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: $(READY)  ## Lint, types, import contracts
 	$(BIN)/ruff check .

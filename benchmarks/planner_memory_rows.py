@@ -191,7 +191,7 @@ def errors(rows: list[MemoryRow]) -> list[Error]:
 
 
 def fitted_fragmentation(rows: list[MemoryRow], program: Program) -> tuple[float, float]:
-    """(the smallest fragmentation, in steps of 0.01, that under-estimates no calibration row by more than a margin, the margin).
+    """(the smallest fragmentation, in steps of 0.01, that puts no calibration row below by more than a margin, the margin).
 
     The margin is the widest, 10% or less, at which a calibration row that is left out of the fit is not under-estimated by
     more than 10% either. Fitting the lowest row to 10% exactly would leave the lowest row of the other half below it in one
@@ -280,4 +280,6 @@ if __name__ == "__main__":
     if "--fit" in sys.argv:
         for program in (NANOTRON, TORCHTITAN, TORCHTITAN_COMPILED):
             value, margin = fitted_fragmentation(all_memory_rows(), program)
-            print(f"fragmentation of {program.name}: {value}, no calibration row more than {margin:.1%} below")
+            print(
+                f"fragmentation of {program.name}: {value}, no calibration row more than {margin:.1%} below"
+            )

@@ -93,16 +93,9 @@ def random_rows(number: int, rows: int, length: int, vocabulary: int) -> tuple[A
     return ids, torch.cat([ids[:, 1:], torch.full((rows, 1), -100)], dim=1)
 
 
-def make_engine(
-    directory: str, length: int, global_rows: int, rows: int, device: str = "cpu", **more: Any
-) -> Any:
-    """The product's engine for the model in `directory`; `__` in a key stands for the dot."""
-    import torch
-    import torch.distributed as dist
-
+def load_run(directory: str, length: int, global_rows: int, rows: int, **more: Any) -> Any:
+    """The run file for the model in `directory`; `__` in a key stands for the dot."""
     from shardwright.config import load_run_file
-    from shardwright.layout.legality import check_run
-    from shardwright.train.update import Engine
 
     values = {
         "model.model_name_or_path": directory,
@@ -115,7 +108,20 @@ def make_engine(
         "training.lr_scheduler_type": "constant",
         **{key.replace("__", "."): value for key, value in more.items()},
     }
-    loaded = load_run_file(None, values)
+    return load_run_file(None, values)
+
+
+def make_engine(
+    directory: str, length: int, global_rows: int, rows: int, device: str = "cpu", **more: Any
+) -> Any:
+    """The product's engine for `load_run` of the same arguments."""
+    import torch
+    import torch.distributed as dist
+
+    from shardwright.layout.legality import check_run
+    from shardwright.train.update import Engine
+
+    loaded = load_run(directory, length, global_rows, rows, **more)
     return Engine(loaded.run, check_run(loaded, dist.get_world_size()), torch.device(device), 1000)
 
 

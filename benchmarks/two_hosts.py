@@ -61,8 +61,10 @@ class Hosts:
     names: tuple[str, str]
     links: tuple[str, str]
 
-    def start(self, task: dict[str, Any], ranks_per_host: int, port: int) -> list[subprocess.Popen[bytes]]:
-        """torchrun on both."""
+    def start(
+        self, worker: Path, task: dict[str, Any], ranks_per_host: int, port: int
+    ) -> list[subprocess.Popen[bytes]]:
+        """torchrun on both: `worker` with the task as JSON."""
         command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
         command += ["--nproc-per-node", str(ranks_per_host), "--master-addr", ADDRESSES[0]]
         started = []
@@ -76,7 +78,7 @@ class Hosts:
                 "MALLOC_TRIM_THRESHOLD_": str(2**34),
             }
             here = ["--node-rank", str(number), "--master-port", str(port)]
-            inside = ["ip", "netns", "exec", name, *command, *here, str(WORKER), json.dumps(task)]
+            inside = ["ip", "netns", "exec", name, *command, *here, str(worker), json.dumps(task)]
             started.append(subprocess.Popen(inside, env=environment, start_new_session=True))
         return started
 
@@ -155,11 +157,13 @@ def end_processes(host: str) -> None:
             os.kill(int(pid), signal.SIGKILL)
 
 
-def run(hosts: Hosts, task: dict[str, Any], ranks_per_host: int, port: int) -> dict[str, Any]:
+def run(
+    hosts: Hosts, task: dict[str, Any], ranks_per_host: int, port: int, worker: Path = WORKER
+) -> dict[str, Any]:
     """Rank 0's result of one job. No process is left."""
     with tempfile.TemporaryDirectory() as scratch:
         result = Path(scratch) / "result.json"
-        started = hosts.start({**task, "result": str(result)}, ranks_per_host, port)
+        started = hosts.start(worker, {**task, "result": str(result)}, ranks_per_host, port)
         try:
             codes = [process.wait(LIMIT_SECONDS) for process in started]
         finally:
@@ -167,7 +171,7 @@ def run(hosts: Hosts, task: dict[str, Any], ranks_per_host: int, port: int) -> d
                 end_processes(name)
                 process.wait()
         if any(codes) or not result.exists():
-            raise SystemExit(f"{task['job']['layout']}: torchrun ended with {codes}")
+            raise SystemExit(f"{worker.name} {task}: torchrun ended with {codes}")
         return json.loads(result.read_text())
 
 

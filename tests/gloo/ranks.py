@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import io
 import multiprocessing
 import os
@@ -106,6 +107,7 @@ def _rank(
 ) -> None:
     rank, world_size, store, timeout = place
     torch.set_num_threads(1)
+    faulthandler.enable()
     if Path("/sys/class/net/lo").exists():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:

@@ -55,13 +55,17 @@ def _grid(low: float, high: float) -> list[float]:
 
 @dataclass(frozen=True)
 class Transfer:
-    """A collective took so many seconds, in which a rank made `steps` steps and sent `sent_bytes`."""
+    """A collective took so many seconds, in which a rank made `steps` steps and sent `sent_bytes`.
+
+    processor: seconds that the rank's threads ran meanwhile.
+    """
 
     collective: str
     steps: int
     sent_bytes: float
     payload_bytes: int
     seconds: float
+    processor: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -94,3 +98,12 @@ def fit_link(measured: Sequence[Transfer]) -> Link:
     few = min(measured, key=lambda t: t.sent_bytes)
     much = max(measured, key=lambda t: t.sent_bytes)
     return Link(few.seconds / few.steps, much.seconds / much.sent_bytes)
+
+
+def fit_load(measured: Sequence[Transfer]) -> float:
+    """Core seconds of a rank for each second of a transfer: what sockets and sums take from the core that computes.
+
+    Of the larger half of the transfers, by bytes.
+    """
+    much = sorted(measured, key=lambda t: t.sent_bytes)[len(measured) // 2 :]
+    return min(sum(t.processor for t in much) / sum(t.seconds for t in much), 1.0)

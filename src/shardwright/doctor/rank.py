@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
+from itertools import cycle
 from pathlib import Path
+from statistics import median
 
 import psutil
 import torch
@@ -24,11 +26,21 @@ SECONDS = 0.2
 """How long each item is repeated, at least five times."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 SHAPES = {
-    "cpu": ((128, 128, 128), (256, 1024, 256), (512, 512, 512), (1024, 1024, 1024), (2048, 512, 128)),
+    "cpu": (
+        (128, 128, 128),
+        (256, 1024, 256),
+        (512, 512, 512),
+        (1024, 512, 512),
+        (1024, 1024, 1024),
+        (2048, 512, 128),
+    ),
     "cuda": ((512, 512, 512), (2048, 2048, 2048), (4096, 4096, 4096), (8192, 8192, 8192), (8192, 4096, 1024)),
 }
 PAYLOADS = {"cpu": (4096, 262144, 4 * 2**20, 16 * 2**20), "cuda": (4096, 2**20, 32 * 2**20, 256 * 2**20)}
 HEADS, HEAD_DIM, LENGTH = 4, 64, 512
+COLD_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
+"""Operands are taken in turn from so many bytes: in training they come from memory, not from a cache."""
+ELEMENTS = {"cpu": 2**19, "cuda": 2**26}
 
 
 class Stopwatch:
@@ -42,7 +54,14 @@ class Stopwatch:
             torch.accelerator.synchronize(self.device)
 
     def seconds(self, work: Callable[[], object]) -> float:
-        """The shortest seconds of `work`, the slowest rank's: what else runs on the machine only adds. Collective."""
+        """The median seconds of `work`, the slowest rank's. Collective."""
+        return self.timed(work)[0]
+
+    def timed(self, work: Callable[[], object]) -> tuple[float, float]:
+        """(seconds of `work`, seconds that threads of this rank ran in it). The median and the mean, the slowest rank's.
+
+        Work is done again and again without a pause: what a queue on the way lets through at once does not count.
+        """
         work()
         self._synchronize()
         dist.barrier()
@@ -51,35 +70,50 @@ class Stopwatch:
         self._synchronize()
         repeats = torch.tensor(max(5.0, min(400.0, SECONDS / max(clock.now() - start, 1e-7))))
         dist.all_reduce(repeats, op=dist.ReduceOp.MIN)
-        found = []
+        found, running = [], clock.processor()
         for _ in range(int(repeats)):
             start = clock.now()
             work()
             self._synchronize()
             found.append(clock.now() - start)
-        slowest = torch.tensor(min(found), dtype=torch.float64)
+        running = (clock.processor() - running) / len(found)
+        slowest = torch.tensor([median(found), running], dtype=torch.float64)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        return slowest.item()
+        return slowest[0].item(), slowest[1].item()
+
+
+def in_turn(work: Callable[..., object], operands: Sequence[tuple[torch.Tensor, ...]]) -> Callable[[], object]:
+    """`work` on the next operands at each call."""
+    turns = cycle(operands)
+    return lambda: work(*next(turns))
 
 
 def products(watch: Stopwatch) -> dict[str, list[Product]]:
-    """Matrix products by dtype and size."""
+    """Matrix products by dtype and size: a row of activations times a transposed weight, as in a linear layer."""
     found: dict[str, list[Product]] = {}
+    kind = watch.device.type
     for name, dtype in DTYPES.items():
         found[name] = []
-        for m, n, k in SHAPES[watch.device.type]:
-            a, b = (torch.randn(*size, device=watch.device).to(dtype) for size in ((m, k), (k, n)))
-            out = torch.empty(m, n, dtype=dtype, device=watch.device)
-            seconds = watch.seconds(partial(torch.mm, a, b, out=out))
+        for m, n, k in SHAPES[kind]:
+            sets = max(2, min(16, COLD_BYTES[kind] // ((m * k + k * n) * dtype.itemsize)))
+            operands = [
+                tuple(torch.randn(*size, device=watch.device).to(dtype) for size in ((m, k), (n, k)))
+                for _ in range(sets)
+            ]
+            seconds = watch.seconds(in_turn(F.linear, operands))
             found[name].append(Product(m, n, k, seconds))
     return found
 
 
 def copy_bandwidth(watch: Stopwatch) -> float:
-    """Bytes/s read and written by an element-wise kernel over blocks that no cache holds."""
-    size = 2**24 if watch.device.type == "cpu" else 2**28
-    a, b = torch.ones(size, device=watch.device), torch.zeros(size, device=watch.device)
-    return 3 * a.nbytes / watch.seconds(lambda: b.add_(a))
+    """Bytes/s that an element-wise kernel reads and writes, over operands that no cache holds."""
+    kind = watch.device.type
+    size = ELEMENTS[kind]
+    operands = [
+        (torch.ones(size, device=watch.device), torch.ones(size, device=watch.device))
+        for _ in range(max(2, COLD_BYTES[kind] // (8 * size)))
+    ]
+    return 12 * size / watch.seconds(in_turn(torch.mul, operands))
 
 
 def attention(watch: Stopwatch) -> tuple[tuple[float, float], float]:
@@ -115,7 +149,8 @@ def transfers(watch: Stopwatch) -> Iterator[Transfer]:
             ("all-to-all", 1, partial(dist.all_to_all_single, other, whole)),
             ("all-reduce", 2, partial(dist.all_reduce, whole)),
         ):
-            yield Transfer(name, passes * (ranks - 1), passes * share, size, watch.seconds(work))
+            seconds, running = watch.timed(work)
+            yield Transfer(name, passes * (ranks - 1), passes * share, size, seconds, running)
 
 
 def measured(connection: Connection) -> Measured:

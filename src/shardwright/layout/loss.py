@@ -29,6 +29,13 @@ def chunk_bytes(device: str, dtype: str) -> int:
     return CHUNK_BYTES[f"{device} bf16" if dtype == "bf16" else device]
 
 
+def worthwhile(logits: float, packed: bool, device: str, dtype: str) -> bool:
+    """Whether `auto` makes a loss over so many logits in chunks. packed: several documents stand in a row."""
+    if packed and device == "cpu" and dtype != "bf16":
+        return True
+    return 4 * logits >= WORTHWHILE * chunk_bytes(device, dtype)
+
+
 def loss_chunk_tokens(vocabulary: int, device: str, dtype: str) -> int:
     """Tokens of a chunk of logits over `vocabulary` rows on a device of this kind; dtype: of compute."""
     tokens = chunk_bytes(device, dtype) // (4 * vocabulary)
@@ -44,8 +51,6 @@ def chunk_tokens(run: RunFile, axes: Axes, vocabulary: int, device: str) -> int:
         return 0
     local, t = -(-vocabulary // axes.tp), run.training
     rows = max(t.per_device_train_batch_size, t.per_device_eval_batch_size or 0)
-    whole = rows * run.data.max_length // axes.cp * local * 4
-    dtype = run.precision.param_dtype
-    packed = run.data.batching == "pack" and device == "cpu" and dtype != "bf16"
-    worthwhile = packed or whole >= WORTHWHILE * chunk_bytes(device, dtype)
-    return loss_chunk_tokens(local, device, dtype) if worthwhile else 0
+    logits = rows * run.data.max_length // axes.cp * local
+    packed, dtype = run.data.batching == "pack", run.precision.param_dtype
+    return loss_chunk_tokens(local, device, dtype) if worthwhile(logits, packed, device, dtype) else 0

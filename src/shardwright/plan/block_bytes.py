@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from shardwright.layout.combine import SPLIT_BACKWARD
-from shardwright.layout.loss import WORTHWHILE, chunk_bytes, loss_chunk_tokens
+from shardwright.layout.loss import loss_chunk_tokens, worthwhile
 from shardwright.plan.activations import (
     Kept,
     block_kept,
@@ -113,7 +113,7 @@ def in_chunks(job: Job, program: Program, logits: float, layout: Layout) -> bool
     """Whether the loss over so many logits of a microbatch is made in chunks."""
     if job.loss != "auto":
         return job.loss == "chunked"
-    large = 4 * logits >= WORTHWHILE * chunk_bytes(job.device_kind, job.param_dtype)
+    large = worthwhile(logits, job.packed, job.device_kind, job.param_dtype)
     return program.own and large and layout.schedule not in SPLIT_BACKWARD
 
 

@@ -56,6 +56,9 @@ class DataParallelClock(RankClock):
 
     def __init__(self, job: Job, device: Device, software: Software) -> None:
         super().__init__(job, device, software)
+        load = device.node.transfer_load
+        # Seconds that compute loses for each second of a transfer beside it.
+        self.slowdown = software.overlap_slowdown if load is None else load
         self._gathers: dict[tuple[int, int], Line] = {}
         self._reduces: dict[tuple[int, int], tuple[Line, Line]] = {}
         self._transfers: dict[tuple, tuple[float, float]] = {}
@@ -91,10 +94,23 @@ class DataParallelClock(RankClock):
         shard = self._shard_line(layout)
         edge_bytes = shard.per_byte * (self._size + self._reduce_size)
         unit = self.unit_wait(layout)
+        copied = self._copied(1 + (layout.reshard_after_forward is not False), 1)
         return [
-            Waits(rank.blocks * unit + 2 * shard.fixed + rank.edge_parameters * edge_bytes, 0.0)
+            Waits(
+                rank.blocks * unit
+                + 2 * shard.fixed
+                + rank.edge_parameters * edge_bytes
+                + rank.parameters * copied,
+                0.0,
+            )
             for rank in ranks
         ]
+
+    def _copied(self, gathers: int, reductions: int) -> float:
+        """Seconds of a parameter that the computing core copies around so many gathers and reductions."""
+        software = self.software
+        moved = gathers * software.gather_passes * self._size
+        return (moved + reductions * software.reduce_passes * self._reduce_size) / self._speed
 
     def _shard_line(self, layout: Layout) -> Line:
         """A gather over the ranks that share the states."""
@@ -146,9 +162,7 @@ class DataParallelClock(RankClock):
         b = self.block(layout)
         size, layers = self._unit_blocks(layout)
         hides = layout.prefetch > 0 and size < layers
-        return Window(
-            size, layers, hides, b.forward * size, b.backward * size, self.software.overlap_slowdown
-        )
+        return Window(size, layers, hides, b.forward * size, b.backward * size, self.slowdown)
 
     def _piece(self, layout: Layout, volume: float) -> float:
         """Bytes of gradients that are reduced together."""
@@ -171,7 +185,7 @@ class DataParallelClock(RankClock):
     def _after(self, pieces: float, one: float, window: float) -> float:
         """Seconds that reducing `pieces` of `one` second each takes beyond, and costs within, a window of compute."""
         reduce = pieces * one
-        return max(reduce - window, one) + self.software.overlap_slowdown * min(reduce, window)
+        return max(reduce - window, one) + self.slowdown * min(reduce, window)
 
     def _once(self, layout: Layout, rank: RankSeconds, reductions: int) -> float:
         """Exposed seconds of so many gradient reductions and one gather of the parameters."""
@@ -184,12 +198,28 @@ class DataParallelClock(RankClock):
             kind != "ddp" or a.pp == 1 or software.overlap_pipeline_ddp
         )
         window = rank.backward if overlaps else 0.0
-        exposed = self._after(pieces, self._one_reduction(layout, volume / pieces), window)
-        gathers = 0.0
-        if kind != "ddp":
-            shard = self._gather(a.dp_shard * a.cp, a.tp)
-            gathers = shard.fixed + shard.per_byte * rank.parameters * self._size
-        return reductions * exposed + gathers
+        one = self._one_reduction(layout, volume / pieces)
+        exposed = self._after(pieces, one, window)
+        if software.units_in_order and overlaps and rank.first:
+            embedding = self._one_reduction(layout, self._embedding / a.tp * self._reduce_size)
+            exposed += max(0.0, embedding - max(pieces * one - window, one))
+        if kind == "ddp":
+            return reductions * exposed
+        copied = rank.parameters * self._copied(1, reductions)
+        return reductions * exposed + self._gathered_once(layout, rank) + copied
+
+    def _gathered_once(self, layout: Layout, rank: RankSeconds) -> float:
+        """Exposed seconds of gathering all parameters once per update."""
+        a, b = layout.axes, self.block(layout)
+        shard = self._gather(a.dp_shard * a.cp, a.tp)
+        size = self._unit_blocks(layout)[0]
+        if not self.software.units_in_order or layout.prefetch == 0 or rank.blocks <= size:
+            return shard.fixed + shard.per_byte * rank.parameters * self._size
+        ends = shard.seconds(rank.edge_parameters * self._size)
+        inside = rank.parameters - rank.edge_parameters
+        one = shard.seconds(inside / rank.blocks * size * self._size)
+        beside = min(one, b.forward * size)
+        return ends + one + (rank.blocks / size - 1) * (one - beside + self.slowdown * beside)
 
     def unit_reduction(self, layout: Layout) -> float:
         """Seconds of reducing one unit of zero1 or zero2."""

@@ -40,7 +40,8 @@ class Node:
     """How devices are joined: bandwidth per device and direction in bytes/s, latency per step in seconds.
 
     The latencies of the A100 and H100 nodes are fitted with the devices' efficiencies; those of other nodes
-    are taken over.
+    are taken over. transfer_load: core seconds that a second of a transfer takes from a rank that computes on the CPU;
+    None where network cards do the work, and the program says how much compute suffers.
     """
 
     devices: int
@@ -49,6 +50,7 @@ class Node:
     link_latency: float = 13e-6
     network_latency: float = 50e-6
     source: str = ""
+    transfer_load: float | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -115,7 +115,7 @@ def collective_lines(clock: Clock, layout: Layout) -> Iterator[str]:
         )
         yield (
             f"  hidden under the block before where it fits; compute loses "
-            f"{clock.software.overlap_slowdown:g} s for each second of overlap"
+            f"{clock.slowdown:g} s for each second of overlap"
         )
 
 

@@ -33,7 +33,7 @@ def read_hardware(path: Path) -> Device:
     """A device described by a YAML file: `like` names the one whose figures hold where the file gives none.
 
     Keys: name, like, memory_bytes, memory_bandwidth, peak_flops, host_bandwidth, matmul_measured, source,
-    node (devices, link_bandwidth, network_bandwidth, link_latency, network_latency) and efficiency. Unknown
+    node (devices, link_bandwidth, network_bandwidth, link_latency, network_latency, transfer_load) and efficiency. Unknown
     keys are refused with the nearest known one.
     """
     if not path.is_file():

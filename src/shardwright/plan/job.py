@@ -27,8 +27,8 @@ class Job:
     `precision`: compute, gradient reduction, and stored weights with optimizer states (a bf16 compute dtype
     with an fp32 master keeps the master copy as the only stored weights with zero*, and both copies with
     ddp). attention `flash`: no tokens x tokens matrix is kept. loss `chunked`: logits of a part of the targets
-    at a time; `auto`: as `layout/loss.py` decides for a run of our own, else whole. document_length: of packed rows, the mean
-    length of a document, each weighted by its tokens; None where a row is one document. device_kind: decides
+    at a time; `auto`: as `layout/loss.py` decides for a run of our own, else whole. packed: several documents stand in a
+    row; document_length: their mean length, each weighted by its tokens, None where it is not known. device_kind: decides
     how large a chunk of the loss is, and who exchanges gradients (gloo on the CPU).
     """
 
@@ -41,6 +41,7 @@ class Job:
     optimizer: str = "adamw"
     attention: Attention = "flash"
     loss: Loss = "full"
+    packed: bool = False
     document_length: float | None = None
     device_kind: DeviceKind = "cuda"
 

@@ -33,6 +33,7 @@ def job_of(run: RunFile, shape: Shape, device: str | None = None) -> Job:
         t.optimizer,
         "eager" if run.model.attn_implementation == "eager" else "flash",
         loss_of(run),
+        run.data.batching == "pack",
         device_kind=_kind(run, device),
     )
 

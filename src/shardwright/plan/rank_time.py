@@ -33,13 +33,14 @@ class BlockSeconds(NamedTuple):
 
 
 class RankSeconds(NamedTuple):
-    """One microbatch on one pipeline rank (all its stages), and its parameters: of its blocks, and of
-    embedding and head.
+    """One microbatch on one pipeline rank (all its stages; `first`: with the embedding), and its parameters: of embedding
+    and head, and all.
 
     It does not depend on the data-parallel axes; `_waits` gives what they add.
     """
 
     number: int
+    first: bool
     blocks: int
     forward: float
     backward: float
@@ -211,7 +212,7 @@ class RankClock:
         edge, parameters = self.parameters(layout.axes.tp, kind)
         if not self._each_microbatch(layout):
             backward += parameters * self.software.accumulate_bytes / self._speed
-        return RankSeconds(number, n, forward, backward, n * b.weights, edge, parameters)
+        return RankSeconds(number, first, n, forward, backward, n * b.weights, edge, parameters)
 
     def _ranks_key(self, layout: Layout, stage_blocks: tuple[int, ...]) -> tuple:
         each = self._each_microbatch(layout)

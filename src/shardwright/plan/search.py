@@ -293,7 +293,7 @@ class Search(Bounds):
         # The waits of the microbatches, and of those that pass while the pipeline fills.
         left /= (cell.microbatches + (shell.pp - 1) / cell.chunks) * bound.worst.blocks
         layers, block = self.job.shape.layers // (shell.pp * cell.chunks), bound.block
-        window = Window(1, layers, layers > 1, block.forward, block.backward, clock.software.overlap_slowdown)
+        window = Window(1, layers, layers > 1, block.forward, block.backward, clock.slowdown)
         if exposed(window, *quickest) >= left:
             return ()
         return [split for split, one in zip(every, found) if exposed(window, *one) < left]

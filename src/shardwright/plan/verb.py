@@ -17,8 +17,8 @@ from shardwright.plan.advice import first_to_test
 from shardwright.plan.answer import answer, describe, layout_keys, layout_name
 from shardwright.plan.hardware import find_device
 from shardwright.plan.job import Job
-from shardwright.plan.kernels import Software
 from shardwright.plan.of_run import loss_of
+from shardwright.plan.own_software import own_software
 from shardwright.plan.program import SHARDWRIGHT, SHARDWRIGHT_COMPILED
 from shardwright.plan.search import Choice, Search
 from shardwright.plan.show import bar, keys_line, layout_table, parts_line, text
@@ -27,13 +27,6 @@ from shardwright.plan.space import KINDS, ON_DEVICE, tensor_reason
 if TYPE_CHECKING:
     from shardwright.arch.shape import Shape
 
-COMPILED: dict[str, Any] = {
-    "hidden_passes": 12.0,
-    "mlp_passes": 4.0,
-    "host_forward": 0.3e-3,
-    "host_backward": 0.3e-3,
-}
-"""What torch.compile changes: fused element-wise kernels, fewer launches."""
 PACKED = (
     "data.batching is pack: attention is counted over whole rows, more than documents need; `shardwright inspect` prints "
     "the --document-length to give here"
@@ -160,11 +153,12 @@ def make_search(request: Request) -> tuple[Search, Any]:
         optimizer=run.training.optimizer if run else "adamw",
         attention="eager" if run and run.model.attn_implementation == "eager" else "flash",
         loss=loss_of(run) if run else "auto",
+        packed=request.document_length is not None or bool(run and run.data.batching == "pack"),
         document_length=request.document_length,
         device_kind="cpu" if on_cpu or device.name == "cpu" else "cuda",
     )
     compiled = request.compiled or bool(run and run.memory.compile)
-    software = Software(**COMPILED) if compiled else Software()
+    software = own_software(job.device_kind, compiled)
     program = SHARDWRIGHT_COMPILED if compiled else SHARDWRIGHT
     offload = request.offload or bool(run and run.memory.cpu_offload != "none")
     kinds = KINDS if offload else ON_DEVICE

@@ -20,15 +20,14 @@ from shardwright.layout.traffic import Traffic
 from shardwright.plan.answer import layout_name
 from shardwright.plan.device import Device
 from shardwright.plan.job import Job, Layout
-from shardwright.plan.kernels import Software
 from shardwright.plan.memory import Moment, peak, timeline
 from shardwright.plan.of_run import job_of, layout_of
+from shardwright.plan.own_software import own_software
 from shardwright.plan.playback import Played, Span, StageSeconds, play
 from shardwright.plan.program import SHARDWRIGHT, SHARDWRIGHT_COMPILED
 from shardwright.plan.rank_bytes import stages_of
 from shardwright.plan.step_time import Clock, StepTime
 from shardwright.plan.traffic import traffic
-from shardwright.plan.verb import COMPILED
 from shardwright.report.read import Directory
 
 Inventory = Callable[[str, dict[str, Any]], dict[str, Any]]
@@ -108,7 +107,7 @@ def forecast(
 
 def _forecast(run: RunFile, job: Job, layout: Layout, device: Device | None) -> Forecast:
     program = SHARDWRIGHT_COMPILED if run.memory.compile else SHARDWRIGHT
-    software = Software(**COMPILED) if run.memory.compile else Software()
+    software = own_software(job.device_kind, run.memory.compile)
     stages = stages_of(job, layout)
     clock = Clock(job, device, software) if device else None
     fullest = peak(job, layout, program)

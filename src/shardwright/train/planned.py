@@ -15,9 +15,9 @@ from shardwright.layout.axes import Axes
 from shardwright.layout.traffic import Traffic
 from shardwright.models.inventory import inventory
 from shardwright.plan.hardware import find_device
-from shardwright.plan.kernels import Software
 from shardwright.plan.memory import short_peak
 from shardwright.plan.of_run import job_of, layout_of
+from shardwright.plan.own_software import own_software
 from shardwright.plan.program import SHARDWRIGHT, SHARDWRIGHT_COMPILED
 from shardwright.plan.step_time import Clock
 from shardwright.plan.traffic import Place, own_stages, traffic
@@ -64,7 +64,7 @@ def plan_of(
     found = short_peak(job, layout, program)
     seconds, parts, idle = None, {}, None
     if hardware is not None:
-        clock = Clock(job, find_device(hardware), Software())
+        clock = Clock(job, find_device(hardware), own_software(job.device_kind, run.memory.compile))
         time = clock.timed(layout, own_stages(shape, axes.pp * layout.chunks))
         seconds, parts = time.total, {name: part for name, part in time._asdict().items() if part}
         idle = time.bubble / time.total
