@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 
 GRID = 24
 """Values of each constant that are tried, spread evenly in their logarithm."""
@@ -55,17 +56,13 @@ def _grid(low: float, high: float) -> list[float]:
 
 @dataclass(frozen=True)
 class Transfer:
-    """A collective took so many seconds, in which a rank made `steps` steps and sent `sent_bytes`.
-
-    processor: seconds that the rank's threads ran meanwhile.
-    """
+    """A collective took so many seconds, in which a rank made `steps` steps and sent `sent_bytes`."""
 
     collective: str
     steps: int
     sent_bytes: float
     payload_bytes: int
     seconds: float
-    processor: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -84,26 +81,12 @@ class Link:
 
 
 def fit_link(measured: Sequence[Transfer]) -> Link:
-    """The line steps x alpha + bytes x beta with the least sum of squared relative errors; neither is negative."""
-    aa = sum((t.steps / t.seconds) ** 2 for t in measured)
-    bb = sum((t.sent_bytes / t.seconds) ** 2 for t in measured)
-    ab = sum(t.steps * t.sent_bytes / t.seconds**2 for t in measured)
-    a1 = sum(t.steps / t.seconds for t in measured)
-    b1 = sum(t.sent_bytes / t.seconds for t in measured)
-    determinant = aa * bb - ab * ab
-    if determinant > 1e-12 * aa * bb:
-        alpha, beta = (a1 * bb - b1 * ab) / determinant, (b1 * aa - a1 * ab) / determinant
-        if alpha > 0 and beta > 0:
-            return Link(alpha, beta)
-    few = min(measured, key=lambda t: t.sent_bytes)
-    much = max(measured, key=lambda t: t.sent_bytes)
-    return Link(few.seconds / few.steps, much.seconds / much.sent_bytes)
-
-
-def fit_load(measured: Sequence[Transfer]) -> float:
-    """Core seconds of a rank for each second of a transfer: what sockets and sums take from the core that computes.
-
-    Of the larger half of the transfers, by bytes.
-    """
-    much = sorted(measured, key=lambda t: t.sent_bytes)[len(measured) // 2 :]
-    return min(sum(t.processor for t in much) / sum(t.seconds for t in much), 1.0)
+    """The latency of the smallest payload and the rate of the larger half, each the median, with the other one taken off."""
+    sizes = sorted({t.payload_bytes for t in measured})
+    small = [t for t in measured if t.payload_bytes == sizes[0]]
+    large = [t for t in measured if t.payload_bytes >= sizes[len(sizes) // 2]]
+    alpha = beta = 0.0
+    for _ in range(20):
+        beta = median(max(t.seconds - t.steps * alpha, 0.01 * t.seconds) / t.sent_bytes for t in large)
+        alpha = median(max(t.seconds - t.sent_bytes * beta, 0.01 * t.seconds) / t.steps for t in small)
+    return Link(alpha, beta)

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from shardwright.doctor.fit import Link, Products, fit_link, fit_load, fit_products
+from shardwright.doctor.fit import Link, Products, fit_link, fit_products
 from shardwright.doctor.spec import Measured
 from shardwright.plan.kernels import HEAD_RAMP
 
@@ -39,10 +39,6 @@ def hardware(measured: Measured, constants: Constants, date: str) -> dict[str, A
     forward, backward = measured.attention_seconds
     shape = measured_head_shape()
     link = constants.link or Link(1e-4, 1e-9)
-    # Network cards of other devices take nothing from what computes.
-    load = (
-        {"transfer_load": fit_load(measured.transfers)} if measured.device == "cpu" and constants.link else {}
-    )
     return {
         "name": f"{measured.name} x {measured.ranks}".lower().replace(" ", "-"),
         "source": f"shardwright doctor, {date}, {measured.ranks} ranks with {measured.threads} threads",
@@ -57,7 +53,7 @@ def hardware(measured: Measured, constants: Constants, date: str) -> dict[str, A
             "network_bandwidth": link.bandwidth,
             "link_latency": link.alpha,
             "network_latency": link.alpha,
-            **{name: value for name, value in load.items() if value > 0},
+            **({"transfer_load": measured.load} if measured.load > 0 else {}),
         },
         "efficiency": {
             "matmul": 1.0,

@@ -54,11 +54,7 @@ class Stopwatch:
             torch.accelerator.synchronize(self.device)
 
     def seconds(self, work: Callable[[], object]) -> float:
-        """The median seconds of `work`, the slowest rank's. Collective."""
-        return self.timed(work)[0]
-
-    def timed(self, work: Callable[[], object]) -> tuple[float, float]:
-        """(seconds of `work`, seconds that threads of this rank ran in it). The median and the mean, the slowest rank's.
+        """The median seconds of `work`, the slowest rank's. Collective.
 
         Work is done again and again without a pause: what a queue on the way lets through at once does not count.
         """
@@ -70,19 +66,20 @@ class Stopwatch:
         self._synchronize()
         repeats = torch.tensor(max(5.0, min(400.0, SECONDS / max(clock.now() - start, 1e-7))))
         dist.all_reduce(repeats, op=dist.ReduceOp.MIN)
-        found, running = [], clock.processor()
+        found = []
         for _ in range(int(repeats)):
             start = clock.now()
             work()
             self._synchronize()
             found.append(clock.now() - start)
-        running = (clock.processor() - running) / len(found)
-        slowest = torch.tensor([median(found), running], dtype=torch.float64)
+        slowest = torch.tensor(median(found), dtype=torch.float64)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        return slowest[0].item(), slowest[1].item()
+        return slowest.item()
 
 
-def in_turn(work: Callable[..., object], operands: Sequence[tuple[torch.Tensor, ...]]) -> Callable[[], object]:
+def in_turn(
+    work: Callable[..., object], operands: Sequence[tuple[torch.Tensor, ...]]
+) -> Callable[[], object]:
     """`work` on the next operands at each call."""
     turns = cycle(operands)
     return lambda: work(*next(turns))
@@ -149,8 +146,26 @@ def transfers(watch: Stopwatch) -> Iterator[Transfer]:
             ("all-to-all", 1, partial(dist.all_to_all_single, other, whole)),
             ("all-reduce", 2, partial(dist.all_reduce, whole)),
         ):
-            seconds, running = watch.timed(work)
-            yield Transfer(name, passes * (ranks - 1), passes * share, size, seconds, running)
+            yield Transfer(name, passes * (ranks - 1), passes * share, size, watch.seconds(work))
+
+
+def transfer_load(watch: Stopwatch) -> float:
+    """Seconds of compute that are lost for each second of a collective beside it, on the CPU: sockets need a core too."""
+    if dist.get_world_size() == 1 or watch.device.type != "cpu":
+        return 0.0
+    a, b = torch.randn(512, 512), torch.randn(512, 512)
+    one, payload = watch.seconds(partial(torch.mm, a, b)), torch.zeros(PAYLOADS["cpu"][-1] // 4)
+    alone = watch.seconds(partial(dist.all_reduce, payload))
+    count = max(3, round(SECONDS / alone))
+    dist.barrier()
+    start, done = clock.now(), 0
+    works = [dist.all_reduce(payload, async_op=True) for _ in range(count)]
+    while not all(work is None or work.is_completed() for work in works):
+        torch.mm(a, b)
+        done += 1
+    lost = torch.tensor((clock.now() - start - done * one) / (count * alone), dtype=torch.float64)
+    dist.all_reduce(lost)
+    return min(max(lost.item() / dist.get_world_size(), 0.0), 1.0)
 
 
 def measured(connection: Connection) -> Measured:
@@ -174,6 +189,7 @@ def measured(connection: Connection) -> Measured:
         found,
         flops,
         list(transfers(watch)),
+        transfer_load(watch),
     )
 
 

@@ -13,7 +13,8 @@ class Measured:
     """Of the slowest rank, all ranks at work at once.
 
     products: dtype -> matrix products. copy_bandwidth: bytes/s that element-wise kernels read and write. attention: fraction of
-    the peak that fused attention reaches in (forward, backward). transfers: collectives.
+    the peak that fused attention reaches in (forward, backward). transfers: collectives. load: seconds of compute that are lost
+    for each second of a collective beside it.
     """
 
     device: str
@@ -27,6 +28,7 @@ class Measured:
     attention_seconds: tuple[float, float]
     attention_flops: float
     transfers: list[Transfer]
+    load: float = 0.0
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Measured:

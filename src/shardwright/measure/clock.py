@@ -31,11 +31,6 @@ def busy() -> float:
     return float("nan")
 
 
-def processor() -> float:
-    """Seconds that all threads of this process have run so far, in the kernel too."""
-    return time.process_time()
-
-
 def date() -> str:
     """Date and time in UTC, ISO 8601, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")

@@ -33,9 +33,10 @@ class Software:
     parallelism is on. host_tensor_pipeline: added for each block, direction and tensor-parallel rank when a
     pipeline crosses nodes. hidden_passes: reads and writes of a [M, D] tensor by norms, residuals, dropout
     and rotary of one block in the forward pass (fused: about 10, eager: 30); the backward pass has twice as
-    many. mlp_passes: the same for [M, F]. attention_rate: speed of its flash kernels relative to
-    FlashAttention-2 (the first generation: about half). logits_bytes: bytes per logit moved by loss and its
-    gradient. accumulate_bytes: per parameter and microbatch, what adding the gradient into its buffer moves.
+    many. mlp_passes: the same for [M, F]. element_bytes: what an element takes at least, however narrow it
+    is. attention_rate: speed of its flash kernels relative to FlashAttention-2 (the first generation: about
+    half). logits_bytes: bytes per logit moved by loss and its gradient. accumulate_bytes: per parameter and
+    microbatch, what adding the gradient into its buffer moves.
     optimizer_bytes: per parameter this rank updates. overlap_data_parallel: gradients travel while the
     backward pass of the last microbatch runs. overlap_tensor_parallel: fraction of the backward
     tensor-parallel collectives hidden under weight gradients. overlap_slowdown: seconds that compute loses
@@ -59,6 +60,7 @@ class Software:
     host_tensor_pipeline: float = 0.0
     hidden_passes: float = 30.0
     mlp_passes: float = 6.0
+    element_bytes: float = 0.0
     attention_rate: float = 1.0
     logits_bytes: float = 30.0
     accumulate_bytes: float = 10.0
@@ -208,7 +210,7 @@ def block_time(
     size = DTYPE_BYTES[dtype]
     hidden = m * s.hidden / (tp if sequence_parallel else 1) * software.hidden_passes
     inner = m * s.ffn / tp * software.mlp_passes
-    element = (hidden + inner) * size / (device.memory_bandwidth * e.bandwidth)
+    element = (hidden + inner) * max(size, software.element_bytes) / (device.memory_bandwidth * e.bandwidth)
     again = 0.0
     if recompute == "full":
         again = qkv_f + out_f + up_f + down_f + att_f + element
