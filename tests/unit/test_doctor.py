@@ -43,6 +43,7 @@ MEASURED = Measured(
     memory_bytes=8 * 10**9,
     products={dtype: [product(*size) for size in SIZES] for dtype in ("fp32", "bf16")},
     copy_bandwidth=1e10,
+    blocks={"fp32": 0.25, "bf16": 0.25},
     attention_seconds=(1e-3, 4e-3),
     attention_flops=2.0 * 4 * 512 * 512 * 64,
     transfers=transfers(2e-4, 1e-9, 4),

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from shardwright.doctor.fit import Link, Products, fit_link, fit_products
-from shardwright.doctor.spec import Measured
+from shardwright.doctor.spec import BLOCK, Block, Measured
 from shardwright.plan.kernels import HEAD_RAMP
 
 RAMP = 16
@@ -30,7 +30,8 @@ def fitted(measured: Measured) -> Constants:
 
 
 def hardware(measured: Measured, constants: Constants, date: str) -> dict[str, Any]:
-    """The keys of a hardware file. Rates are of one rank while all ranks are at work, so that no efficiency comes on top.
+    """The keys of a hardware file. Rates are of one rank while all ranks are at work; what a training step leaves of those of
+    products comes on top.
 
     Ranks of one machine only were measured: links and network are taken to be the same.
     """
@@ -38,6 +39,7 @@ def hardware(measured: Measured, constants: Constants, date: str) -> dict[str, A
     product = constants.products[main]
     forward, backward = measured.attention_seconds
     shape = measured_head_shape()
+    kept = kept_in_steps(measured, constants)
     link = constants.link or Link(1e-4, 1e-9)
     return {
         "name": f"{measured.name} x {measured.ranks}".lower().replace(" ", "-"),
@@ -56,17 +58,48 @@ def hardware(measured: Measured, constants: Constants, date: str) -> dict[str, A
             **({"transfer_load": measured.load} if measured.load > 0 else {}),
         },
         "efficiency": {
-            "matmul": 1.0,
+            "matmul": kept[main],
+            "narrow": kept["bf16"] / kept[main],
             "wave": product.wave,
             "depth": product.depth,
             "attention_forward": measured.attention_flops / forward / product.peak / shape,
             "attention_backward": 2.5 * measured.attention_flops / backward / product.peak / shape,
             "attention_ramp": RAMP,
+            "attention_peak": product.peak,
             "bandwidth": 1.0,
             "link": 1.0,
             "network": 1.0,
         },
     }
+
+
+def kept_in_steps(measured: Measured, constants: Constants) -> dict[str, float]:
+    """`in_a_step` by dtype. A CPU's element-wise kernels take as long for two bytes as for four."""
+    block, narrow = BLOCK[measured.device], 4 if measured.device == "cpu" else 2
+    return {
+        dtype: in_a_step(
+            constants.products[dtype],
+            block,
+            seconds,
+            4 if dtype == "fp32" else narrow,
+            measured.copy_bandwidth,
+        )
+        for dtype, seconds in measured.blocks.items()
+    }
+
+
+def in_a_step(product: Products, block: Block, seconds: float, width: int, bandwidth: float) -> float:
+    """What of the speed of products alone is left of it in a training step, where other kernels have used the caches between.
+
+    seconds: of forward and backward of `block`. width: bytes of an element. bandwidth: of element-wise kernels, bytes/s.
+    """
+    alone = 0.0
+    for n, k in block.weights:
+        for m1, n1, k1 in ((block.tokens, n, k), (block.tokens, k, n), (n, k, block.tokens)):
+            shape = m1 * n1 / (m1 * n1 + product.wave) * k1 / (k1 + product.depth)
+            alone += 2.0 * m1 * n1 * k1 / (product.peak * shape)
+    left = seconds - block.elements * width / bandwidth
+    return min(1.0, block.count * alone / max(left, 0.5 * seconds))
 
 
 def measured_head_shape(head_dim: int = 64, keys: int = 512) -> float:

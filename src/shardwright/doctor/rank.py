@@ -10,6 +10,7 @@ from functools import partial
 from itertools import cycle
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import psutil
 import torch
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from shardwright.doctor.fit import Product, Transfer
-from shardwright.doctor.spec import Measured
+from shardwright.doctor.spec import BLOCK, Measured
 from shardwright.launch import finish, worker_main
 from shardwright.measure import clock
 from shardwright.parallel.process_group import Connection, connect
@@ -113,6 +114,45 @@ def copy_bandwidth(watch: Stopwatch) -> float:
     return 12 * size / watch.seconds(in_turn(torch.mul, operands))
 
 
+def blocks(watch: Stopwatch) -> dict[str, float]:
+    """Seconds of forward and backward of some blocks without attention, by dtype: products as they run in a training step."""
+    found = {}
+    for name in ("fp32", "bf16"):
+        dtype, b = DTYPES[name], BLOCK[watch.device.type]
+        tensors = [
+            [
+                torch.randn(*size, device=watch.device).mul_(0.02).to(dtype).requires_grad_()
+                for size in b.weights
+            ]
+            for _ in range(b.count)
+        ]
+        x = torch.randn(b.tokens, b.hidden, device=watch.device).to(dtype)
+        leaves = [w for weights in tensors for w in weights]
+
+        def step(
+            x: torch.Tensor = x, tensors: list[Any] = tensors, leaves: list[torch.Tensor] = leaves
+        ) -> None:
+            for weights in tensors:
+                x = _block(x, *weights)
+            x.sum().backward()
+            for leaf in leaves:
+                leaf.grad = None
+
+        found[name] = watch.seconds(step)
+    return found
+
+
+def _norm(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+def _block(x: torch.Tensor, q: Any, k: Any, v: Any, o: Any, gate: Any, up: Any, down: Any) -> torch.Tensor:
+    y = _norm(x)
+    x = x + F.linear(F.linear(y, q) + F.linear(y, k) + F.linear(y, v), o)
+    y = _norm(x)
+    return x + F.linear(F.silu(F.linear(y, gate)) * F.linear(y, up), down)
+
+
 def attention(watch: Stopwatch) -> tuple[tuple[float, float], float]:
     """((forward, backward) seconds of causal attention, FLOPs of its forward pass)."""
     size, dtype = (
@@ -189,6 +229,7 @@ def measured(connection: Connection) -> Measured:
         found,
         flops,
         list(transfers(watch)),
+        blocks(watch),
         transfer_load(watch),
     )
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from shardwright.doctor.fit import Link
-from shardwright.doctor.hardware_file import Constants, fitted, hardware, to_yaml
+from shardwright.doctor.hardware_file import Constants, fitted, hardware, kept_in_steps, to_yaml
 from shardwright.doctor.machine import Finding, machine_findings
 from shardwright.doctor.spec import Measured
 from shardwright.errors import ConfigError, ExitCode
@@ -89,6 +89,8 @@ def measured_findings(measured: Measured, constants: Constants) -> Iterator[Find
             "warn" if off else "ok",
             f"{format_flops(best)}/s a rank, {together} ({sizes}){off}",
         )
+    kept = ", ".join(f"{share:.0%} in {dtype}" for dtype, share in kept_in_steps(measured, constants).items())
+    yield Finding("products in a training step", "ok", f"{kept} of that speed")
     yield Finding("memory", "ok", f"{format_bytes(measured.copy_bandwidth)}/s a rank, {together}")
     forward, backward = measured.attention_seconds
     rate = measured.attention_flops
@@ -115,5 +117,6 @@ def _transfers(measured: Measured, link: Link) -> Iterator[Finding]:
     yield Finding(
         "link",
         "ok" if worst < 2 * FIT_FACTOR else "warn",
-        f"a step {format_seconds(link.alpha)} + bytes at {format_bytes(link.bandwidth)}/s, within {worst:.1f} times of each",
+        f"a step {format_seconds(link.alpha)} + bytes at {format_bytes(link.bandwidth)}/s, within {worst:.1f} times of each"
+        + (f"; compute beside it loses {measured.load:.2f} s a second" if measured.load else ""),
     )

@@ -20,7 +20,9 @@ class Efficiency:
     attention_forward, attention_backward: fraction of the peak of the flash kernels at head width 128.
     bandwidth: fraction of the memory bandwidth that element-wise kernels and the optimizer reach.
     link: fraction of the link bandwidth that a large collective inside a node reaches; network: between
-    nodes. fitted: the rows that these were fitted on, or the device they were taken over from.
+    nodes. fitted: the rows that these were fitted on, or the device they were taken over from. narrow: `matmul` of 16-bit
+    products relative to that of others. attention_peak: FLOP/s that the fractions of attention refer to; None: the peak of the
+    dtype that computes.
     """
 
     matmul: float
@@ -33,6 +35,8 @@ class Efficiency:
     link: float
     network: float
     fitted: str
+    narrow: float = 1.0
+    attention_peak: float | None = None
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,8 @@ def matmul_seconds(device: Device, m: float, n: float, k: float, dtype: str) -> 
     """Seconds of one M x K times K x N product."""
     e = device.efficiency
     mn = m * n
-    rate = device.peak(dtype) * e.matmul * (mn / (mn + e.wave)) * (k / (k + e.depth))
+    matmul = e.matmul * (e.narrow if DTYPE_BYTES[dtype] == 2 else 1.0)
+    rate = device.peak(dtype) * matmul * (mn / (mn + e.wave)) * (k / (k + e.depth))
     moved = (m * k + n * k + mn) * DTYPE_BYTES[dtype]
     return max(2.0 * mn * k / rate, moved / (device.memory_bandwidth * e.bandwidth))
 
@@ -162,7 +163,7 @@ def attention_seconds(
             * ((128 + HEAD_RAMP) / 128)
             * (keys / (keys + e.attention_ramp))
         )
-        peak = device.peak(dtype) * shape * rate
+        peak = (e.attention_peak or device.peak(dtype)) * shape * rate
         return flops / (peak * e.attention_forward), 2.5 * flops / (peak * e.attention_backward)
     scores = rows * heads * queries * keys
     batch = rows * heads
