@@ -10,8 +10,8 @@ from shardwright.plan.advice import first_to_test, path_of, what_would_fit, will
 from shardwright.plan.answer import answer
 from shardwright.plan.hardware import find_device
 from shardwright.plan.job import Job
-from shardwright.plan.kernels import Software
 from shardwright.plan.memory import short_peak
+from shardwright.plan.own_software import EAGER
 from shardwright.plan.rank_bytes import planned_stages
 from shardwright.plan.search import FAR, Search
 from shardwright.plan.space import (
@@ -30,7 +30,7 @@ from shardwright.plan.space import (
 
 
 def make(model: str, devices: int, length: int, batch: int, device: str = "h100-sxm-80gb") -> Search:
-    return Search(Job(known_shape(model), length, batch), find_device(device), devices, Software())
+    return Search(Job(known_shape(model), length, batch), find_device(device), devices, EAGER)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_nothing_fits_and_what_would() -> None:
 
 def test_a_unit_that_does_not_fit_is_said() -> None:
     shape = generic_shape(layers=2, hidden=65536, heads=512, vocab=1000, ffn=262144)
-    search = Search(Job(shape, 1024, 8), find_device("rtx4090-24gb"), 8, Software())
+    search = Search(Job(shape, 1024, 8), find_device("rtx4090-24gb"), 8, EAGER)
     assert not search.run().best
     assert what_would_fit(search)[0].startswith("Even one unit does not fit")
 
