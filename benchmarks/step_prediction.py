@@ -1,8 +1,9 @@
 """Predicted and measured step times of ours over links: python benchmarks/step_prediction.py [--rates 1gbit,100mbit]
 
-Two hosts as in `two_hosts.py` (root and iproute2), one rank with one thread each. On each link the ranks first measure what
-`shardwright doctor` measures, then train a Llama of about 35M parameters in every layout, update by update in turn. What the
-planner says with the constants of that same link stands beside the median of the updates; so do its parts.
+Two hosts as in `two_hosts.py` (root and iproute2), one rank with one thread each. On each link the ranks measure what
+`shardwright doctor` measures, train a Llama of about 35M parameters in every layout, update by update in turn, and measure again: the
+speed of a shared machine drifts, so the mean of both is taken. What the planner says with these constants stands beside the
+median of the updates; so do its parts.
 """
 
 from __future__ import annotations
@@ -60,8 +61,18 @@ def rank(task: dict[str, Any]) -> None:
         engines = {name: make_engine(**settings(name, task["directory"])) for name in task["layouts"]}
         updates = {name: ours(engine, VOCABULARY) for name, engine in engines.items()}
         found["turns"] = take_turns(updates, task["n"], 1)
+        found["doctor after"] = asdict(measured(connection))
         found["chunked"] = {name: bool(engine.loss_chunks.tokens) for name, engine in engines.items()}
         finish(task, found)
+
+
+def mean(one: Any, other: Any) -> Any:
+    """Of all fractional numbers in two equal structures."""
+    if isinstance(one, dict):
+        return {key: mean(value, other[key]) for key, value in one.items()}
+    if isinstance(one, list):
+        return [mean(a, b) for a, b in zip(one, other)]
+    return (one + other) / 2 if isinstance(one, float) else one
 
 
 def predictions(found: dict[str, Any], directory: str, layouts: list[str]) -> dict[str, Any]:
@@ -71,7 +82,7 @@ def predictions(found: dict[str, Any], directory: str, layouts: list[str]) -> di
     from shardwright.layout.legality import check_run
     from shardwright.train.planned import plan_of, shape_of
 
-    measured = Measured.from_json(found["doctor"])
+    measured = Measured.from_json(mean(found["doctor"], found["doctor after"]))
     file = Path(directory) / "hardware.yaml"
     file.write_text(to_yaml(hardware(measured, fitted(measured), "now")))
     made = {}

@@ -39,8 +39,8 @@ SHAPES = {
 }
 PAYLOADS = {"cpu": (4096, 262144, 4 * 2**20, 16 * 2**20), "cuda": (4096, 2**20, 32 * 2**20, 256 * 2**20)}
 HEADS, HEAD_DIM, LENGTH = 4, 64, 512
-COLD_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
-"""Operands are taken in turn from so many bytes: in training they come from memory, not from a cache."""
+COLD_BYTES = {"cpu": 256 * 2**20, "cuda": 512 * 2**20}
+"""Operands are taken in turn from up to so many bytes: in training they come from memory, not from a cache."""
 ELEMENTS = {"cpu": 2**19, "cuda": 2**26}
 
 
@@ -108,10 +108,10 @@ def copy_bandwidth(watch: Stopwatch) -> float:
     kind = watch.device.type
     size = ELEMENTS[kind]
     operands = [
-        (torch.ones(size, device=watch.device), torch.ones(size, device=watch.device))
-        for _ in range(max(2, COLD_BYTES[kind] // (8 * size)))
+        tuple(torch.ones(size, device=watch.device) for _ in range(3))
+        for _ in range(max(2, COLD_BYTES[kind] // (12 * size)))
     ]
-    return 12 * size / watch.seconds(in_turn(torch.mul, operands))
+    return 12 * size / watch.seconds(in_turn(lambda a, b, out: torch.mul(a, b, out=out), operands))
 
 
 def blocks(watch: Stopwatch) -> dict[str, float]:
@@ -193,15 +193,18 @@ def transfer_load(watch: Stopwatch) -> float:
     """Seconds of compute that are lost for each second of a collective beside it, on the CPU: sockets need a core too."""
     if dist.get_world_size() == 1 or watch.device.type != "cpu":
         return 0.0
-    a, b = torch.randn(512, 512), torch.randn(512, 512)
-    one, payload = watch.seconds(partial(torch.mm, a, b)), torch.zeros(PAYLOADS["cpu"][-1] // 4)
+    operands = [
+        (torch.randn(512, 512), torch.randn(512, 512)) for _ in range(COLD_BYTES["cpu"] // 2**21 // 2)
+    ]
+    work, payload = in_turn(F.linear, operands), torch.zeros(PAYLOADS["cpu"][-1] // 4)
+    one = watch.seconds(work)
     alone = watch.seconds(partial(dist.all_reduce, payload))
     count = max(3, round(SECONDS / alone))
     dist.barrier()
     start, done = clock.now(), 0
     works = [dist.all_reduce(payload, async_op=True) for _ in range(count)]
     while not all(work is None or work.is_completed() for work in works):
-        torch.mm(a, b)
+        work()
         done += 1
     lost = torch.tensor((clock.now() - start - done * one) / (count * alone), dtype=torch.float64)
     dist.all_reduce(lost)

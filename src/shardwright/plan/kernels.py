@@ -44,7 +44,8 @@ class Software:
     bytes (None: all at once). reduces_units: zero1 and zero2 reduce each unit instead (`fully_shard`).
     units_in_order: zero1 and zero2 gather unit by unit under the forward pass (others: all at once, before it), and the
     embedding, whose gradient is complete last, is reduced beside nothing. gather_passes, reduce_passes: reads and writes of
-    memory for each byte of a unit that is gathered, reduced, by the core that computes (a GPU's copies cost next to nothing).
+    memory for each byte of a unit that is gathered, reduced, by the core that computes (a GPU's copies cost next to nothing);
+    tensor_passes: the same for what a tensor-parallel collective gathers or sums.
     overlap_pipeline: sends between stages run beside compute. pipeline_seconds: fixed time of one send and
     receive. overlap_pipeline_ddp: under a pipeline, ddp's gradients travel while the last microbatch's
     backward pass runs (ours are reduced after it). pipeline_keeps_gathered: under a pipeline, zero2 and zero3
@@ -71,6 +72,7 @@ class Software:
     bucket_bytes: float | None = 25 * 2**20
     reduces_units: bool = True
     units_in_order: bool = False
+    tensor_passes: float = 0.0
     gather_passes: float = 0.0
     reduce_passes: float = 0.0
     overlap_pipeline: bool = False

@@ -144,6 +144,9 @@ class RankClock:
             tp_f, tp_b = 4 * one, 6 * one
         else:
             tp_f = tp_b = 2 * all_reduce_seconds(device, tp, payload)
+        if a.tp > 1:
+            copied = payload * software.tensor_passes / self._speed
+            tp_f, tp_b = tp_f + 4 * copied, tp_b + 6 * copied
         tp_b = (tp_b + again * tp_f) * (1 - software.overlap_tensor_parallel)
         # Context parallel gathers K and V of the whole row; backward gathers them again and scatters their
         # gradients.
