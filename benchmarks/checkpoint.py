@@ -15,6 +15,7 @@ cache when they are read, so that the disk, equal for all, hides nothing.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import shutil
@@ -159,6 +160,7 @@ class Bench:
         piece, size = 4 * 2**20, path.stat().st_size
         held = round(size * (1 - fresh)) // piece * piece if fresh else size
         there = memoryview(self.torch.ones(held, dtype=self.torch.uint8).numpy())
+        ctypes.CDLL(None).malloc_trim(0)
 
         def work() -> None:
             new = memoryview(self.torch.empty(size - held, dtype=self.torch.uint8).numpy())
@@ -175,6 +177,9 @@ class Bench:
 
         engine, path = self.engine, self.newest()
         engine.optimizer.state.clear()
+        ctypes.CDLL(None).malloc_trim(
+            0
+        )  # what was freed goes back to the system, as if it had never been there
         return self.timed(lambda: restore(path, engine.module, engine.optimizer, engine.locals))
 
     def dcp_load(self) -> float:

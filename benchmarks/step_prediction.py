@@ -1,9 +1,9 @@
 """Predicted and measured step times of ours over links: python benchmarks/step_prediction.py [--rates 1gbit,100mbit]
 
 Two hosts as in `two_hosts.py` (root and iproute2), one rank with one thread each. On each link the ranks measure what
-`shardwright doctor` measures, train a Llama of about 35M parameters in every layout, update by update in turn, and measure again: the
-speed of a shared machine drifts, so the mean of both is taken. What the planner says with these constants stands beside the
-median of the updates; so do its parts.
+`shardwright doctor` measures, train a Llama of about 35M parameters in every layout, update by update in turn, and measure
+again: the speed of a shared machine drifts, so the mean of both is taken. What the planner says with these constants stands
+beside the median of the updates; so do its parts.
 """
 
 from __future__ import annotations

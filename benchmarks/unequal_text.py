@@ -1,12 +1,12 @@
 """Prints target tokens a second on documents of very unequal length: pad, bucket and pack, and Transformers' Trainer.
 
-    python benchmarks/unequal_text.py [--data kjv,chat] [--updates 8] [--record]
+    python benchmarks/unequal_text.py [--data kjv,chat] [--updates 8] [--bf16] [--record]
 
 Data: the chapters of the King James Bible, whole texts trained (examples/prepare_demo.py), and the conversations of
 chatterbot-corpus, only the assistant's turns trained (examples/prepare_chat.py). One process, one thread, a small Llama in
-float32 from the same config. All contenders live in that process and take turns, update by update; an update holds about
-the same target tokens for each, so packed updates have fewer rows. Time includes making the batches. A rate is target
-tokens by seconds; what is printed is the median of the rates' ratios of each turn, and their spread.
+float32, or with bf16 compute, from the same config. All contenders live in that process and take turns, update by update; an
+update holds about the same target tokens for each, so packed updates have fewer rows. Time includes making the batches. A rate
+is target tokens by seconds; what is printed is the median of the rates' ratios of each turn, and their spread.
 
 Trainer peers read the same rows: `trainer` pads to the longest of its microbatch, which is what a collator of TRL does;
 `trainer packed` packs by best fit into one row a microbatch and passes position_ids that restart (padding-free), in TRL's
@@ -66,6 +66,7 @@ def run_file(directory: Path, data: dict[str, Any], batching: str, rows: int, mi
         "training.per_device_train_batch_size": microbatch,
         "training.lr_scheduler_type": "constant",
         "parallelism.data_parallel": "ddp",
+        "precision.param_dtype": "bf16" if data["bf16"] else "fp32",
     }
     return load_run_file(None, values).run
 
@@ -167,6 +168,7 @@ def trainer(run: Any, dataset: Any, collate: Any, rows: int, microbatch: int) ->
         max_grad_norm=run.training.max_grad_norm,
         weight_decay=0.0,
         use_cpu=True,
+        bf16=run.precision.param_dtype == "bf16",
         save_strategy="no",
         logging_strategy="no",
         report_to="none",
@@ -194,9 +196,9 @@ def trainer(run: Any, dataset: Any, collate: Any, rows: int, microbatch: int) ->
     return turn
 
 
-def contenders(name: str, directory: Path) -> Iterator[tuple[str, Turn]]:
+def contenders(name: str, directory: Path, bf16: bool) -> Iterator[tuple[str, Turn]]:
     """Each way to train on the data set `name`, prepared in `directory`."""
-    data = DATA[name]
+    data = DATA[name] | {"bf16": bf16}
     length, rows, microbatch = data["length"], data["rows"], data["microbatch"]
     padding = run_file(directory, data, "pad", rows, microbatch)
     found = documents(padding)
@@ -219,13 +221,13 @@ def contenders(name: str, directory: Path) -> Iterator[tuple[str, Turn]]:
     yield "trainer packed", trainer(padding, dataset, collate, packed_rows, 1)
 
 
-def measure(name: str, updates: int, record: bool) -> None:
+def measure(name: str, updates: int, bf16: bool, record: bool) -> None:
     """Prints the table of one data set."""
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
         script = [sys.executable, str(EXAMPLES / str(DATA[name]["script"])), str(directory)]
         subprocess.run(script, check=True, cwd=directory)
-        turns = list(contenders(name, directory))
+        turns = list(contenders(name, directory, bf16))
         rates: dict[str, list[float]] = {kind: [] for kind, _ in turns}
         targets = dict.fromkeys(rates, 0)
         for number in range(updates + 1):
@@ -248,7 +250,13 @@ def measure(name: str, updates: int, record: bool) -> None:
             f"  {kind:<24}{median(found):>8,.0f}  {targets[kind] // updates:>7,} targets an update{against}"
         )
         if record:
-            line = {"benchmark": "unequal_text", "data": name, "kind": kind.split(",")[0], "n": updates}
+            line = {
+                "benchmark": "unequal_text",
+                "data": name,
+                "bf16": bf16,
+                "kind": kind.split(",")[0],
+                "n": updates,
+            }
             line |= {
                 "targets_per_s": median(found),
                 "ratio": median(a / b for a, b in zip(found, rates[first])),
@@ -261,6 +269,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--data", default="kjv,chat")
     parser.add_argument("--updates", type=int, default=8)
+    parser.add_argument("--bf16", action="store_true", help="compute in bf16 (Trainer: autocast)")
     parser.add_argument("--record", action="store_true")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -270,7 +279,7 @@ def main() -> None:
     quiet_transformers()
     with connect("cpu", 600, 1):
         for name in options.data.split(","):
-            measure(name, options.updates, options.record)
+            measure(name, options.updates, options.bf16, options.record)
     sys.stdout.flush()
     os._exit(0)  # the Trainers' threads wait for turns that do not come
 

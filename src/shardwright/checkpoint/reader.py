@@ -188,11 +188,12 @@ def wanted_pieces(
             continue
         own, local = box_of(key, tensor), local_part(tensor)
         for part in stored.parts:
-            if not own.meet(part.box):
+            met = own.meet(part.box)
+            if not met:
                 continue
-            offset = part.begin
+            offset, all_of_it = part.begin, met == part.box
             for piece, right in zip(pieces(part.box, part.rows), part.checksums):
-                if own.meet(piece):
+                if all_of_it or own.meet(piece):
                     wanted.setdefault(part.file, []).append(Wanted(offset, piece, right, key, local, own))
                 offset += piece.elements * tensor.element_size()
     return {name: sorted(found, key=lambda want: want.offset) for name, found in sorted(wanted.items())}

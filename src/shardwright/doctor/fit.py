@@ -81,12 +81,15 @@ class Link:
 
 
 def fit_link(measured: Sequence[Transfer]) -> Link:
-    """The latency of the smallest payload and the rate of the larger half, each the median, with the other one taken off."""
+    """The latency of the smallest payload, the median, and the best rate of the larger half, each with the other one taken off.
+
+    The best: one collective alone leaves gaps on a link that several in turn fill, as in a training step.
+    """
     sizes = sorted({t.payload_bytes for t in measured})
     small = [t for t in measured if t.payload_bytes == sizes[0]]
     large = [t for t in measured if t.payload_bytes >= sizes[len(sizes) // 2]]
     alpha = beta = 0.0
     for _ in range(20):
-        beta = median(max(t.seconds - t.steps * alpha, 0.01 * t.seconds) / t.sent_bytes for t in large)
+        beta = min(max(t.seconds - t.steps * alpha, 0.01 * t.seconds) / t.sent_bytes for t in large)
         alpha = median(max(t.seconds - t.sent_bytes * beta, 0.01 * t.seconds) / t.steps for t in small)
     return Link(alpha, beta)

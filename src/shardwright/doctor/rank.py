@@ -199,14 +199,16 @@ def transfer_load(watch: Stopwatch) -> float:
     work, payload = in_turn(F.linear, operands), torch.zeros(PAYLOADS["cpu"][-1] // 4)
     one = watch.seconds(work)
     alone = watch.seconds(partial(dist.all_reduce, payload))
-    count = max(3, round(SECONDS / alone))
+    count = max(3, round(3 * SECONDS / alone))
     dist.barrier()
     start, done = clock.now(), 0
     works = [dist.all_reduce(payload, async_op=True) for _ in range(count)]
     while not all(work is None or work.is_completed() for work in works):
         work()
         done += 1
-    lost = torch.tensor((clock.now() - start - done * one) / (count * alone), dtype=torch.float64)
+    seconds = clock.now() - start
+    one = (one + watch.seconds(work)) / 2
+    lost = torch.tensor((seconds - done * one) / (count * alone), dtype=torch.float64)
     dist.all_reduce(lost)
     return min(max(lost.item() / dist.get_world_size(), 0.0), 1.0)
 
