@@ -199,14 +199,15 @@ class DataParallelClock(RankClock):
         )
         window = rank.backward if overlaps else 0.0
         one = self._one_reduction(layout, volume / pieces)
-        exposed = self._after(pieces, one, window)
+        exposed, last = self._after(pieces, one, window), 0.0
         if software.units_in_order and overlaps and rank.first:
             embedding = self._one_reduction(layout, self._embedding / a.tp * self._reduce_size)
-            exposed += max(0.0, embedding - max(pieces * one - window, one))
+            # Those of earlier microbatches travel under the next forward pass.
+            last = max(0.0, embedding - max(pieces * one - window, one))
         if kind == "ddp":
-            return reductions * exposed
+            return reductions * exposed + last
         copied = rank.parameters * self._copied(1, reductions)
-        return reductions * exposed + self._gathered_once(layout, rank) + copied
+        return reductions * exposed + last + self._gathered_once(layout, rank) + copied
 
     def _gathered_once(self, layout: Layout, rank: RankSeconds) -> float:
         """Exposed seconds of gathering all parameters once per update."""
