@@ -18,7 +18,7 @@ demo: $(READY)  ## Train on real text with 2 ranks (zero3), save, and write a fe
 	$(BIN)/python examples/generate.py demo/run/model
 
 test: $(READY)  ## All tests, two files at a time: ranks that wait for each other leave a core free
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 check: $(READY)  ## Lint, types, import contracts
 	$(BIN)/ruff check .
