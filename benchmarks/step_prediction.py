@@ -22,9 +22,9 @@ from scaffold import finish, load_run, make_engine, ours, record, spread, take_t
 
 ROWS = 8
 """Rows of an update."""
-SPLIT = {"parallelism__data_parallel": "ddp"}
+DDP = {"parallelism__data_parallel": "ddp"}
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "ddp": {"parallelism__data_parallel": "ddp"},
+    "ddp": DDP,
     "zero1": {"parallelism__data_parallel": "zero1"},
     "zero2": {"parallelism__data_parallel": "zero2"},
     "zero3": {"parallelism__data_parallel": "zero3"},
@@ -39,9 +39,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "parallelism__data_parallel": "zero3",
         "memory__activation_checkpointing": "full",
     },
-    "tp2": {**SPLIT, "parallelism__tp_size": 2},
-    "pp2": {**SPLIT, "parallelism__pp_size": 2, "rows": 2},
-    "cp2": {**SPLIT, "parallelism__cp_size": 2},
+    "tp2": {**DDP, "parallelism__tp_size": 2},
+    "pp2": {**DDP, "parallelism__pp_size": 2, "rows": 2},
+    "cp2": {**DDP, "parallelism__cp_size": 2},
 }
 
 

@@ -11,11 +11,13 @@ from shardwright.doctor.fit import Products, Transfer, fit_link
 from shardwright.doctor.hardware_file import in_a_step
 from shardwright.doctor.spec import Block
 from shardwright.layout.axes import Axes
+from shardwright.plan.block_bytes import in_chunks
 from shardwright.plan.device import Device
 from shardwright.plan.hardware import find_device
 from shardwright.plan.job import Job, Layout
 from shardwright.plan.kernels import attention_seconds, block_time, matmul_seconds
 from shardwright.plan.own_software import COMPILED, EAGER, ON_CPU, own_software
+from shardwright.plan.program import SHARDWRIGHT
 from shardwright.plan.step_time import Clock, StepTime
 
 CPU, H100 = find_device("cpu"), find_device("h100-sxm-80gb")
@@ -57,6 +59,23 @@ def test_copies_of_the_computing_core_count() -> None:
     speed = H100.memory_bandwidth * H100.efficiency.bandwidth
     a_microbatch = parameters * (2 * 2.0 * 2 + 3.0 * 4) / speed  # two gathers in bf16, one reduction in fp32
     assert more == pytest.approx(2 * a_microbatch, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("packed", "device", "dtype", "chunked"),
+    [
+        (True, "cpu", "fp32", True),
+        (False, "cpu", "fp32", False),
+        (True, "cpu", "bf16", False),
+        (True, "cuda", "fp32", False),
+    ],
+)
+def test_packed_rows_on_a_cpu_have_the_loss_in_chunks(
+    packed: bool, device: str, dtype: str, chunked: bool
+) -> None:
+    """However few the logits, where runs do it (`layout/loss.py`)."""
+    job = replace(JOB, packed=packed, device_kind=device, param_dtype=dtype, loss="auto")
+    assert in_chunks(job, SHARDWRIGHT, 1000.0, Layout(Axes(), "ddp", 1)) == chunked
 
 
 def test_narrow_elements_and_products() -> None:
