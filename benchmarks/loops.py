@@ -146,6 +146,37 @@ def bare(job: Job, kind: str, start: dict[str, Any] | None = None) -> Update:
     return update
 
 
+def deepspeed_zero(job: Job, start: dict[str, Any]) -> Update:
+    """DeepSpeed at the ZeRO stage of the job's layout, its defaults otherwise. With bf16 it stores bf16 and fp32 masters."""
+    import deepspeed
+    import torch
+    import torch.distributed as dist
+
+    model, ranks = _plain(job, start), dist.get_world_size()
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "gradient_accumulation_steps": job.microbatches,
+        "zero_optimization": {"stage": int(job.layout[-1])},
+        "bf16": {"enabled": job.bf16},
+        "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 1.0,
+        "steps_per_print": 10**9,
+    }
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0, fused=True)
+    engine: Any
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+
+    def update(number: int) -> float:
+        total = torch.zeros(())
+        for k in range(job.microbatches):
+            total += _backward(engine, job, number, k, backward=engine.backward)
+            engine.step()
+        dist.all_reduce(total)
+        return total.item() / ranks
+
+    return update
+
+
 def alone(job: Job, start: dict[str, Any]) -> Update:
     """Compute of one rank without communication: its own rows, and the step over its share of the parameters."""
     import torch
@@ -182,8 +213,18 @@ def _plain(job: Job, start: dict[str, Any] | None) -> Any:
     return model
 
 
-def _backward(model: Any, job: Job, number: int, k: int, autocast: bool = False) -> Any:
-    """Forward and backward of a microbatch; its loss, summed over targets and divided by those of this rank's update."""
+def _backward(
+    model: Any,
+    job: Job,
+    number: int,
+    k: int,
+    autocast: bool = False,
+    backward: Callable[[Any], Any] | None = None,
+) -> Any:
+    """Forward and backward of a microbatch; its loss, summed over targets and divided by those of this rank's update.
+
+    backward: of the loss times the microbatches of the update, over which it averages; None: autograd's.
+    """
     import torch
     import torch.nn.functional as F
 
@@ -192,7 +233,10 @@ def _backward(model: Any, job: Job, number: int, k: int, autocast: bool = False)
         logits = model(input_ids=ids, use_cache=False).logits
     loss = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
     loss = loss / (job.microbatches * ROWS * (LENGTH - 1))
-    loss.backward()
+    if backward is None:
+        loss.backward()
+    else:
+        backward(loss * job.microbatches)
     return loss.detach()
 
 

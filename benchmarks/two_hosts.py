@@ -31,7 +31,7 @@ from loops import LENGTH, MODEL, ROWS
 
 WORKER = Path(__file__).with_name("two_hosts_worker.py")
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-PEERS = ("ddp", "fully_shard", "unwired")
+PEERS = ("ddp", "fully_shard", "deepspeed", "unwired")
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 ADDRESSES_SHARED = ("10.77.0.1", "10.78.0.1")
 LIMIT_SECONDS = 1800
@@ -234,7 +234,7 @@ def main() -> None:
     parser.add_argument(
         "--peers",
         default="ddp,fully_shard",
-        help="ddp, fully_shard, unwired (ours without what is done for gloo)",
+        help="ddp, fully_shard, deepspeed (not in hybrids), unwired (ours without what is done for gloo)",
     )
     parser.add_argument("--accumulation", type=int, default=1, help="microbatches of an update")
     parser.add_argument(
@@ -253,12 +253,14 @@ def main() -> None:
         print(f"Not measured: {reason}.")
         return
     for peer in arguments.peers.split(","):
-        if peer in PEERS:
-            peers.append(peer)
-        elif importlib.util.find_spec(peer) is None:
+        if peer not in PEERS:
+            raise SystemExit(
+                f"--peers {peer}: there is no loop for it here; there is for {', '.join(PEERS)}."
+            )
+        if peer == "deepspeed" and importlib.util.find_spec(peer) is None:
             print(f"{peer}: left out, not installed.")
         else:
-            print(f"{peer}: left out, there is no loop for it here; there is for {', '.join(PEERS)}.")
+            peers.append(peer)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     ranks_per_host = 2 if arguments.hsdp else 1
     both = " for both directions" if arguments.shared else ""
@@ -285,7 +287,14 @@ def main() -> None:
                 "replicas": 2 if arguments.hsdp else 1,
                 "settings": arguments.set,
             }
-            loops = [peer for peer in peers if layout != "ddp" or peer != "fully_shard"]
+            left_out = (
+                {"fully_shard", "deepspeed"}
+                if layout == "ddp"
+                else {"deepspeed"}
+                if arguments.hsdp
+                else set()
+            )
+            loops = [peer for peer in peers if peer not in left_out]
             task = {"job": job, "peers": loops, "n": arguments.n, "warmup": arguments.warmup}
             found = run(hosts, task, ranks_per_host, 29511 + number)
             made = table(found, job, rate, ranks_per_host, 1 + arguments.shared)

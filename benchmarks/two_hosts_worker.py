@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from loops import Job, Update, alone, bare, ours, unwired
+from loops import Job, Update, alone, bare, deepspeed_zero, ours, unwired
 
 from shardwright.measure.communication import CommunicationRecorder
 from shardwright.parallel.mesh import axis_of_groups
@@ -43,7 +43,12 @@ def main() -> None:
     start = {name: engine.full(p.detach()).clone() for name, p in engine.module.named_parameters()}
     updates: dict[str, Update] = {"ours": first}
     for peer in task["peers"]:
-        updates[peer] = unwired(job) if peer == "unwired" else bare(job, peer, start)
+        if peer == "unwired":
+            updates[peer] = unwired(job)
+        elif peer == "deepspeed":
+            updates[peer] = deepspeed_zero(job, start)
+        else:
+            updates[peer] = bare(job, peer, start)
     losses = {name: [update(number) for number in range(2)] for name, update in updates.items()}
     for name, found in losses.items():
         for mine, theirs in zip(losses["ours"], found):

@@ -123,6 +123,23 @@ def test_chunks_without_targets(recompute: bool) -> None:
     assert not any(g.any() for g in torch.autograd.grad(loss, [x, w, b]))  # type: ignore[list-item]
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(("multiple", "filled"), [(4, 28), (32, 32), (64, P)])
+def test_filled_up_to_shapes_that_come_again(multiple: int, filled: int, weighted: bool) -> None:
+    """Positions that are no targets fill up their number, at weight 0: loss and gradients stay what they are."""
+    x, w, b, labels = tensors(torch.float64, True)
+    labels[:] = labels.where(labels != -100, 1)
+    labels[3:14] = -100
+    weights = torch.rand(P, dtype=torch.float64) if weighted else None
+    targets = Targets.of(labels, weights, 10, CPU, False, multiple)
+    assert len(targets.labels) == filled
+    loss = chunked_cross_entropy_sum(x, w, b, targets, How())
+    right = plain(x, w, b, labels, weights, ())
+    assert abs(loss - right) < 1e-12 * abs(right)
+    for ours, theirs in zip(torch.autograd.grad(loss, [x, w, b]), torch.autograd.grad(right, [x, w, b])):  # type: ignore[list-item]
+        assert (ours - theirs).abs().max() < 1e-12
+
+
 def test_bf16_against_float64() -> None:
     """A130: softmax is in float32: bf16 logits near 36 are not rounded on the way to the loss; the head's gradient is
     summed in float32 over chunks, so that many chunks are as exact as one."""

@@ -23,6 +23,7 @@ from shardwright.errors import ConfigError, ModelError
 from shardwright.layout.legality import check_run
 from shardwright.layout.rules_context import chunks
 from shardwright.models import build_model, document_attention
+from shardwright.models.attention import Attention, backward_is_wide
 from shardwright.models.document_attention import isolate_documents
 from shardwright.models.packed_rows import PackedRows
 from shardwright.parallel.context_documents import as_one_row, as_rows, document_blocks
@@ -52,6 +53,39 @@ def drawn(seed: int, rows: int = 5, width: int = WIDTH) -> list[list[int]]:
             lengths.append(1 + int(torch.randint(0, left, (), generator=g)))
         found.append(lengths)
     return found
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_narrow_gradients_are_no_worse_than_torchs(kv_heads: int) -> None:
+    """In bf16 on a CPU backward computes in float32: outputs are torch's, gradients as near to float64's or nearer."""
+    torch.manual_seed(0)
+    drawn = [torch.randn(3, heads, 50, 16) for heads in (4, kv_heads, kv_heads)]
+    grad = torch.randn(3, 50, 4, 16)
+
+    def run(dtype: torch.dtype, function: Callable[..., Tensor]) -> list[Tensor]:
+        inputs = [t.to(torch.bfloat16).to(dtype).requires_grad_() for t in drawn]
+        out = function(*inputs)
+        given = grad.to(torch.bfloat16).to(dtype)
+        return [out.detach().double(), *(g.double() for g in torch.autograd.grad(out, inputs, given))]
+
+    def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out.transpose(1, 2)
+
+    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return document_attention.document_attention(nn.Module(), q, k, v, None)[0]
+
+    assert backward_is_wide(drawn[0].bfloat16()) and not backward_is_wide(drawn[0])
+    exact = run(torch.float64, plain)
+    errors = []
+    for function in (ours, plain):
+        found = run(torch.bfloat16, function)
+        errors.append([((a - b).norm() / b.norm()).item() for a, b in zip(found, exact)])
+    mine, theirs = errors
+    assert mine[0] == theirs[0]
+    assert all(own <= 1.05 * other and own < 6e-3 for own, other in zip(mine[1:], theirs[1:])), errors
+    wide = run(torch.float64, lambda q, k, v: Attention.apply(q, k, v, 0.25, True).transpose(1, 2))
+    assert all(torch.allclose(a, b, rtol=1e-12, atol=1e-12) for a, b in zip(wide, exact))
 
 
 def test_spans_positions_and_groups() -> None:

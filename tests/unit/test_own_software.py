@@ -66,7 +66,7 @@ def test_copies_of_the_computing_core_count() -> None:
     [
         (True, "cpu", "fp32", True),
         (False, "cpu", "fp32", False),
-        (True, "cpu", "bf16", False),
+        (True, "cpu", "bf16", True),
         (True, "cuda", "fp32", False),
     ],
 )

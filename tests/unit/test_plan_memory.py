@@ -157,10 +157,10 @@ def test_stages_are_cut_where_the_runtime_cuts() -> None:
         assert planned_stages(shape, 2) == (8, 2)
 
 
-def test_the_root_unit_is_gathered_once_for_each_microbatch() -> None:
-    """zero3 drops a unit after forward and gathers it again for backward, but not its root: 4 gathers, not 8."""
-    assert (STAGES["zero3"].gathers(4), STAGES["zero3"].gathers(4, root=True)) == (8, 4)
-    assert STAGES["zero1"].gathers(4, root=True) == STAGES["zero2"].gathers(4, root=True) == 1
+def test_root_and_ends_are_gathered_once_for_each_microbatch() -> None:
+    """zero3 drops a unit after forward and gathers it again for backward, but not root and ends: 4 gathers, not 8."""
+    assert (STAGES["zero3"].gathers(4), STAGES["zero3"].gathers(4, once=True)) == (8, 4)
+    assert STAGES["zero1"].gathers(4, once=True) == STAGES["zero2"].gathers(4, once=True) == 1
 
 
 def test_a_loss_in_chunks_keeps_gradients_and_one_chunk() -> None:

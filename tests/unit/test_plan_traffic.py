@@ -16,23 +16,26 @@ from shardwright.plan.traffic import sent_by_axis, traffic
 
 SHAPE = known_shape("llama-3-8b")
 PARAMETERS = 8_030_261_248
+ENDS = 2 * 128_256 * 4096 + 4096
+"""Of them in embedding, final norm and head."""
 
 
 @pytest.mark.parametrize(("kind", "units"), [("ddp", 2), ("zero1", 2), ("zero2", 2), ("zero3", 3)])
 def test_three_units_against_two(kind: str, units: int) -> None:
-    """One microbatch: each rank sends `units` x (N - 1) / N of the parameters, at one dtype for all."""
+    """One microbatch: each rank sends `units` x (N - 1) / N of the parameters, of the ends 2, at one dtype for all."""
     job = Job(SHAPE, 4096, 8, "bf16", "bf16")
     sent = sent_by_axis(traffic(job, Layout(Axes(dp_shard=8), kind)))  # type: ignore[arg-type]
-    assert sum(sent.values()) == pytest.approx(units * 7 / 8 * 2 * PARAMETERS)
+    assert sum(sent.values()) == pytest.approx(7 / 8 * 2 * (units * (PARAMETERS - ENDS) + 2 * ENDS))
 
 
 def test_accumulation_costs_what_each_stage_says() -> None:
-    """Four microbatches: zero1 gathers and reduces once, zero2 reduces four times, zero3 also gathers eight times."""
+    """Four microbatches: zero1 gathers and reduces once, zero2 reduces four times, zero3 gathers eight times (ends: four)."""
     job = Job(SHAPE, 4096, 32, "bf16", "fp32")
-    for kind, gathers, reductions in (("zero1", 1, 1), ("zero2", 1, 4), ("zero3", 8, 4)):
+    for kind, gathers, of_ends, reductions in (("zero1", 1, 1, 1), ("zero2", 1, 1, 4), ("zero3", 8, 4, 4)):
         layout = Layout(Axes(dp_shard=8), kind)  # type: ignore[arg-type]
         sent = sent_by_axis(traffic(job, layout))["dp_shard"]
-        assert sent == pytest.approx(7 / 8 * PARAMETERS * (2 * gathers + 4 * reductions))
+        gathered = gathers * (PARAMETERS - ENDS) + of_ends * ENDS
+        assert sent == pytest.approx(7 / 8 * (2 * gathered + 4 * reductions * PARAMETERS))
     once = Layout(Axes(dp_shard=8), "zero3", reshard_after_forward=False)
     assert sent_by_axis(traffic(job, once))["dp_shard"] == pytest.approx(7 / 8 * PARAMETERS * (2 * 4 + 4 * 4))
 
@@ -40,8 +43,16 @@ def test_accumulation_costs_what_each_stage_says() -> None:
 def test_a_hybrid_sends_shards_between_replicas() -> None:
     job = Job(SHAPE, 4096, 8, "bf16", "fp32")
     sent = sent_by_axis(traffic(job, Layout(Axes(dp_replicate=2, dp_shard=4), "zero3")))
-    assert sent["dp_shard"] == pytest.approx(3 / 4 * PARAMETERS * (2 + 2 + 4))
+    assert sent["dp_shard"] == pytest.approx(3 / 4 * (PARAMETERS * (2 + 2 + 4) - ENDS * 2))
     assert sent["dp_replicate"] == pytest.approx(2 * 1 / 2 * 4 * PARAMETERS / 4)
+
+
+def test_an_embedding_kept_on_fewer_ranks_is_gathered_there() -> None:
+    """A number for `reshard_after_forward`: everything is gathered over all ranks once, and all but the head over 2 of them."""
+    job, layout = Job(SHAPE, 4096, 8, "bf16", "fp32"), Layout(Axes(dp_shard=8), reshard_after_forward=2)
+    sent = sent_by_axis(traffic(job, layout))["dp_shard"]
+    again = PARAMETERS - 128_256 * 4096 - 4096
+    assert sent == pytest.approx(7 / 8 * PARAMETERS * (2 + 4) + 1 / 2 * 2 * again)
 
 
 def test_tensor_and_sequence_parallel_send_the_same_bytes() -> None:

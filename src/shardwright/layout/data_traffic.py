@@ -35,13 +35,13 @@ def replica_traffic(axis: str, elements: int, ranks: int, reduce_bytes: int) -> 
     return (Traffic(axis, "all-reduce", "gradients", ranks, 1, elements * reduce_bytes),)
 
 
-def shard_traffic(units: Iterable[int], roots: Iterable[int], how: Sharding) -> tuple[Traffic, ...]:
-    """`zero*`: what the units of a rank and its root units gather and reduce.
+def shard_traffic(units: Iterable[int], once: Iterable[int], how: Sharding) -> tuple[Traffic, ...]:
+    """`zero*`: what the units of a rank gather and reduce; `once`: those that no microbatch gathers twice (`Stage.gathers`).
 
-    units, roots: elements of the shard of each on a rank with the fullest ones (`fully_shard` pads the others to it).
+    units, once: elements of the shard of each on a rank with the fullest ones (`fully_shard` pads the others to it).
     """
     found: list[Traffic] = []
-    for sizes, reshards in ((units, how.reshard_after_forward), (roots, False)):
+    for sizes, reshards in ((units, how.reshard_after_forward), (once, False)):
         for shard, count in sorted(Counter(sizes).items()):
             if shard:
                 found += _unit(shard, count, reshards, how)

@@ -31,7 +31,7 @@ def chunk_bytes(device: str, dtype: str) -> int:
 
 def worthwhile(logits: float, packed: bool, device: str, dtype: str) -> bool:
     """Whether `auto` makes a loss over so many logits in chunks. packed: several documents stand in a row."""
-    if packed and device == "cpu" and dtype != "bf16":
+    if packed and device == "cpu":
         return True
     return 4 * logits >= WORTHWHILE * chunk_bytes(device, dtype)
 

@@ -27,15 +27,17 @@ class Stage:
     reduces_each_microbatch: bool
     gathers_each_microbatch: bool
 
-    def gathers(self, microbatches: int, root: bool = False) -> int:
-        """All-gathers of each unit in one update of so many microbatches; root: of the root unit, which stays gathered
-        from forward to backward.
+    def gathers(self, microbatches: int, once: bool = False) -> int:
+        """All-gathers of each unit in one update of so many microbatches.
+
+        once: of a unit that no microbatch gathers twice. The root stays gathered from forward to backward, and so do norm
+        and head, with which one ends and the other begins; backward does not read what an embedding looks up in.
         """
         if not self.shards_optimizer:
             return 0
         if not self.gathers_each_microbatch:
             return 1
-        return microbatches * (2 if self.reshard_after_forward and not root else 1)
+        return microbatches * (2 if self.reshard_after_forward and not once else 1)
 
     def reductions(self, microbatches: int) -> int:
         """Reductions (all-reduce for ddp, reduce-scatter otherwise) of each unit in one update."""

@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 _aten = torch.ops.aten
+
+WIDE_BACKWARD = 2**15
+"""Queries times head width up to which a CPU's backward in bf16 is made in float32: the kernel for bf16 takes 1.4 to 7 times as
+long there (benchmarks/document_attention.py --bf16)."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +72,13 @@ def attend_backward(
     """
     how, (out, lse) = kernel(query, key, value), (whole.out, whole.lse)
     if how == "cpu_flash":
-        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, query, key, value, out, lse, 0.0, causal, scale=scale
+        given = [grad, query, key, value, out]
+        if backward_is_wide(query):
+            given = [t.float() for t in given]
+        found = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *given, lse, 0.0, causal, scale=scale
         )
+        return tuple(g.to(query.dtype) for g in found)
     if how == "cuda_flash":
         sizes = (None, None, query.shape[2], key.shape[2])
         return _aten._scaled_dot_product_flash_attention_backward(
@@ -87,6 +96,29 @@ def attend_backward(
         _to_kv_heads(share.transpose(-1, -2) @ g, value),
     )
     return grads[0].to(query.dtype), grads[1].to(key.dtype), grads[2].to(value.dtype)
+
+
+def backward_is_wide(query: Tensor) -> bool:
+    """Whether `attend_backward` computes in float32 what came in bf16, since that is faster."""
+    narrow = query.device.type == "cpu" and query.dtype == torch.bfloat16
+    return narrow and query.shape[2] * query.shape[3] <= WIDE_BACKWARD
+
+
+class Attention(torch.autograd.Function):
+    """`attend` with `attend_backward` as its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> Tensor:
+        whole = attend(query, key, value, scale, causal)
+        ctx.save_for_backward(query, key, value, whole.out, whole.lse, *whole.seeds)
+        ctx.how = scale, causal
+        return whole.out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        query, key, value, out, lse, *seeds = ctx.saved_tensors
+        whole = Attended(out, lse, tuple(seeds))
+        return *attend_backward(gradients[0], query, key, value, whole, *ctx.how), None, None
 
 
 class Merged:

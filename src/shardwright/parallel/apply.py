@@ -23,13 +23,14 @@ from shardwright.parallel.casting import compute_in
 from shardwright.parallel.chunked_loss import ChunkedHead, LossChunks, find_loss_chunks
 from shardwright.parallel.context import ContextPlace, split_attention
 from shardwright.parallel.context_rules import check_context_model
-from shardwright.parallel.data_parallel import Sharded, ShardOptions
+from shardwright.parallel.data_parallel import Sharded, ShardOptions, Unit
 from shardwright.parallel.document_rules import check_packed_model
 from shardwright.parallel.mesh import replica_group, shard_mesh
 from shardwright.parallel.pipeline import Pipelined, Ties
 from shardwright.parallel.recompute import compile_block, recompute_block
 from shardwright.parallel.replicated import BUCKET_BYTES, Replicated
 from shardwright.parallel.stages import Cut, Stage, cut_stages, plan_cut, stage_parts, tied_over_stages
+from shardwright.parallel.styles import divided
 from shardwright.parallel.tensor import TensorParallel
 from shardwright.parallel.tensor_plan import plan_tensor
 
@@ -178,8 +179,8 @@ def shard_options(run: RunFile, device: str) -> ShardOptions:
     )
 
 
-def shard_units(model: nn.Module, parts: Parts, unit: str | int) -> list[list[nn.Module]]:
-    """Groups of modules that are gathered together, in the order of forward; what is in none belongs to the root.
+def shard_units(model: nn.Module, parts: Parts, unit: str | int) -> list[Unit]:
+    """What is gathered together, in the order of forward; what is in no unit belongs to the root.
 
     An untied embedding is a unit of its own, and so are the final norm and head together: at a large vocabulary each is
     as big as several blocks. A tied one stays in the root, with all that share it: a shared parameter in two units is
@@ -204,4 +205,16 @@ def shard_units(model: nn.Module, parts: Parts, unit: str | int) -> list[list[nn
     tied_blocks = [b for b in blocks if any(id(p) in shared for p in b.parameters())]
     if tied_blocks:
         grouped = [[b for b in group if b not in tied_blocks] for group in grouped]
-    return own(parts.embedding) + [group for group in grouped if group] + own(parts.norm, parts.head)
+    return [
+        *(Unit(modules, looked_up=_looks_up(modules)) for modules in own(parts.embedding)),
+        *(Unit(group) for group in grouped if group),
+        *(Unit(modules, ends=parts.head is not None) for modules in own(parts.norm, parts.head)),
+    ]
+
+
+def _looks_up(modules: Sequence[nn.Module]) -> bool:
+    """Whether these are plain embeddings. Any other may compute with its weight, and its backward reads it then."""
+    return all(
+        type(module).forward is nn.Embedding.forward and ("forward" not in vars(module) or divided(module))
+        for module in modules
+    )

@@ -36,6 +36,9 @@ from shardwright.parallel.vocabulary import check_ids, vocabulary_range
 
 IGNORE = -100
 
+PREPARED = 64
+"""Targets are filled up to a multiple on a CPU in bf16: its products are compiled for each new shape, which takes longer than
+they do (`benchmarks/unequal_text.py --bf16`)."""
 PRODUCT_ELEMENTS = 2**21
 """Of the head's gradient in the compute dtype, made at a time and added to the sum in float32."""
 
@@ -44,9 +47,9 @@ PRODUCT_ELEMENTS = 2**21
 class Targets:
     """The targets among P positions.
 
-    labels: [N]. weights: [N], None: all 1. positions: [N] in ascending order, None: every position is a target.
-    chunks: (first, end, sent) of each chunk among the N; `sent` is the length of what it reduces, where ranks divide the
-    vocabulary.
+    labels: [N]. weights: [N], None: all 1; those of positions that fill up N are 0. positions: [N] in ascending order, None:
+    every position is a target. chunks: (first, end, sent) of each chunk among the N; `sent` is the length of what it reduces,
+    where ranks divide the vocabulary.
     """
 
     labels: Tensor
@@ -56,15 +59,29 @@ class Targets:
 
     @classmethod
     def of(
-        cls, labels: Tensor, weights: Tensor | None, chunk: int, device: torch.device, fixed: bool
+        cls,
+        labels: Tensor,
+        weights: Tensor | None,
+        chunk: int,
+        device: torch.device,
+        fixed: bool,
+        multiple: int = 1,
     ) -> Targets:
         """From labels and weights [B, T], best on the CPU: they are looked at, which would stop a GPU.
 
         fixed: chunks are of `chunk` positions, so that ranks send the same whatever is masked; else of `chunk` targets.
+        multiple: other positions of weight 0 fill up their number to it (or take in all), so that shapes come again.
         """
         labels = labels.flatten()
-        places = (labels != IGNORE).nonzero()[:, 0]
+        wanted = labels != IGNORE
+        places = wanted.nonzero()[:, 0]
         total, count = len(labels), len(places)
+        missing = min(-count % multiple, total - count)
+        if missing:
+            places = torch.cat([places, (~wanted).nonzero()[:missing, 0]]).sort().values
+            count += missing
+            labels = labels.where(wanted, 0)
+            weights = wanted.float() if weights is None else weights.flatten() * wanted
         if fixed:
             known = places.tolist()
             cuts = [bisect.bisect_left(known, first) for first in range(0, total, chunk)] + [count]
@@ -317,7 +334,9 @@ class ChunkedHead:
         if labels.shape != x.shape[:-1]:
             raise ValueError(f"hidden states of shape {tuple(x.shape)} for labels {tuple(labels.shape)}")
         divided = self._peers is not None
-        targets = Targets.of(labels, weights, self._chunks.tokens, x.device, fixed=divided)
+        prepared = x.device.type == "cpu" and x.dtype == torch.bfloat16 and not divided
+        multiple = PREPARED if prepared else 1
+        targets = Targets.of(labels, weights, self._chunks.tokens, x.device, divided, multiple)
         if self._peers is not None:
             check_ids(targets.labels, self._chunks.vocabulary)
             x = copy_in(x, self._peers)

@@ -39,6 +39,19 @@ class ShardOptions:
     cpu_offload: bool
 
 
+@dataclass(frozen=True)
+class Unit:
+    """Modules that are gathered together.
+
+    ends: forward ends and backward begins with them, so that they stay gathered in between. looked_up: backward does not
+    read their parameters (a plain embedding), so that they are not gathered for it.
+    """
+
+    modules: Sequence[nn.Module]
+    ends: bool = False
+    looked_up: bool = False
+
+
 class Sharded:
     """`zero1`, `zero2`, `zero3` and their hybrids: `fully_shard` with the times of gathering and reducing of the stage.
 
@@ -48,9 +61,9 @@ class Sharded:
     finishers: tuple[Callable[[], None], ...] = ()
 
     def __init__(
-        self, model: nn.Module, units: Sequence[Sequence[nn.Module]], mesh: DeviceMesh, options: ShardOptions
+        self, model: nn.Module, units: Sequence[Unit], mesh: DeviceMesh, options: ShardOptions
     ) -> None:
-        """`units` are groups of modules gathered together, in the order of forward; the rest of the model is the root unit.
+        """`units` stand in the order of forward; the rest of the model is the root unit.
 
         `mesh` has the dimension of shards, before it that of replicas where there are any.
         """
@@ -68,12 +81,15 @@ class Sharded:
             "ignored_params": whole,
         }
         for unit in units:
-            modules: Any = list(unit) if len(unit) > 1 else unit[0]
-            fully_shard(modules, reshard_after_forward=options.reshard_after_forward, **settings)
+            modules: Any = list(unit.modules) if len(unit.modules) > 1 else unit.modules[0]
+            reshards = False if unit.ends else options.reshard_after_forward
+            fully_shard(modules, reshard_after_forward=reshards, **settings)
+            if unit.looked_up and reshards is True:
+                modules.set_unshard_in_backward(False)
         # The root is used first and last: dropping it after forward would gather it again at once.
         fully_shard(model, reshard_after_forward=False, **settings)
         self._modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
-        self._set_flags([unit[0] for unit in units])
+        self._set_flags([unit.modules[0] for unit in units])
         self._wire: Wire | None = None
         if runs_on_gloo(mesh):
             self._wire = Wire(mesh.get_group(0) if self._hybrid else None)

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 _ops = torch.ops._c10d_functional  # functional collectives: torch.compile traces them
 
@@ -69,11 +70,13 @@ def _sum(x: Tensor, dim: int, size: int, rank: int, name: str) -> Tensor:
 def _sum_and_cut(x: Tensor, dim: int, size: int, rank: int, name: str) -> Tensor:
     pieces = x.unflatten(dim, (size, x.size(dim) // size)).movedim(dim, 0)
     flat = pieces.flatten(0, 1).contiguous()
-    if x.device.type == "cpu":
-        # gloo reduces everything on all ranks to scatter it: twice the bytes of an exchange that is summed here.
-        rows = [flat.shape[0] // size] * size
-        come = _ops.wait_tensor(_ops.all_to_all_single(flat, rows, rows, name)).view(pieces.shape)
-        return come.sum(0, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
+    if x.device.type == "cpu" and not torch.compiler.is_compiling():
+        # gloo reduces everything on all ranks to scatter it: twice the bytes of an exchange that is summed here. It is no
+        # functional collective, whose lists of sizes gloo takes another way with: that way has broken the heap (docs/LOG.md).
+        come = torch.empty_like(flat)
+        group = distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type, attr-defined]
+        dist.all_to_all_single(come, flat, group=group)
+        return come.view(pieces.shape).sum(0, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
     own = _ops.wait_tensor(_ops.reduce_scatter_tensor(flat, "sum", size, name))
     return own.view(pieces.shape[1:])
 

@@ -177,6 +177,12 @@ class Vocabulary(ParallelStyle):
         return exchange.sum_out(found.masked_fill(other[..., None], 0.0), self.peers)
 
 
+def divided(module: nn.Module) -> bool:
+    """Whether `module` is an embedding under `Vocabulary`."""
+    forward = vars(module).get("forward")
+    return isinstance(forward, partial) and isinstance(getattr(forward.func, "__self__", None), Vocabulary)
+
+
 def change_input(change: Entry, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A forward pre-hook (with keyword arguments) that puts `change` on a module's first input, or `hidden_states`."""
     if args:

@@ -92,15 +92,16 @@ class DataParallelClock(RankClock):
             microbatches = 1 if once or layout.data_parallel != "zero2" else layout.microbatches(self.job)
             return [Waits(0.0, self._once(layout, rank, microbatches)) for rank in ranks]
         shard = self._shard_line(layout)
-        edge_bytes = shard.per_byte * (self._size + self._reduce_size)
+        # Embedding and head are gathered once (`Stage.gathers`), blocks that are dropped in between twice.
+        edges = shard.per_byte * (self._size + self._reduce_size) + self._copied(1, 1)
         unit = self.unit_wait(layout)
         copied = self._copied(1 + (layout.reshard_after_forward is not False), 1)
         return [
             Waits(
                 rank.blocks * unit
                 + 2 * shard.fixed
-                + rank.edge_parameters * edge_bytes
-                + rank.parameters * copied,
+                + rank.edge_parameters * edges
+                + (rank.parameters - rank.edge_parameters) * copied,
                 0.0,
             )
             for rank in ranks

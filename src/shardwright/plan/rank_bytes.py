@@ -181,7 +181,8 @@ def travelling(
     """What is gathered and on its way at each place; `parts`: whole elements of a block, the embedding, the head.
 
     Without `fully_shard` nothing is gathered, and a gradient on its way is the largest matrix that autograd has made and
-    not yet added up. A root unit that holds the ends stays gathered, and its gradients wait for the end of backward.
+    not yet added up. A root unit that holds the ends stays gathered, and its gradients wait for the end of backward. As units
+    of their own the head stays gathered from forward to backward, and backward does not gather the embedding.
     """
     block, embedding, head = parts
     sent = rule.sent
@@ -199,7 +200,8 @@ def travelling(
         gathered = (inside + c * root, c * root, c * root + ahead * c * unit, c * root)
         going = (sent * unit + c * root, sent * root, c * root, 0.0)
     else:
-        gathered = (inside, c * embedding, c * head + ahead * c * unit, 0.0)
+        again = 0.0 if layout.reshard_after_forward is True else c * embedding
+        gathered = (inside, again, c * head + ahead * c * unit, c * head)
         going = (sent * unit, sent * embedding, sent * head, 0.0)
     return Travelling((c * total,) * 4 if rule.resident else gathered, going)
 

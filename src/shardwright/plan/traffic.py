@@ -169,7 +169,9 @@ def _own_data_parallel(
         axis = "dp_replicate" if axes.data_ranks > 1 else "cp"
         return replica_traffic(axis, elements, axes.data_ranks * axes.cp, DTYPE_BYTES[job.reduce_dtype])
     units: list[int] = []
-    roots: list[int] = []
+    once: list[int] = []
+    # What is kept on fewer ranks is let go there by gathering it: then an embedding is gathered for backward too.
+    partly = not isinstance(layout.reshard_after_forward, bool)
     for chunk, count in enumerate(blocks):
         own, root = [], 0
         if layout.unit == "root":
@@ -178,18 +180,18 @@ def _own_data_parallel(
             size = 1 if layout.unit == "block" else int(layout.unit)
             own = [parts.block * min(size, count - start) for start in range(0, count, size)]
         # A tied embedding, and what shares it, is in the root of its stage.
-        for here, inside, elements in (
-            (chunk == first, tied and axes.pp == 1, parts.embedding),
-            (chunk == first, True, parts.positions),
-            (chunk == last, tied, parts.end),
-            (chunk == last, True, copies * parts.embedding),
+        for here, inside, elements, twice in (
+            (chunk == first, tied and axes.pp == 1, parts.embedding, partly),
+            (chunk == first, True, parts.positions, False),
+            (chunk == last, tied, parts.end, False),
+            (chunk == last, True, copies * parts.embedding, False),
         ):
             if here and (inside or layout.unit == "root"):
                 root += elements
             elif here:
-                own.append(elements)
+                (own if twice else once).append(elements)
         units += own
-        roots.append(root)
+        once.append(root)
     how = Sharding(
         STAGES[layout.data_parallel],
         "dp_shard" if axes.dp_shard > 1 else "cp",
@@ -200,7 +202,7 @@ def _own_data_parallel(
         DTYPE_BYTES[job.param_dtype],
         DTYPE_BYTES[job.reduce_dtype],
     )
-    return shard_traffic(units, roots, how)
+    return shard_traffic(units, once, how)
 
 
 def _tensor_work(
