@@ -9,8 +9,9 @@ update holds about the same target tokens for each, so packed updates have fewer
 is target tokens by seconds; what is printed is the median of the rates' ratios of each turn, and their spread.
 
 Trainer peers read the same rows: `trainer` pads to the longest of its microbatch, which is what a collator of TRL does;
-`trainer packed` packs by best fit into one row a microbatch and passes position_ids that restart (padding-free), in TRL's
-own classes where trl is installed. They need accelerate and are left out, with a line, where it is not installed.
+`trainer packed` packs by best fit and passes position_ids that restart (padding-free), in TRL's own classes where trl is
+installed; `pack` and `trainer packed` run with one row a microbatch and with all rows of the update in one, since either may be
+the better setting. They need accelerate and are left out, with a line, where it is not installed.
 """
 
 from __future__ import annotations
@@ -209,7 +210,10 @@ def contenders(name: str, directory: Path, bf16: bool) -> Iterator[tuple[str, Tu
     packed_rows = max(1, round(rows * len(plan.table) / len(found)))
     yield f"pad, {rows} rows of {length}", ours(padding)
     yield "bucket", ours(run_file(directory, data, "bucket", rows, microbatch))
-    yield f"pack, {packed_rows} rows of {length}", ours(run_file(directory, data, "pack", packed_rows, 1))
+    at_a_time = sorted({1, packed_rows})  # rows of a microbatch
+    for count in at_a_time:
+        name = f"pack {count}, {packed_rows} rows of {length}"
+        yield name, ours(run_file(directory, data, "pack", packed_rows, count))
     if importlib.util.find_spec("accelerate") is None:
         print("No Trainer: accelerate is not installed.")
         return
@@ -218,7 +222,8 @@ def contenders(name: str, directory: Path, bf16: bool) -> Iterator[tuple[str, Tu
         print("No packed Trainer: trl is not installed.")
         return
     dataset, collate = packed(found, length)
-    yield "trainer packed", trainer(padding, dataset, collate, packed_rows, 1)
+    for count in at_a_time:
+        yield f"trainer packed {count}", trainer(padding, dataset, collate, packed_rows, count)
 
 
 def measure(name: str, updates: int, bf16: bool, record: bool) -> None:
