@@ -25,6 +25,7 @@ from shardwright.layout.rules_context import chunks
 from shardwright.models import build_model, document_attention
 from shardwright.models.attention import Attention, backward_is_wide
 from shardwright.models.document_attention import isolate_documents
+from shardwright.models.narrow_attention import speed_up_narrow_attention
 from shardwright.models.packed_rows import PackedRows
 from shardwright.parallel.context_documents import as_one_row, as_rows, document_blocks
 from shardwright.parallel.document_rules import check_packed_model
@@ -405,3 +406,36 @@ def test_options_that_do_not_go_with_packing(overrides: dict[str, Any], message:
     """A124."""
     with pytest.raises(ConfigError, match=message):
         check_run(run_file(data__batching="pack", **overrides), 1)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
+def test_rows_of_one_document_take_the_wide_backward(family: str) -> None:
+    """A model that attends by sdpa does in bf16 on a CPU, with the same logits; a window or a mask is left to Transformers."""
+    config = FAMILIES[family]()
+    torch.manual_seed(0)
+    model = (
+        transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").bfloat16().eval()
+    )
+    ids = torch.randint(0, config.vocab_size, (2, 9))
+    before = model(input_ids=ids, use_cache=False).logits
+    speed_up_narrow_attention(model)
+    after = model(input_ids=ids, use_cache=False).logits
+    assert torch.equal(before, after)
+    names = {type(node).__name__ for node in _graph(after)}
+    assert "AttentionBackward" in names
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    masked = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    assert "AttentionBackward" not in {type(node).__name__ for node in _graph(masked)}
+
+
+def _graph(tensor: Tensor) -> set[Any]:
+    """Every node that `tensor` was made by."""
+    found: set[Any] = set()
+    waiting = [tensor.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            waiting += [after for after, _ in node.next_functions]
+    return found

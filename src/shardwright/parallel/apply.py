@@ -19,6 +19,7 @@ from shardwright.layout.zero import PREFETCH, STAGES
 from shardwright.models.adapters import Parts, find_parts, is_transformers
 from shardwright.models.document_attention import isolate_documents
 from shardwright.models.materialise import materialise
+from shardwright.models.narrow_attention import speed_up_narrow_attention
 from shardwright.parallel.casting import compute_in
 from shardwright.parallel.chunked_loss import ChunkedHead, LossChunks, find_loss_chunks
 from shardwright.parallel.context import ContextPlace, split_attention
@@ -67,6 +68,8 @@ def parallelize(
         split_attention(model, [model.get_submodule(name) for name in parts.blocks], place)
     elif run.data.batching == "pack" and is_transformers(model):
         isolate_documents(model)
+    elif device.type == "cpu" and run.precision.param_dtype == "bf16" and is_transformers(model):
+        speed_up_narrow_attention(model)
     for name in parts.blocks:
         if run.memory.activation_checkpointing != "none":
             recompute_block(model.get_submodule(name), run.memory.activation_checkpointing)
