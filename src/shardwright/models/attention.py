@@ -13,11 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_aten = torch.ops.aten
+from shardwright.layout import attention
 
-WIDE_BACKWARD = 2**15
-"""Queries times head width up to which a CPU's backward in bf16 is made in float32: the kernel for bf16 takes 1.4 to 7 times as
-long there (benchmarks/document_attention.py --bf16)."""
+_aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -78,6 +76,7 @@ def attend_backward(
         found = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *given, lse, 0.0, causal, scale=scale
         )
+        given.clear()
         return tuple(g.to(query.dtype) for g in found)
     if how == "cuda_flash":
         sizes = (None, None, query.shape[2], key.shape[2])
@@ -100,8 +99,8 @@ def attend_backward(
 
 def backward_is_wide(query: Tensor) -> bool:
     """Whether `attend_backward` computes in float32 what came in bf16, since that is faster."""
-    narrow = query.device.type == "cpu" and query.dtype == torch.bfloat16
-    return narrow and query.shape[2] * query.shape[3] <= WIDE_BACKWARD
+    dtype = "bf16" if query.dtype == torch.bfloat16 else ""
+    return attention.backward_is_wide(query.device.type, dtype, query.shape[2], query.shape[3])
 
 
 class Attention(torch.autograd.Function):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
+from shardwright.layout.attention import backward_is_wide
 from shardwright.layout.combine import SPLIT_BACKWARD
 from shardwright.layout.loss import loss_chunk_tokens, worthwhile
 from shardwright.plan.activations import (
@@ -60,13 +61,21 @@ def block_bytes(job: Job, program: Program, layout_key: ActivationKey) -> BlockB
     workspace = tokens * workspace_per_token(s, width, tp, sequence_parallel)
     divided = tp if sequence_parallel else 1
     stream = width * s.hidden * tokens / divided
+    backward = workspace
+    queries, head_width = tokens // rows, s.query_width // s.heads
+    if job.packed and job.document_length is not None:
+        queries = min(queries, int(job.document_length))
+    if program.own and backward_is_wide(job.device_kind, job.param_dtype, queries, head_width):
+        # Beside two gradients of the stream: grad, out and query, key and value, and the gradients of these three.
+        elements = 4 * s.query_width + 4 * s.kv_width
+        backward = max(backward, 4 * elements * tokens / tp + 2 * stream)
     norm = norm_bytes(s, program, width)
     head = tokens * s.hidden * (norm / divided + width / (1 if program.keeps_gathered else divided))
     products = width * (2 * s.hidden + s.query_width + s.ffn)
     outputs = width * (s.query_width + 2 * s.kv_width + 2 * s.hidden + (2 if s.gated else 1) * s.ffn)
     return BlockBytes(
         saved=saved,
-        work=max(whole - saved, 0.0) + workspace,
+        work=max(whole - saved, 0.0) + backward,
         forward=workspace,
         deferred=tokens * (products + outputs) / tp,
         boundary=stream if pipelined and program.engine == "torch" else 0.0,
