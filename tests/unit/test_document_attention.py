@@ -410,7 +410,7 @@ def test_options_that_do_not_go_with_packing(overrides: dict[str, Any], message:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
 def test_rows_of_one_document_take_the_wide_backward(family: str) -> None:
-    """A model that attends by sdpa does in bf16 on a CPU, with the same logits; a window or a mask is left to Transformers."""
+    """A model that attends by sdpa does in bf16 on a CPU, with the same logits; a mask is left to Transformers."""
     config = FAMILIES[family]()
     torch.manual_seed(0)
     model = (

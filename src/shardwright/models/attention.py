@@ -103,6 +103,12 @@ def backward_is_wide(query: Tensor) -> bool:
     return attention.backward_is_wide(query.device.type, dtype, query.shape[2], query.shape[3])
 
 
+def gains_from_wide(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether `Attention` is faster for these than torch's own gradient. Compiled blocks are left to torch."""
+    wide = backward_is_wide(query) and kernel(query, key, value) == "cpu_flash"
+    return wide and not torch.compiler.is_compiling()
+
+
 class Attention(torch.autograd.Function):
     """`attend` with `attend_backward` as its gradient."""
 

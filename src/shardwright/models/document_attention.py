@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardwright.errors import ModelError
-from shardwright.models.attention import Attention, backward_is_wide, kernel
+from shardwright.models.attention import Attention, gains_from_wide
 from shardwright.models.packed_rows import PackedRows
 
 NAME = "shardwright_documents"
@@ -96,7 +96,7 @@ def _causal(
     if softcap is not None or (window is not None and window < length):
         mask = _band(length, window or length, query.device)
         key, value = (t.repeat_interleave(repeats, 1) if repeats > 1 else t for t in (key, value))
-    if mask is None and not dropout and backward_is_wide(query) and kernel(query, key, value) == "cpu_flash":
+    if mask is None and not dropout and gains_from_wide(query, key, value):
         return Attention.apply(query, key, value, scale, True).transpose(1, 2)
     if softcap is None:
         out = F.scaled_dot_product_attention(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwright.models.attention import Attention, backward_is_wide, kernel
+from shardwright.models.attention import Attention, gains_from_wide
 
 NAME = "shardwright_narrow"
 
@@ -42,12 +42,10 @@ def narrow_attention(
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    known = all(
-        value is None for name, value in others.items() if name in ("softcap", "position_bias", "s_aux")
-    )
-    plain = attention_mask is None and causal and not dropout and query.shape[2] == key.shape[2] and known
-    wide = plain and backward_is_wide(query) and kernel(query, key, value) == "cpu_flash"
-    if not wide or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+    asked = any(others.get(name) is not None for name in ("softcap", "position_bias", "s_aux"))
+    plain = attention_mask is None and causal and not dropout and not asked
+    same = query.shape[2] == key.shape[2]
+    if not (plain and same and torch.is_grad_enabled() and gains_from_wide(query, key, value)):
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, is_causal, **others
         )

@@ -62,10 +62,8 @@ def block_bytes(job: Job, program: Program, layout_key: ActivationKey) -> BlockB
     divided = tp if sequence_parallel else 1
     stream = width * s.hidden * tokens / divided
     backward = workspace
-    queries, head_width = tokens // rows, s.query_width // s.heads
-    if job.packed and job.document_length is not None:
-        queries = min(queries, int(job.document_length))
-    if program.own and backward_is_wide(job.device_kind, job.param_dtype, queries, head_width):
+    queries = min(tokens // rows, int(job.attended))
+    if program.own and backward_is_wide(job.device_kind, job.param_dtype, queries, s.head_dim):
         # Beside two gradients of the stream: grad, out and query, key and value, and the gradients of these three.
         elements = 4 * s.query_width + 4 * s.kv_width
         backward = max(backward, 4 * elements * tokens / tp + 2 * stream)
