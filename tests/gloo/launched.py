@@ -11,16 +11,19 @@ import sys
 import time
 from pathlib import Path
 
+from tests.started import LIMIT
+
 from shardwright.errors import ConfigError, ShardwrightError
 from shardwright.launch import Pulse, finish, listen_for_dumps, worker_main
 from shardwright.train.signals import StopFlag
 
+FOREVER = 2 * LIMIT  # seconds: longer than a test waits for what must end
 RANK = int(os.environ.get("RANK", "0"))
 
 
 def _child() -> int:
     """Starts a child that outlives its parent and is deaf to SIGTERM; returns its process id."""
-    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(FOREVER)"
     return subprocess.Popen([sys.executable, "-S", "-c", code]).pid
 
 
@@ -34,14 +37,14 @@ def raise_on_one() -> int:
     if RANK == 1:
         time.sleep(0.5)
         raise ValueError("the third sample is empty")
-    time.sleep(600)
+    time.sleep(FOREVER)
     return 0
 
 
 def refuse() -> int:
     if RANK == 1:
         raise ConfigError("tp_size = 3 is wrong.", "", "Set tp_size to 2.")
-    time.sleep(600)
+    time.sleep(FOREVER)
     return 0
 
 
@@ -51,7 +54,7 @@ def hang_with_children(directory: str) -> int:
     part.write_text(json.dumps([os.getpid(), _child()]))
     part.rename(Path(directory) / f"{RANK}.json")
     print("waiting on", RANK, file=sys.stderr)
-    time.sleep(600)
+    time.sleep(FOREVER)
     return 0
 
 
@@ -70,12 +73,12 @@ def meet(token: str) -> int:
     """Rank 0 answers on the socket it was handed, rank 1 asks on the port it was told; both know the run's token."""
     if RANK == 0:
         with socket.socket(fileno=int(os.environ["SHARDWRIGHT_STORE_FD"])) as listening:
-            listening.settimeout(30)
+            listening.settimeout(LIMIT)
             with listening.accept()[0] as peer:
                 peer.sendall(token.encode())
         return 0
     address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-    with socket.create_connection(address, timeout=30) as peer:
+    with socket.create_connection(address, timeout=LIMIT) as peer:
         return 0 if peer.recv(100).decode() == token else 1
 
 
@@ -102,7 +105,7 @@ def record(directory: str) -> int:
 
     from shardwright.parallel.process_group import connect
 
-    with connect("cpu", 60) as connection:
+    with connect("cpu", LIMIT) as connection:
         value = torch.tensor([connection.placement.rank + 1.0])
         torch.distributed.all_reduce(value)
         entry = connection.configuration() | {"sum": value.item(), "torch_threads": torch.get_num_threads()}
@@ -117,10 +120,10 @@ def train(directory: str, until: str) -> int:
 
     from shardwright.parallel.process_group import connect
 
-    with StopFlag() as stop, connect("cpu", 60, 1):
+    with StopFlag() as stop, connect("cpu", LIMIT, 1):
         # like a loader, a fork that holds copies of the sockets; a child of multiprocessing would end with its parent
         if os.fork() == 0:
-            time.sleep(600)
+            time.sleep(FOREVER)
         for update in range(10**6):
             if until == "raise" and RANK == 1 and update == 20:
                 raise ValueError("the third sample is empty")
@@ -147,12 +150,12 @@ def stuck(how: str) -> int:
             os.kill(os.getpid(), signal.SIGSTOP)
         read_rows()
     pulse.enter("reduce")
-    time.sleep(600)
+    time.sleep(FOREVER)
     return 0
 
 
 def read_rows() -> None:
-    time.sleep(600)
+    time.sleep(FOREVER)
 
 
 def stuck_in_save() -> int:
@@ -169,16 +172,16 @@ def stuck_in_save() -> int:
 
 
 def slow_but_alive() -> int:
-    """An evaluation of many batches and a long save, each over the limit of one second."""
+    """An evaluation of many batches and a long save, each over the limit of three seconds."""
     pulse = Pulse.of_this_rank()
     pulse.begin(3)
     pulse.update = 4
     pulse.enter("evaluate")
-    for _ in range(10):
+    for _ in range(20):
         time.sleep(0.2)
         pulse.beat()
     pulse.enter("save")
-    time.sleep(2)
+    time.sleep(4)
     return 0
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tests.started import PATIENCE
 
 # Ranks are forked from one process that has imported these and done nothing with them: a rank then starts in
 # a tenth of a second, where importing torch and Transformers anew takes several.
@@ -31,16 +32,20 @@ PRELOAD = [
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen3.modeling_qwen3",
 ]
+THREADS = int(os.environ.get("SHARDWRIGHT_TEST_THREADS", "1"))
+"""Of a rank, and of an oracle; tests/matrix.py asks for more."""
 SECONDS_FOR_THE_OTHERS = (
     2.0  # after the first failure, so that the rank that failed first is shown with its peers
 )
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 90.0) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 90 * PATIENCE
+) -> list[Any]:
     """What `function(*args)` returned on each of `world_size` ranks, in the order of ranks.
 
     `function` must stand at the top of a module. In it the gloo group is ready (`dist.get_rank()` works) and
-    torch has one thread. When a rank raises or dies, or after `timeout` seconds, all ranks are ended and an
+    torch has THREADS threads. When a rank raises or dies, or after `timeout` seconds, all ranks are ended and an
     `AssertionError` shows the traceback of the ranks that failed.
     """
     context = multiprocessing.get_context("forkserver")
@@ -106,7 +111,7 @@ def _rank(
     pipe: Connection, place: tuple[int, int, str, float], function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
     rank, world_size, store, timeout = place
-    torch.set_num_threads(1)
+    torch.set_num_threads(THREADS)
     faulthandler.enable()
     if Path("/sys/class/net/lo").exists():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

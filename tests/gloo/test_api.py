@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from examples.custom_loop import TP_PLAN, loss_sum, make_model, rows_of
+from tests import tolerance
 from tests.gloo.ranks import run_ranks
 from torch import Tensor, nn
 
@@ -22,6 +23,7 @@ from shardwright.errors import ConfigError
 pytestmark = [pytest.mark.gloo, pytest.mark.slow]
 
 UPDATES, RATE = 3, 0.01
+TARGETS = sum(int((~wanted.isnan()).sum()) for _, wanted in [rows_of(0)])
 FP64 = {f"precision__{name}_dtype": "fp64" for name in ("param", "reduce", "master")}
 TP = {"parallelism__tp_plan": TP_PLAN, "parallelism__sequence_parallel": False}
 LAYOUTS: dict[str, dict[str, Any]] = {"ddp": {}, "zero3": {}, "zero1+tp2": TP, "ddp+tp2": TP}
@@ -78,10 +80,11 @@ def test_a_loss_of_your_own(world_size: int) -> None:
     for layout in layouts:
         start, results, end = found[0][layout]
         scalars, weights = _plain(start)
+        rounding, moved = tolerance.of_model(start, TARGETS), tolerance.moved(start, TARGETS)
         for result, (loss, norm) in zip(results, scalars):
-            assert abs(result.loss - loss) < 1e-12 and abs(result.grad_norm - norm) < 1e-11
+            assert abs(result.loss / loss - 1) <= 2 * rounding and abs(result.grad_norm / norm - 1) <= moved
         for name, value in weights.items():
-            assert (end[name] - value).abs().max() < 1e-8, (layout, name)
+            assert (end[name] - value).abs().max() <= moved * value.abs().max(), (layout, name)
         assert all(other[layout][1] == results for other in found)
 
 
@@ -116,7 +119,8 @@ def test_checkpoints_of_another_layout() -> None:
     """A checkpoint goes on where it was, under its own layout to the bit and under another to rounding."""
     with tempfile.TemporaryDirectory() as directory:
         same, other = run_ranks(_resumed, 2, directory)[0]
-    assert same == 0.0 and other < 1e-9
+    shapes = make_model().state_dict()
+    assert same == 0.0 and other <= tolerance.moved(shapes, TARGETS)
 
 
 def _refused() -> list[str]:

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from tests import tolerance
 from tests.gloo.engine import EXAMPLES
 from typer.testing import CliRunner, Result
 
@@ -19,6 +21,8 @@ from shardwright.errors import ExitCode
 
 pytestmark = [pytest.mark.gloo, pytest.mark.slow]
 SMALL = "{hidden_size: 32, intermediate_size: 40, num_hidden_layers: 2, head_dim: 8}"
+ROUNDING = tolerance.positive(*[32, 32, 40] * 7 * 2, dtype=torch.float32)
+"""Of a loss: 2 blocks of 7 matrices, each sums 32 to 40 terms in three ways; losses are means over targets."""
 FLOPS_PER_TOKEN = 6 * (2 * (32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 40) + 257 * 32) + 12 * 2 * 32 * 32
 PEAK = 1e11
 
@@ -55,7 +59,7 @@ def test_what_is_written(whole: tuple[Path, dict[str, Any], str]) -> None:
     for name, entry in entries.items():
         assert len(entry["step_seconds"]) == len(entry["targets_per_s"]) == 4
         assert entry["step_seconds_max"] == max(entry["step_seconds"])
-        assert entry["loss_off"] < 1e-5, name
+        assert entry["loss_off"] <= ROUNDING, name
         assert entry["targets_per_s_per_device"] == pytest.approx(entry["targets_per_s_p50"] / 2)
         # A120: the same three counters for the same rows, whatever the layout
         rates = ("real_tokens_per_s", "slots_per_s", "padding_fraction")
@@ -66,6 +70,7 @@ def test_what_is_written(whole: tuple[Path, dict[str, Any], str]) -> None:
         assert entry["mfu"] == entry["hfu"] == pytest.approx(used), name
     for entry in (entries["zero3"], entries["ddp+pp2"]):
         assert entry["proven"] is True and entry["predicted"]["step_seconds"] > 0
+        # tolerance: the plan of a peak is promised to a quarter on a CPU
         assert entry["predicted"]["peak_bytes"] == pytest.approx(entry["peak_bytes"], rel=0.25)
         assert all(row["equal"] for kinds in entry["traffic"].values() for row in kinds.values())
         assert entry["communication"]["exposed_seconds"] > 0

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.gloo.ranks import run_ranks
+from tests.started import LIMIT
 
 from shardwright.check.adjust import adjust
 from shardwright.check.candidate import CandidateSpec, record_updates
@@ -126,7 +127,7 @@ def judged(plants: list[tuple[str, str, str]], directory: Path) -> dict[tuple[st
                 CandidateSpec(run.model_dump(mode="json"), path, _updates(fault), adjusted.changes, fault)
             )
             places[example, layout, fault] = path, resolve_axes(parallelism, 2)
-        run_ranks(_record_all, 2, specs, timeout=170.0)
+        run_ranks(_record_all, 2, specs)
     found = {}
     for (example, layout, fault), (path, axes) in places.items():
         reference, candidate = references[example][0], Record(Path(path))
@@ -163,7 +164,7 @@ def test_verb_prints_the_diagnosis_and_exits_with_3(tmp_path: Path) -> None:
         "averaged",
         f"--data.cache_dir={tmp_path}",
     ]
-    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=150)
+    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=LIMIT)
     assert result.returncode == 3, result.stderr
     rows = [line.split() for line in result.stdout.splitlines() if "DIFFERS" in line]
     assert [(row[0], row[1]) for row in rows] == [("zero3", "380")]

@@ -379,7 +379,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def facts(directory: Path) -> list[dict[str, Any]]:
-    return run_ranks(_all, 2, directory, timeout=175.0)
+    return run_ranks(_all, 2, directory)
 
 
 @pytest.mark.parametrize("kind", (*KINDS, "momentum"))

@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests import tolerance
 from tests.gloo.engine import (
     GPT2,
     LLAMA,
     QWEN3,
+    ROWS,
     SMALL,
     Outcome,
     assert_same_training,
@@ -129,7 +131,9 @@ def test_sliding_window(on_two: dict[str, Outcome], windowed: Loaded, right: dic
     """Each query sees its last 5 keys, across ranks; without the window the loss is another one."""
     outcome = on_two["window"]
     assert_same_training(outcome, reference(windowed, outcome.start, length=LENGTH, updates=UPDATES))
-    assert abs(outcome.losses[0] / right[LLAMA].losses[0] - 1) > 1e-6
+    assert abs(outcome.losses[0] / right[LLAMA].losses[0] - 1) > 2 * tolerance.of_model(
+        outcome.start, ROWS * LENGTH
+    )
 
 
 def test_four_ranks(on_two: dict[str, Outcome]) -> None:
@@ -350,7 +354,7 @@ def _facts(directory: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(_facts, 2, str(tmp_path_factory.mktemp("saved")), timeout=170.0)
+    return run_ranks(_facts, 2, str(tmp_path_factory.mktemp("saved")))
 
 
 def _full_attention(width: int, window: int, documents: PackedRows | None) -> list[Tensor]:
@@ -377,7 +381,8 @@ def test_attention_is_that_of_whole_rows(name: str, facts: list[dict[str, Any]])
         found = torch.cat([rank["attention"][name][kind] for rank in facts], 2)
         put_back = torch.empty_like(found)
         put_back[:, :, order] = found
-        assert torch.allclose(put_back, right, rtol=0, atol=1e-13), ("output", "q", "k", "v")[kind]
+        bound = tolerance.mixed(LENGTH, LENGTH, right.shape[-1]) * float(right.abs().max())
+        assert torch.allclose(put_back, right, rtol=0, atol=bound), ("output", "q", "k", "v")[kind]
 
 
 def _loss_and_norm(start: dict[str, Tensor], batch: UpdateBatch) -> tuple[float, float]:
@@ -408,10 +413,11 @@ def test_targets_count_once(
     batch = BATCHES[name]
     assert batch.target_tokens == targets
     loss, norm = _loss_and_norm(facts[0]["start"], batch)
+    rounding = tolerance.of_model(facts[0]["start"], targets)
     for rank, own in enumerate(on_ranks):
         found = facts[rank]["batches"][name]
         assert found[2] == own
-        assert found[:2] == pytest.approx((loss, norm), rel=1e-12)
+        assert found[:2] == pytest.approx((loss, norm), rel=rounding)
 
 
 def test_evaluation(facts: list[dict[str, Any]]) -> None:
@@ -420,7 +426,7 @@ def test_evaluation(facts: list[dict[str, Any]]) -> None:
     for rank in facts:
         loss, targets = rank["evaluation"]
         assert targets == right.target_tokens
-        assert loss == pytest.approx(right.loss, rel=1e-12)
+        assert loss == pytest.approx(right.loss, rel=tolerance.of_model(facts[0]["start"], targets))
 
 
 @pytest.mark.parametrize("kind", ["ddp", "zero3"])
@@ -475,8 +481,12 @@ def test_bf16(attention: str, facts: list[dict[str, Any]]) -> None:
     """Gradients in bf16 compute differ from float64 by bf16's rounding, no more than a run on one rank would."""
     found: Outcome = facts[0][f"bf16 {attention}"]
     exact = reference(run_file(LLAMA), found.start, updates=1, length=LENGTH)
-    assert found.losses[0] == pytest.approx(exact.losses[0], rel=5e-3)
+    rounding = tolerance.of_blocks(SMALL[LLAMA]["num_hidden_layers"], torch.bfloat16)
+    assert found.losses[0] == pytest.approx(exact.losses[0], rel=rounding)
     for name, value in exact.gradients[0].items():
         error = (found.gradients[0][name].double() - value).norm() / value.norm()
-        assert 1e-4 < error < 0.05, (name, float(error))
-    assert worst(found.gradients[0], facts[0]["bf16 all_gather"].gradients[0])[0] < 0.05
+        assert tolerance.of_blocks(SMALL[LLAMA]["num_hidden_layers"], torch.float32) < error < rounding, (
+            name,
+            float(error),
+        )
+    assert worst(found.gradients[0], facts[0]["bf16 all_gather"].gradients[0])[0] < rounding

@@ -7,6 +7,7 @@ padding through the model as its users build it.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,20 +15,24 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests import tolerance
 from tests.gloo.engine import (
     GPT2,
     LLAMA,
     QWEN3,
     SMALL,
     Outcome,
+    assert_same_training,
     make_engine,
+    parameter_groups,
     plain_model,
     run_file,
+    stepped,
     whole_gradients,
     whole_weights,
-    worst,
+    with_bounds,
 )
-from tests.gloo.ranks import run_ranks
+from tests.gloo.ranks import THREADS, run_ranks
 from torch import Tensor, nn
 
 from shardwright.arch import Shape
@@ -87,18 +92,19 @@ def packed_batch(engine: Engine, update: int, rows: list[list[Tensor]] | None = 
 
 def alone(loaded: Loaded, start: dict[str, Tensor], updates: int) -> Outcome:
     """The same updates, each document by itself, without padding: summed, divided once, stepped with torch's AdamW."""
-    torch.set_num_threads(1)
+    right, other = (_alone(loaded, start, updates, disturb) for disturb in (False, True))
+    return with_bounds(right, other)
+
+
+def _alone(loaded: Loaded, start: dict[str, Tensor], updates: int, disturb: bool) -> Outcome:
+    torch.set_num_threads(THREADS)
     model, t = plain_model(loaded), loaded.run.training
     named = dict(model.named_parameters())
     with torch.no_grad():
         for name, p in named.items():
             p.copy_(start[name])
-    bare = {n for n, p in named.items() if p.dim() < 2 or "norm" in n or "ln_" in n or n.endswith("bias")}
-    groups = [
-        {"params": [p for n, p in named.items() if n not in bare], "weight_decay": t.weight_decay},
-        {"params": [p for n, p in named.items() if n in bare], "weight_decay": 0.0},
-    ]
-    optimizer, outcome = torch.optim.AdamW(groups, lr=t.learning_rate), Outcome()
+    optimizer = torch.optim.AdamW(parameter_groups(named, t.weight_decay), lr=t.learning_rate)
+    outcome, generator = Outcome(start), torch.Generator().manual_seed(1) if disturb else None
     for update in range(updates):
         texts = [text for row in documents_of(update) for text in row]
         targets, total = sum(len(text) - 1 for text in texts), 0.0
@@ -108,13 +114,7 @@ def alone(loaded: Loaded, start: dict[str, Tensor], updates: int) -> Outcome:
                 loss = nn.functional.cross_entropy(logits, text[1:], reduction="sum") / targets
                 loss.backward()
                 total += loss.item()
-        outcome.gradients.append({name: p.grad.clone() for name, p in named.items()})
-        outcome.results.append((total, targets))  # type: ignore[arg-type]
-        nn.utils.clip_grad_norm_(named.values(), t.max_grad_norm or float("inf"))
-        for group in optimizer.param_groups:
-            group["lr"] = t.learning_rate * (1 - update / (t.max_steps or updates))
-        optimizer.step()
-        model.zero_grad()
+        stepped(outcome, named, optimizer, t, total, targets, generator, updates)
     outcome.weights = {name: p.detach() for name, p in named.items()}
     return outcome
 
@@ -270,7 +270,7 @@ def _on_rank(cases: dict[str, Loaded], perturbed: list[str]) -> dict[str, Any]:
 def on_two(windowed: str, experts: str) -> list[dict[str, Any]]:
     more = {"window": packs(windowed, **TWO_ROWS), "window cp": packs(windowed, **CP)}
     more |= {f"experts {kind}": packs(experts, kind, **TWO_ROWS) for kind in ("ddp", "zero3")}
-    return run_ranks(partial(_on_rank, perturbed=PERTURBED), 2, {**ON_TWO, **more}, timeout=170.0)
+    return run_ranks(partial(_on_rank, perturbed=PERTURBED), 2, {**ON_TWO, **more})
 
 
 PERTURBED = ["zero3", "cp", "ring", "tp", "gpt2 zero3", "gpt2 tp"]
@@ -290,13 +290,8 @@ def right(on_two: list[dict[str, Any]], windowed: str, experts: str) -> dict[str
 
 
 def assert_alone(found: Outcome, right: Outcome) -> None:
-    for update, (result, (loss, targets)) in enumerate(zip(found.results, right.results)):  # type: ignore[misc]
-        assert result.target_tokens == targets
-        assert abs(result.loss - loss) <= 2e-15 * loss, (update, result.loss, loss)
-        difference, name = worst(found.gradients[update], right.gradients[update])
-        assert difference <= 5e-13, f"gradient of {name} in update {update}: {difference}"
-    difference, name = worst(found.weights, right.weights)
-    assert difference <= 1e-9, f"{name}: {difference}"
+    """Loss, gradients and weights, as far as rounding allows."""
+    assert_same_training(replace(found, moments={}), right)
 
 
 @pytest.mark.parametrize("name", [*ON_TWO, "window", "window cp", "experts ddp", "experts zero3"])
@@ -311,7 +306,7 @@ def test_two_ranks(
 
 def test_four_ranks(right: dict[str, Outcome]) -> None:
     """The same where axes join, stages under 1f1b and rows in other hands."""
-    found = run_ranks(partial(_on_rank, perturbed=[]), 4, ON_FOUR, timeout=170.0)
+    found = run_ranks(partial(_on_rank, perturbed=[]), 4, ON_FOUR)
     for name in ON_FOUR:
         try:
             assert_alone(found[0][name], right[MODEL_OF.get(name.split()[0], LLAMA)])
@@ -335,7 +330,9 @@ def test_flops_follow_the_documents(name: str, on_two: list[dict[str, Any]]) -> 
     keys = sum(n * n for n in lengths)
     for rank in on_two:
         assert rank["flops"][name][0] == sum(lengths) * 540_672 + 1_536 * keys
-        assert rank["flops"][name][1] == pytest.approx(sum(lengths) * 2 * 2 * 36_864 + 512 * keys, rel=1e-12)
+        assert rank["flops"][name][1] == pytest.approx(
+            sum(lengths) * 2 * 2 * 36_864 + 512 * keys, rel=tolerance.positive(len(lengths))
+        )
 
 
 def _not_packed() -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tests.started import LIMIT, environment
 
 from shardwright.config import load_run_file
 from shardwright.drill.chain import judge, run_chain
@@ -18,7 +19,7 @@ from shardwright.drill.moments import Break, at_phase, at_stage
 from shardwright.drill.session import Session
 from shardwright.train.start import prepare_run
 
-pytestmark = [pytest.mark.gloo, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.gloo, pytest.mark.slow]
 ROOT = Path(__file__).parents[2]
 UPDATES = 16
 
@@ -29,12 +30,12 @@ def sessions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[
     from rich.console import Console
 
     monkeypatch.chdir(ROOT)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
+    monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     values = {
         "training.max_steps": UPDATES, "checkpoint.save_steps": 2, "checkpoint.output_dir": str(tmp_path / "x"),
-        "data.cache_dir": str(tmp_path / "cache"), "hardware.device": "cpu", "hardware.timeout_seconds": 60,
+        "data.cache_dir": str(tmp_path / "cache"), "hardware.device": "cpu", "hardware.timeout_seconds": LIMIT,
         "hardware.threads_per_rank": 1,
     }  # fmt: skip
     loaded = load_run_file("examples/tiny.yaml", values)
@@ -59,7 +60,7 @@ def test_kills_lose_nothing_and_leave_nothing(sessions: tuple[Session, Session],
         assert session.launcher is not None
         family = psutil.Process(session.launcher.pid).children(recursive=True)
         session.kill_launcher()
-        left.append((len(family), psutil.wait_procs(family, timeout=10)[1]))
+        left.append((len(family), psutil.wait_procs(family, timeout=LIMIT)[1]))
         return found
 
     kill = Break(signal.SIGKILL)

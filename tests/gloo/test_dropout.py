@@ -92,7 +92,7 @@ def _facts(cases: dict[str, Loaded]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Any]]:
-    return run_ranks(_facts, 2, CASES, timeout=170.0)
+    return run_ranks(_facts, 2, CASES)
 
 
 def _same(name: str, module: str, ranks: list[dict[str, Any]]) -> bool:

@@ -13,12 +13,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests import tolerance
 from tests.gloo.engine import (
     GPT2,
     LLAMA,
     ODD,
+    ROWS,
     UPDATES,
     Outcome,
+    T,
     batches_for,
     make_engine,
     plain_model,
@@ -258,7 +261,7 @@ def _all() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def facts() -> list[dict[str, Any]]:
-    return run_ranks(_all, 2, timeout=170.0)
+    return run_ranks(_all, 2)
 
 
 @pytest.mark.parametrize("kind", ("ddp", "zero1", "zero3"))
@@ -354,7 +357,7 @@ def test_evaluation_between_updates(kind: str, facts: list[dict[str, Any]]) -> N
                 F.cross_entropy(model(text[None, :-1]).logits[0], text[1:], reduction="sum") for text in texts
             )
         assert targets == sum(len(text) - 1 for text in texts)
-        assert loss == pytest.approx(float(total) / targets, rel=1e-10)
+        assert loss == pytest.approx(float(total) / targets, rel=tolerance.of_model(weights, targets))
 
 
 @pytest.mark.parametrize("kind", ("ddp", "zero3"))
@@ -400,6 +403,6 @@ def test_dropout_is_redrawn_alike(kind: str, facts: list[dict[str, Any]]) -> Non
         found = facts[0][f"dropout {mode} {kind}"]
         for ours, theirs in [*zip(found.gradients, plain.gradients), (found.weights, plain.weights)]:
             assert all(torch.equal(ours[name], value) for name, value in theirs.items())
-    assert worst(plain.weights, like.weights)[0] < 1e-9
+    assert worst(plain.weights, like.weights)[0] <= tolerance.moved(like.weights, ROWS * T)
     without = facts[0]["dropout none ddp"].gradients[0]["head.weight"]
     assert without.any()

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from tests import tolerance
 from tests.checkpoints import flip
 from tests.gloo.engine import LLAMA, ODD, batches_for, whole_weights
 from tests.gloo.ranks import run_ranks
@@ -212,7 +213,7 @@ def _all(directory: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(_all, 2, tmp_path_factory.mktemp("loading"), timeout=170.0)
+    return run_ranks(_all, 2, tmp_path_factory.mktemp("loading"))
 
 
 @pytest.mark.parametrize(
@@ -235,7 +236,7 @@ def test_no_good_checkpoint_is_no_fresh_start(facts: list[dict[str, Any]]) -> No
 def test_what_is_not_a_tensor_comes_back_too(case: str, facts: list[dict[str, Any]]) -> None:
     """A54: numbers of groups. A61 A62: draws of every generator, with other generators' states before the resume."""
     for rank in facts:
-        assert rank[case]["gap"] < 1e-12
+        assert rank[case]["gap"] <= tolerance.few(4)
         if case != "grouped ddp":
             assert rank[case]["differences"] == []
         for group in rank[case]["groups"] if case != "drawing" else []:

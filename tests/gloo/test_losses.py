@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests import tolerance
 from tests.gloo.engine import (
     GPT2,
     LLAMA,
     QWEN3,
+    ROWS,
     Outcome,
     batch_of,
     make_engine,
@@ -242,9 +244,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def on_ranks(size: int, cases: dict[str, tuple[str, dict[str, Any]]], directory: Path) -> dict[str, Outcome]:
     """What rank 0 found; weights and gradients of all ranks, since pipeline stages hold their own."""
-    found, *others = run_ranks(
-        trained, size, {n: loaded(c, directory) for n, c in cases.items()}, timeout=170.0
-    )
+    found, *others = run_ranks(trained, size, {n: loaded(c, directory) for n, c in cases.items()})
     for name in cases:
         for other in others:
             found[name].start |= other[name].start
@@ -271,14 +271,17 @@ def compare(name: str, case: tuple[str, dict[str, Any]], found: Outcome, directo
     key = f"{case[0]} {case[1].get('model__config_overrides')} {'weighted' in name} {file.run.training.loss}"
     if key not in _references:
         _references[key] = plain(file, found.start, name)
-    right, tolerance = _references[key], 1e-12
+    right, rounding = _references[key], tolerance.of_model(found.start, ROWS * T)
+    moved = tolerance.moved(found.start, ROWS * T)
     for update, result in enumerate(found.results):
         loss = right.moments[str(update)]["loss"].item()
-        assert abs(result.loss - loss) <= tolerance * loss, (update, result.loss, loss)
+        assert abs(result.loss - loss) <= 2 * rounding * loss, (update, result.loss, loss)
         difference, where = worst(found.gradients[update], right.gradients[update])
-        assert difference <= tolerance, f"gradient of {where} in update {update}: {difference}"
+        assert difference <= (moved if update else rounding), (
+            f"gradient of {where} in update {update}: {difference}"
+        )
     evaluated = found.moments["eval"]["loss"].item()
-    assert abs(evaluated - found.results[0].loss) <= 1e-12 * abs(evaluated)
+    assert abs(evaluated - found.results[0].loss) <= rounding * abs(evaluated)
 
 
 @pytest.mark.parametrize("name", [name for name in ON_TWO if "gemma2" not in name])
@@ -297,17 +300,20 @@ def test_four_ranks(name: str, on_four: dict[str, Outcome], directory: Path) -> 
 def test_capped_logits(name: str, on_two: dict[str, Outcome]) -> None:
     """Gemma 2 caps its logits behind the head; its own code says so, in chunks as on whole logits."""
     found, whole = on_two[name], on_two["gemma2 whole"]
-    assert abs(found.results[0].loss / whole.results[0].loss - 1) < 1e-12
-    assert worst(found.gradients[0], whole.gradients[0])[0] < 1e-8
+    assert abs(found.results[0].loss / whole.results[0].loss - 1) <= tolerance.of_model(found.start, ROWS * T)
+    # its norms compute in float32, where a difference of float64's may round to the other side, once a norm
+    assert worst(found.gradients[0], whole.gradients[0])[0] <= tolerance.in_norm(
+        len(found.start), torch.float32
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "other"), [("ddp", "ddp whole"), ("zero3", "ddp whole"), ("tp weighted", "tp whole weighted")]
 )
 def test_chunks_change_nothing(name: str, other: str, on_two: dict[str, Outcome]) -> None:
-    """Chunks against whole logits of the same engine: 1e-12 of every gradient."""
+    """Chunks against whole logits of the same engine: every gradient but for rounding."""
     difference, where = worst(on_two[name].gradients[0], on_two[other].gradients[0])
-    assert difference < 1e-12, where
+    assert difference <= tolerance.of_model(on_two[name].start, ROWS * T), where
 
 
 def _without_count() -> str:

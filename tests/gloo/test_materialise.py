@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests import tolerance
 from tests.gloo.ranks import run_ranks
 from tests.tiny_models import FAMILIES, spec_of, write_model
 from torch import Tensor, nn
@@ -58,10 +59,12 @@ def two_steps(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
     return values(model)
 
 
-def close(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+def close(got: dict[str, Tensor], want: dict[str, Tensor], tokens: int) -> None:
     assert got.keys() == want.keys()
+    bound = tolerance.moved(want, tokens)
     for name, value in want.items():
-        torch.testing.assert_close(got[name], value, rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+        difference = (got[name] - value).abs().max()
+        assert difference <= bound * value.abs().max(), f"{name}: {difference}"
 
 
 def tie_groups(model: nn.Module) -> set[Names]:
@@ -124,7 +127,7 @@ def _trains(root: str) -> None:
                 assert {id(kept.sharded_param) for kept in fully_shard_parameters(module)} <= held
         close(values(model), values(reference))
         ids = torch.arange(24).view(2, 12) * 7
-        close(two_steps(model, ids), two_steps(reference, ids))
+        close(two_steps(model, ids), two_steps(reference, ids), ids.numel())
         assert len(tie_groups(model)) == 1
 
 
@@ -188,7 +191,7 @@ def _awkward(replicas: int) -> dict[str, Tensor]:
     assert not isinstance(model.blocks[0].scale, DTensor) and model.blocks[0].scale.item() == 0.75
     assert torch.equal(model.bias, torch.linspace(-1, 1, 13))
     ids = torch.arange(12).view(2, 6)
-    close(two_steps(model, ids), two_steps(reference, ids))
+    close(two_steps(model, ids), two_steps(reference, ids), ids.numel())
     return start
 
 

@@ -78,7 +78,7 @@ def _peaks(names: tuple[str, ...]) -> dict[str, tuple[Peak, dict[str, int]]]:
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, tuple[Peak, dict[str, int]]]]:
-    return run_ranks(_peaks, RANKS, EVERY, timeout=170.0)
+    return run_ranks(_peaks, RANKS, EVERY)
 
 
 def planned(name: str) -> Any:
@@ -93,8 +93,10 @@ def test_the_plan_is_within_a_tenth(name: str, ranks: list[dict[str, tuple[Peak,
     """Of the fullest rank. Model states are what the planner says to 2%: A112, gradients at rest among them."""
     most = max((rank[name][0] for rank in ranks), key=lambda peak: peak.bytes)
     plan = planned(name)
+    # tolerance: what is planned of a peak, to a tenth
     assert plan.allocated == pytest.approx(most.bytes, rel=0.10), (most, plan)
     for part in ("parameters", "optimizer states"):
+        # tolerance: what is planned of a part that rests, to a fiftieth
         assert most.composition[part] == pytest.approx(plan.composition[part], rel=0.02), part
 
 

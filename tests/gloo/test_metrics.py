@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests import tolerance
 from tests.gloo.engine import EXAMPLES, batches_for, make_engine, run_file
 from tests.gloo.ranks import run_ranks
 from typer.testing import CliRunner
@@ -58,7 +59,7 @@ def test_counters_mfu_and_exposed_communication() -> None:
         "tp2": {"parallelism__data_parallel": "ddp", "parallelism__tp_size": 2},
     }
     alone = run_ranks(_values, 1, {"one": layouts["ddp"]})[0]["one"]
-    ranks = run_ranks(_values, 2, layouts, timeout=120.0)
+    ranks = run_ranks(_values, 2, layouts)
     for values in (rank[name] for rank in ranks for name in layouts):
         for key in ("data/slots", "data/real_tokens", "data/target_tokens"):
             assert values[key] == alone[key], key
@@ -91,7 +92,9 @@ def test_until_an_evaluation_loss_is_reached(tmp_path: Path) -> None:
     assert done < 20 and (tmp_path / f"checkpoint-{done}").is_dir()
     steps = [line["perf/step_seconds"] for line in lines if "train/loss" in line]
     seconds = next(line["perf/training_seconds"] for line in reversed(lines) if "eval/loss" in line)
-    assert 0.5 * sum(steps) <= seconds <= sum(steps) + 1e-6, "steps are the slowest rank's"
+    assert 0.5 * sum(steps) <= seconds <= sum(steps) * (1 + tolerance.few(len(steps))), (
+        "steps are the slowest rank's"
+    )
     for key in ("forward", "backward", "update", "evaluate", "save"):
         (size,) = [line[f"mem/{key}_peak_bytes"] for line in lines if f"mem/{key}_peak_bytes" in line]
         # weights and two moments of 217,792 parameters in float32, half of them on a rank; evaluation comes first

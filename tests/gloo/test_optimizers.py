@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests import tolerance
 from tests.gloo.engine import (
     LLAMA,
     ODD,
+    ROWS,
     Outcome,
+    T,
     assert_same_training,
     batches_for,
     make_engine,
@@ -78,7 +81,7 @@ def test_foreach_steps_over_mixed_tensor_kinds(on_two: dict[str, Outcome]) -> No
 
 
 def test_muon_over_shards(on_two: dict[str, Outcome]) -> None:
-    """Muon sees whole matrices: every layout makes the steps of one rank (float64, so that rounding stays below 1e-9)."""
+    """Muon sees whole matrices: every layout makes the steps of one rank (in float64)."""
     assert not any(on_two[name].disagreement for name in CASES)
     four = on_ranks(
         4, {"hybrid": run_file(LLAMA, parallelism__dp_replicate_size=2, **MUON), "zero3": CASES["muon zero3"]}
@@ -86,9 +89,11 @@ def test_muon_over_shards(on_two: dict[str, Outcome]) -> None:
     alone = on_ranks(1, {"llama": CASES["muon ddp"], "odd": CASES["muon odd ddp"]})
     llama = [on_two[f"muon {kind}"] for kind in ("ddp", "zero1", "zero3")] + list(four.values())
     for found in llama:
-        assert worst(found.weights, alone["llama"].weights)[0] < 1e-9
+        bound = tolerance.moved(found.start, ROWS * T)
+        assert worst(found.weights, alone["llama"].weights)[0] <= bound
     for kind in ("ddp", "zero3"):
-        assert worst(on_two[f"muon odd {kind}"].weights, alone["odd"].weights)[0] < 1e-9
+        bound = tolerance.moved(alone["odd"].weights, ROWS * T)
+        assert worst(on_two[f"muon odd {kind}"].weights, alone["odd"].weights)[0] <= bound
     state = alone["llama"].moments
     assert set(state["model.layers.0.self_attn.q_proj.weight"]) == {"momentum_buffer"}
     for name in ("model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"):
@@ -148,11 +153,11 @@ def test_weight_decay_by_name_and_optimizer_identity() -> None:
                 ("embed.weight", "inner.weight", "transposed", "three", "head.weight")
             ) or (name.split(".")[0] in ("before", "sometimes", "early", "never") and name.endswith("weight"))
             right = value * 0.95 if shrinks else value
-            assert torch.allclose(after[name], right, rtol=1e-12, atol=0), (kind, name)
+            assert torch.allclose(after[name], right, rtol=tolerance.few(3), atol=0), (kind, name)
             assert torch.equal(after[name], value) is not shrinks, (kind, name)
 
 
 def test_all_trained_covers(on_two: dict[str, Outcome]) -> None:
     """The weights of every case moved."""
     for name, outcome in on_two.items():
-        assert worst(outcome.weights, outcome.start)[0] > 1e-3, name
+        assert worst(outcome.weights, outcome.start)[0] > tolerance.moved(outcome.start, ROWS * T), name

@@ -189,12 +189,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def two(place: Path) -> list[dict[Any, Any]]:
-    return run_ranks(_on_two, 2, place, timeout=60.0)
+    return run_ranks(_on_two, 2, place)
 
 
 @pytest.fixture(scope="module")
 def three(place: Path) -> list[dict[Any, Any]]:
-    return run_ranks(_on_three, 3, place, timeout=60.0)
+    return run_ranks(_on_three, 3, place)
 
 
 def _files(directory: Path, update: int = 6) -> list[str]:

@@ -14,7 +14,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.gloo.engine import GPT2, LLAMA, QWEN3, T, batches_for, make_engine, plain_model, reference, rows_of
+from tests import tolerance
+from tests.gloo.engine import (
+    GPT2,
+    LLAMA,
+    QWEN3,
+    ROWS,
+    T,
+    batches_for,
+    make_engine,
+    plain_model,
+    reference,
+    rows_of,
+    worst,
+)
 from tests.gloo.pipelines import gradients, weights
 from tests.gloo.ranks import run_ranks
 from tests.gloo.test_pipeline import SCHEDULES, case
@@ -91,19 +104,17 @@ CHANGING = {
 
 def test_lengths_and_rows_that_change() -> None:
     """A85: 10, 14 and 10 tokens, and evaluation in rows of 3, 3 and 2; A84: its loss on every rank."""
-    ranks = run_ranks(
-        _all_changing, 2, {name: loaded for name, (_, loaded) in CHANGING.items()}, timeout=170.0
-    )
+    ranks = run_ranks(_all_changing, 2, {name: loaded for name, (_, loaded) in CHANGING.items()})
     for name, (_, loaded) in CHANGING.items():
         found = ranks[0][name]
         right = reference(loaded, found["start"])
+        assert right.apart is not None
         for update, (ours, theirs) in enumerate(zip(found["results"], right.results)):
-            assert ours.loss == pytest.approx(theirs.loss, rel=1e-11)
-            assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-9)
-            for parameter, value in right.gradients[update].items():
-                torch.testing.assert_close(
-                    found["gradients"][update][parameter], value, rtol=1e-8, atol=1e-10
-                )
+            bound = right.apart.gradients[update]
+            assert ours.loss == pytest.approx(theirs.loss, rel=right.apart.losses[update])
+            assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=bound)
+            difference, parameter = worst(found["gradients"][update], right.gradients[update])
+            assert difference <= bound, (name, update, parameter, difference)
         model = plain_model(loaded)
         model.load_state_dict(found["weights"], strict=False)
         total, targets = 0.0, 0
@@ -114,7 +125,8 @@ def test_lengths_and_rows_that_change() -> None:
                 targets += len(text) - 1
         for rank in ranks:
             assert rank[name]["results"] == found["results"], "the same on every rank"
-            assert rank[name]["evaluations"][-1] == (pytest.approx(total / targets, rel=1e-10), targets)
+            rounding = tolerance.of_model(found["weights"], targets)
+            assert rank[name]["evaluations"][-1] == (pytest.approx(total / targets, rel=rounding), targets)
 
 
 # A66, A83: checkpoints and export
@@ -174,7 +186,7 @@ def test_checkpoints_and_exports(world_size: int, tmp_path: Path) -> None:
     """A66 A83 A106: every parameter once under its name; resumed bitwise; a bad one refused on all ranks; exported whole."""
     cases = SAVED[world_size]
     given = {name: loaded for name, (_, loaded) in cases.items()}
-    ranks = run_ranks(_all_resumed, world_size, given, tmp_path, timeout=170.0)
+    ranks = run_ranks(_all_resumed, world_size, given, tmp_path)
     for name, (_, loaded) in cases.items():
         for rank in ranks:
             (straight, before), (resumed, after) = rank[name]["straight"], rank[name]["resumed"]
@@ -232,7 +244,7 @@ def test_torch_runs_the_lists_that_are_proven() -> None:
         }
         model = loaded.run.model.model_copy(update={"config_overrides": sizes})
         dropped[f"dropout {schedule}"] = replace(loaded, run=loaded.run.model_copy(update={"model": model}))
-    facts = run_ranks(_facts, 2, lists, dropped, timeout=120.0)[0]
+    facts = run_ranks(_facts, 2, lists, dropped)[0]
     for schedule in SCHEDULES:
         own: Any = actions(schedule, 2, chunks_of(schedule), 4)  # type: ignore[arg-type]
         for rank in (0, 1):
@@ -248,8 +260,9 @@ def test_torch_runs_the_lists_that_are_proven() -> None:
         assert deadlock(communicate(own, rank_of, 2 * chunks_of(schedule)), rank_of) == ""  # type: ignore[arg-type]
     both, second, loss = facts["dropout 1f1b"]
     assert all(torch.equal(value, both[name]) for name, value in second.items())
-    assert all(torch.allclose(facts["dropout gpipe"][1][n], v, rtol=1e-9) for n, v in second.items())
-    assert loss != pytest.approx(facts["no dropout"], rel=1e-6)
+    rounding = tolerance.of_model(second, ROWS * T)
+    assert worst(facts["dropout gpipe"][1], second)[0] <= rounding
+    assert abs(loss / facts["no dropout"] - 1) > rounding
 
 
 # What is sent
@@ -282,7 +295,7 @@ def test_gathers_and_reductions_follow_the_table() -> None:
     """A40, A12: with 4 microbatches of each data rank, units of a stage gather and reduce as layout/zero.py says."""
     pairs = list(itertools.product(("zero1", "zero2", "zero3"), ("gpipe", "1f1b", "interleaved_1f1b")))
     cases = {f"{kind} {schedule}": case(LLAMA, kind, schedule)[1] for kind, schedule in pairs}
-    ranks = run_ranks(_sent, 4, cases, timeout=120.0)
+    ranks = run_ranks(_sent, 4, cases)
     for (kind, _), name in zip(pairs, cases):
         stage, units = STAGES[kind], [len(ranks[r][name]) // 2 for r in range(4)]
         assert units[0] + units[2] == 5 + 2, "5 blocks, the embedding, norm with head"

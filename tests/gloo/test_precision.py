@@ -12,9 +12,12 @@ import pytest
 import torch
 import torch._dynamo.utils
 import torch._inductor.config
+from tests import tolerance
 from tests.gloo.engine import (
     GPT2,
     LLAMA,
+    ROWS,
+    SMALL,
     Outcome,
     assert_same_training,
     batches_for,
@@ -110,7 +113,7 @@ def _all() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def facts() -> dict[str, Any]:
-    return run_ranks(_all, 2, timeout=170.0)[0]
+    return run_ranks(_all, 2)[0]
 
 
 @pytest.mark.parametrize("kind", KINDS[1:])
@@ -118,16 +121,20 @@ def test_kinds_have_the_same_numerics(kind: str, facts: dict[str, Any]) -> None:
     """casting.py: ddp in bf16 gives the loss of fully_shard to the bit, and gradients that differ by rounding only."""
     ddp, found = facts["llama ddp"], facts[f"llama {kind}"]
     assert found.results[0].loss == ddp.results[0].loss
-    assert worst(found.gradients[0], ddp.gradients[0])[0] < 1e-6
+    assert worst(found.gradients[0], ddp.gradients[0])[0] <= tolerance.mixed(ROWS, dtype=torch.float32)
     tied, tied_ddp = facts[f"gpt2 {kind}"], facts["gpt2 ddp"]
     assert tied.results[0].loss == tied_ddp.results[0].loss
-    assert worst(tied.gradients[0], tied_ddp.gradients[0])[0] < 1e-2, (
+    assert worst(tied.gradients[0], tied_ddp.gradients[0])[0] <= tolerance.few(2, torch.bfloat16), (
         "both uses of the tied weight add up in bf16"
     )
     exact = reference(run_file(LLAMA, **FP32), found.start, updates=2)
     for name, value in exact.gradients[0].items():
         error = (found.gradients[0][name].double() - value.double()).norm() / value.norm()
-        assert 1e-4 < error < 0.05, (name, "bf16, not fp32 and not noise", float(error))
+        rounding = [
+            tolerance.of_blocks(SMALL[LLAMA]["num_hidden_layers"], dtype)
+            for dtype in (torch.float32, torch.bfloat16)
+        ]
+        assert rounding[0] < error < rounding[1], (name, "bf16, not fp32 and not noise", float(error))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -139,7 +146,8 @@ def test_reduce_dtype_has_its_effect(kind: str, facts: dict[str, Any]) -> None:
     wide, narrow = facts[f"llama {kind}"].gradients[0], facts[f"wire {kind}"].gradients[0]
     name = "model.layers.0.mlp.up_proj.weight"
     assert not torch.equal(wide[name].bfloat16().float(), wide[name])
-    assert worst(narrow, facts["wire ddp"].gradients[0])[0] < 0.05
+    # a sum over the microbatches and the ranks, rounded to bf16 each time
+    assert worst(narrow, facts["wire ddp"].gradients[0])[0] <= tolerance.few(ROWS, torch.bfloat16)
     assert torch.equal(narrow[name], wide[name]) == (kind in ("zero2", "zero3"))
     if kind == "ddp":
         assert torch.equal(narrow[name].bfloat16().float(), narrow[name])
@@ -156,11 +164,12 @@ def test_bf16_compute_over_fp32_weights(kind: str, facts: dict[str, Any]) -> Non
     assert tables["buffers"] == {torch.float32} and tables["exact"]
     assert tables["stored"] == tables["state"] == {torch.float32} and tables["loss"] == torch.float32
     moved, bf16_is_blind = facts[f"small {kind}"]
-    assert bf16_is_blind and moved == pytest.approx(20 * 1e-4 * 0.01, rel=0.05)
+    steps = 20 * tolerance.unit_roundoff(torch.float32)  # of a weight of 1
+    assert bf16_is_blind and moved == pytest.approx(20 * 1e-4 * 0.01, abs=steps)
 
 
 def test_cross_entropy_of_bf16_logits() -> None:
-    """A130: the loss of bf16 logits is that of the same numbers in fp32 (error < 1e-4), not in steps of 0.25."""
+    """A130: the loss of bf16 logits is that of the same numbers in fp32, not in steps of 0.25."""
     torch.manual_seed(0)
     logits = (torch.randn(1, 7, 5000) * 20).bfloat16()
     labels = torch.randint(0, 5000, (1, 7))
@@ -170,7 +179,8 @@ def test_cross_entropy_of_bf16_logits() -> None:
     kept = [int(label) for label in labels[0] if label >= 0]
     right = sum(torch.logsumexp(row, 0) - row[label] for row, label in zip(rows, kept))
     assert found.dtype == torch.float32
-    assert abs(found.item() - float(right)) < 1e-4 * float(right)
+    rounding = tolerance.positive(5000, dtype=torch.float32)
+    assert abs(found.item() - float(right)) <= rounding * float(right)
     assert abs(float(F.cross_entropy(logits[0], labels[0], reduction="sum")) - float(right)) > 1e-2
 
 
@@ -190,6 +200,6 @@ def test_compiled_blocks_train_alike() -> None:
     On GPT-2: a Llama's norms compute in float32, which a compiled block sums in another order (3e-7 of a gradient).
     """
     keys: dict[str, Any] = {"parallelism__pp_size": 2, "parallelism__data_parallel": "ddp"}
-    ranks = run_ranks(_compiled, 2, run_file(GPT2, memory__compile=True, **keys), timeout=170.0)
+    ranks = run_ranks(_compiled, 2, run_file(GPT2, memory__compile=True, **keys))
     assert_same_training(ranks[0][0], reference(run_file(GPT2), ranks[0][0].start))
     assert [graphs for _, graphs in ranks] == [1, 1]

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.gloo.ranks import run_ranks
+from tests.started import LIMIT
 
 pytestmark = pytest.mark.gloo
 
@@ -28,7 +29,7 @@ def _one_raises() -> None:
 def _one_dies() -> None:
     if dist.get_rank() == 0:
         os._exit(7)
-    time.sleep(60)
+    time.sleep(2 * LIMIT)
 
 
 def test_results_come_back_in_the_order_of_ranks() -> None:
@@ -38,10 +39,8 @@ def test_results_come_back_in_the_order_of_ranks() -> None:
 
 
 def test_a_failing_rank_ends_all_with_its_traceback() -> None:
-    start = time.monotonic()
     with pytest.raises(AssertionError, match=r"rank 1 failed:[\s\S]*rank one has had enough"):
         run_ranks(_one_raises, 2)
-    assert time.monotonic() - start < 30
 
 
 def test_a_dead_rank_ends_all() -> None:
@@ -51,4 +50,4 @@ def test_a_dead_rank_ends_all() -> None:
 
 def test_a_rank_that_hangs_is_ended() -> None:
     with pytest.raises(AssertionError, match="no result after 8 s"):
-        run_ranks(time.sleep, 1, 60, timeout=8.0)
+        run_ranks(time.sleep, 1, 2 * LIMIT, timeout=8.0)

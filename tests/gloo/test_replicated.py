@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests import tolerance
 from tests.gloo.ranks import run_ranks
 from torch import Tensor, nn
 
@@ -84,7 +85,7 @@ def _both() -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def facts() -> list[list[dict[str, Any]]]:
-    return run_ranks(_both, RANKS, timeout=60.0)
+    return run_ranks(_both, RANKS)
 
 
 @pytest.mark.parametrize("way", [0, 1], ids=["overlapping", "afterwards"])
@@ -95,8 +96,9 @@ def test_gradients_are_sums_over_ranks_and_microbatches(facts: list[Any], way: i
             gradients, memories = rank[way]["found"][update]
             assert gradients.keys() == right.keys()
             for name, gradient in gradients.items():
-                close = {"rtol": 0, "atol": 1e-4} if name == "narrow" else {"rtol": 1e-12, "atol": 1e-12}
-                torch.testing.assert_close(gradient, right[name], **close)
+                dtype = torch.float32 if name == "narrow" else torch.float64
+                bound = tolerance.of_model(right, 4 * 2 * RANKS, dtype) * right[name].abs().max()
+                assert (gradient - right[name]).abs().max() <= bound, name
             assert memories == 2  # one flat tensor for each dtype
 
 

@@ -324,7 +324,7 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
 
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory: pytest.TempPathFactory, disk: tuple[str, str]) -> list[dict[str, Any]]:
-    return run_ranks(_all, 2, tmp_path_factory.mktemp("saving"), disk[0], timeout=170.0)
+    return run_ranks(_all, 2, tmp_path_factory.mktemp("saving"), disk[0])
 
 
 def test_saving_beside_training_writes_the_same_bytes(facts: list[dict[str, Any]]) -> None:

@@ -121,7 +121,7 @@ def everything(directory: Path) -> dict[str, list[Any]]:
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, list[Any]]]]:
     directory = tmp_path_factory.mktemp("alive")
-    return directory, run_ranks(everything, 2, directory, timeout=150)
+    return directory, run_ranks(everything, 2, directory)
 
 
 def test_a_stop_before_the_first_update_trains_and_saves_nothing(done: Any) -> None:

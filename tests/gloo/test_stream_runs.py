@@ -7,7 +7,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tests.gloo.test_train_verb import losses, run
+from tests import tolerance
+from tests.gloo.test_train_verb import ROOT, losses, run
+from transformers import AutoConfig, AutoModelForCausalLM
 
 pytestmark = pytest.mark.gloo
 UPDATES = 8
@@ -37,7 +39,9 @@ def test_a_stream_goes_on_at_another_world_size(tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "whole" / "checkpoint-6", tmp_path / "again" / "checkpoint-6")
     done = run(options(tmp_path, "again", 1))
     assert done.returncode == 0, done.stderr
-    assert losses(tmp_path / "again") == pytest.approx(losses(tmp_path / "whole")[6:], rel=1e-12)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(ROOT / "examples/tiny"))
+    rounding = 2 * tolerance.of_model(dict(model.named_parameters()), 8 * 512)
+    assert losses(tmp_path / "again") == pytest.approx(losses(tmp_path / "whole")[6:], rel=rounding)
     text.write_text(text.read_text().replace("5", "6"))
     shutil.rmtree(tmp_path / "again")
     shutil.copytree(tmp_path / "whole" / "checkpoint-6", tmp_path / "again" / "checkpoint-6")

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests import tolerance
 from tests.divided_models import PLAN
 from tests.gloo.engine import (
     GPT2,
@@ -144,8 +145,9 @@ def test_two_ranks(name: str, on_two: dict[str, Outcome], directory: Path) -> No
     """A03 A45 A46 A90 A92: loss, norm, gradients, weights and moments; a row-wise bias of 100 counts once."""
     if "gemma3" in name:  # norms and eager softmax round to float32, in another order in the plain loop
         found, alike = on_two[name], on_two["gemma3 ddp"]
-        assert worst(found.gradients[0], alike.gradients[0])[0] < 1e-6
-        assert max(abs(a - b) for a, b in zip(found.losses, alike.losses)) < 1e-6
+        rounding = tolerance.in_norm(2 * len(found.start), torch.float32)
+        assert worst(found.gradients[0], alike.gradients[0])[0] <= rounding
+        assert max(abs(a / b - 1) for a, b in zip(found.losses, alike.losses)) <= rounding
     else:
         assert_same_training(on_two[name], right(name, ON_TWO, on_two, directory))
 
@@ -194,13 +196,15 @@ def test_vocabulary_parallel_cross_entropy(dtype: torch.dtype) -> None:
     (3 * loss).backward()
     found = run_ranks(_vocabulary_losses, 4, logits, labels)
     gradient = torch.cat([own for _, own, _ in found], dim=-1)
-    tolerance = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
+    # exp makes the rounding of a logit of 30 one of 30 u; sums of 10; gradients of 3 at most, rounded to the logits' dtype
+    rounding = tolerance.mixed(30, 10, dtype=wide.dtype)
+    bound = 3 * (rounding + (tolerance.few(1, dtype) if dtype is not wide.dtype else 0.0))
     for rank_loss, _, errors in found:
-        assert abs(rank_loss - loss) <= min(tolerance, 1e-5) * loss
+        assert abs(rank_loss - loss) <= rounding * loss
         assert len(errors) == 2 and "not in the vocabulary of 10" in errors[0]
     assert gradient.dtype == dtype
     assert wide.grad is not None
-    assert torch.allclose(gradient.to(wide.dtype), wide.grad, rtol=tolerance, atol=tolerance)
+    assert torch.allclose(gradient.to(wide.dtype), wide.grad, rtol=0, atol=bound)
     assert not gradient[1, 2].any()
 
 

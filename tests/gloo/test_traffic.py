@@ -89,7 +89,7 @@ def _all(cases: dict[str, Loaded]) -> dict[str, Recorded]:
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Recorded]]:
-    return run_ranks(_all, 4, CASES, timeout=170.0)
+    return run_ranks(_all, 4, CASES)
 
 
 def _shape(loaded: Loaded) -> Shape:

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tests.started import LIMIT, ROOT, environment
 
 from shardwright.cli import main
 
 pytestmark = pytest.mark.gloo
-ROOT = Path(__file__).parents[2]
 UPDATES = 8
 
 
@@ -29,13 +29,14 @@ def command(output: Path, *options: str) -> list[str]:
     ]  # fmt: skip
 
 
-def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-
-
 def run(arguments: list[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=150
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
     )
 
 
@@ -67,7 +68,7 @@ def test_a_signal_to_one_rank_saves_on_all_and_the_run_goes_on(
         [sys.executable, *command(output, "--nproc-per-node", "2")],
         cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    deadline = time.monotonic() + 100
+    deadline = time.monotonic() + LIMIT
     while (
         not (output / "metrics.jsonl").exists()
         or len((output / "metrics.jsonl").read_text().splitlines()) < 2
@@ -78,7 +79,7 @@ def test_a_signal_to_one_rank_saves_on_all_and_the_run_goes_on(
         p for p in psutil.Process(process.pid).children(recursive=True) if p.environ().get("RANK") == "1"
     ]
     ranks[0].send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=100)
+    _, errors = process.communicate(timeout=LIMIT)
     assert process.returncode == 75, errors
     saved = int(json.loads((output / "latest" / "manifest.json").read_text())["update"])
     assert 2 <= saved < UPDATES and losses(output) == uninterrupted[:saved]

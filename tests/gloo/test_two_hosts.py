@@ -14,13 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from tests.started import LIMIT, environment
 
 from shardwright.checkpoint import store
 from shardwright.drill.compare import compare_checkpoints
 
 ROOT = Path(__file__).parents[2]
 UPDATES = 40
-TIMEOUT_SECONDS = 10
+TIMEOUT_SECONDS = 20
 CUT_SECONDS = 2
 
 
@@ -134,10 +135,6 @@ class Hosts:
         )  # fmt: skip
 
 
-def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-
-
 def arguments(output: Path) -> list[str]:
     return [
         "train", "examples/tiny.yaml", "--training.max_steps", str(UPDATES), "--checkpoint.save_steps", "2",
@@ -157,7 +154,7 @@ def ended(both: list[subprocess.Popen[str]], seconds: float) -> list[str]:
     return [process.communicate(timeout=max(1.0, deadline - time.monotonic()))[1] for process in both]
 
 
-def wait(condition: Callable[[], bool], seconds: float = 120.0) -> None:
+def wait(condition: Callable[[], bool], seconds: float = LIMIT) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited too long"
@@ -174,7 +171,6 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
         hosts.delete()
 
 
-@pytest.mark.timeout(600)
 def test_a_cut_link_a_dead_host_and_a_lost_disk(hosts: Hosts, tmp_path: Path) -> None:
     """A cut of seconds is waited out; a lasting one and a dead host end both sides with a reason; all goes on bit for bit.
 
@@ -196,7 +192,7 @@ def test_a_cut_link_a_dead_host_and_a_lost_disk(hosts: Hosts, tmp_path: Path) ->
     assert [process.poll() for process in both] == [None, None]
 
     hosts.cut()
-    said = ended(both, seconds=TIMEOUT_SECONDS + 60)
+    said = ended(both, seconds=TIMEOUT_SECONDS + LIMIT)
     assert all(process.returncode for process in both)
     for rank, text in enumerate(said):
         assert f"shardwright: rank {rank} has lost the other ranks" in text, text

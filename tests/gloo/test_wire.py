@@ -15,7 +15,19 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from tests.gloo.engine import LLAMA, ODD, batches_for, make_engine, run_file, trained, whole_gradients, worst
+from tests import tolerance
+from tests.gloo.engine import (
+    LLAMA,
+    ODD,
+    ROWS,
+    T,
+    batches_for,
+    make_engine,
+    run_file,
+    trained,
+    whole_gradients,
+    worst,
+)
 from tests.gloo.ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -111,9 +123,13 @@ def everything() -> dict[str, Any]:
         mine = trained(loaded, updates=2)
         with mock.patch(STOCK, lambda mesh: False):
             stock = trained(loaded, updates=2)
+        first = tolerance.of_model(mine.start, ROWS * T)
+        bounds = (first, first * tolerance.GROWTH, first * tolerance.GROWTH)
+        pairs = [*zip(mine.gradients, stock.gradients), (mine.weights, stock.weights)]
         found[name] = [
-            *(worst(a, b) for a, b in zip(mine.gradients, stock.gradients)),
-            worst(mine.weights, stock.weights),
+            (difference, bound, tensor)
+            for bound, (a, b) in zip(bounds, pairs)
+            for difference, tensor in [worst(a, b)]
         ]
     for stage, replicas in (("zero2", 1), ("zero3", 1), ("zero1", 1), ("zero2", 2)):
         found[f"sum {stage} {replicas}"] = bf16_sum(stage, replicas)
@@ -129,14 +145,14 @@ def everything() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Any]]:
-    return run_ranks(everything, 4, timeout=150.0)
+    return run_ranks(everything, 4)
 
 
 @pytest.mark.parametrize("name", SAME)
 def test_sums_are_those_of_fully_shard(name: str, ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
-        for difference, tensor in rank[name]:
-            assert difference < 1e-11, tensor
+        for difference, bound, tensor in rank[name]:
+            assert difference <= bound, tensor
 
 
 @pytest.mark.parametrize("stage", ["zero2 1", "zero3 1"])
@@ -190,4 +206,4 @@ def _dies(seconds: float) -> float:
 
 def test_a_rank_that_is_gone_is_an_error_at_once() -> None:
     with pytest.raises(AssertionError, match=r"rank 0 failed[\s\S]*waited True: [\s\S]*[Cc]onnection"):
-        run_ranks(partial(_dies, 20.0), 2, timeout=60.0)
+        run_ranks(partial(_dies, 20.0), 2)

@@ -1,58 +1,89 @@
-"""The runs whose losses are kept in losses.json: three tiny models in fp32, on one rank and on two under zero3."""
+"""The runs whose losses are kept in losses.json: three tiny models on one rank and on two under zero3, in fp32 and in float64.
+
+Bits in fp32 belong to a machine (machine.py). In float64, with everything that a model would compute in float32 kept in float64
+too, losses are the same anywhere but for rounding. How much rounding may come to is kept beside them: how far the losses move,
+relative to a disturbance of every gradient (tests/tolerance.py).
+"""
 
 from __future__ import annotations
 
 import json
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from tests.gloo.engine import GPT2, LLAMA, QWEN3, batches_for, make_engine, run_file
+from tests import tolerance
+from tests.gloo.engine import FP64, GPT2, LLAMA, QWEN3, batches_for, make_engine, run_file, whole_weights
 from tests.gloo.ranks import run_ranks
+
+from shardwright.check.throughout import Float64Throughout
 
 FILE = Path(__file__).with_name("losses.json")
 UPDATES = 8
-FP32 = {f"precision__{name}_dtype": "fp32" for name in ("param", "reduce", "master")}
+FP32 = dict.fromkeys(FP64, "fp32")
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+SGD = {
+    "training.optimizer": "sgd",
+    "training.optimizer_kwargs": {"momentum": 0.9},
+    "training.learning_rate": 1.0,
+}
+COSINE = {"training.lr_scheduler_type": "cosine", "training.warmup_steps": 2}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": (LLAMA, {}),
-    "gpt2": (
-        GPT2,
-        {
-            "training__optimizer": "sgd",
-            "training__optimizer_kwargs": {"momentum": 0.9},
-            "training__learning_rate": 1.0,
-        },
-    ),
-    "qwen3": (QWEN3, {"training__lr_scheduler_type": "cosine", "training__warmup_steps": 2}),
+    "gpt2": (GPT2, SGD),
+    "qwen3": (QWEN3, COSINE),
 }
 
 
-def _losses() -> dict[str, list[float]]:
+def _one(name: str, precision: str, disturb: bool = False) -> tuple[list[float], float]:
+    """Losses of a run on these ranks, and the bound of one gradient's rounding."""
+    model, options = MODELS[name]
+    engine = make_engine(
+        run_file(model, training__max_steps=UPDATES, **{"fp32": FP32, "fp64": FP64}[precision], **options)
+    )
+    losses, targets, generator = [], 0, torch.Generator().manual_seed(1)
+    wide: AbstractContextManager[Any] = Float64Throughout() if precision == "fp64" else nullcontext()
+    for update in range(UPDATES):
+        batch = batches_for(engine, update)
+        with wide:
+            engine.forward_backward(batch)
+        if disturb:
+            for _, gradient in engine.gradients():
+                gradient.copy_(tolerance.disturbed(gradient, generator))
+        losses.append(engine.step().loss)
+        targets = max(targets, int(batch.target_tokens))
+    return losses, tolerance.of_model(whole_weights(engine), targets, DTYPES[precision])
+
+
+def _losses(precisions: tuple[str, ...]) -> dict[str, tuple[list[float], float]]:
+    return {f"{name}, {precision}": _one(name, precision) for name in MODELS for precision in precisions}
+
+
+def _sensitivity() -> dict[str, list[float]]:
+    """By model and update: how far its loss has moved at most, relative to the disturbance of the gradients."""
     found = {}
-    for name, (model, options) in MODELS.items():
-        engine = make_engine(run_file(model, training__max_steps=UPDATES, **FP32, **options))
-        losses = []
-        for update in range(UPDATES):
-            engine.forward_backward(batches_for(engine, update))
-            losses.append(engine.step().loss)
-        found[name] = losses
+    for name in MODELS:
+        (right, _), (other, _) = (_one(name, "fp64", disturb) for disturb in (False, True))
+        moved = [abs(a / b - 1) / tolerance.DISTURBANCE for a, b in zip(other, right)]
+        found[name] = [max(moved[: update + 1]) for update in range(UPDATES)]
     return found
 
 
-def found_losses() -> dict[str, list[float]]:
-    """Losses of every run by `model, ranks`."""
+def found_losses(precisions: tuple[str, ...] = ("fp32", "fp64")) -> dict[str, tuple[list[float], float]]:
+    """Losses of every run, and the bound of one gradient's rounding, by `model, precision, ranks`."""
     return {
-        f"{name}, {ranks} rank{'s' if ranks > 1 else ''}": losses
+        f"{name}, {ranks} rank{'s' if ranks > 1 else ''}": found
         for ranks in (1, 2)
-        for name, losses in run_ranks(_losses, ranks, timeout=150.0)[0].items()
+        for name, found in run_ranks(_losses, ranks, precisions)[0].items()
     }
 
 
-def machine() -> dict[str, str]:
-    """What the bits of a loss depend on beside the code."""
-    return {"torch": torch.__version__, "cpu_capability": torch.backends.cpu.get_cpu_capability()}
+def found_sensitivity() -> dict[str, list[float]]:
+    """`_sensitivity`, on one rank."""
+    return run_ranks(_sensitivity, 1)[0]
 
 
 def kept() -> dict[str, Any]:
-    """The content of losses.json."""
+    """The content of losses.json: `machines` with the bits of their fp32 losses, `fp64` losses, `sensitivity`."""
     return json.loads(FILE.read_text(encoding="utf-8"))

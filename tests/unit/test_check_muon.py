@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests import tolerance
 from tests.check_world import World, notes
 from torch import nn
 
@@ -20,7 +21,9 @@ from shardwright.train.muon import orthogonalise
 def test_singular_values_and_newton_schulz_agree(shape: tuple[int, int]) -> None:
     torch.manual_seed(0)
     matrix = torch.randn(shape, dtype=torch.float64)
-    torch.testing.assert_close(orthogonal(matrix), orthogonalise(matrix), rtol=0, atol=1e-12)
+    # five iterations of three products each; an iteration makes a small singular value 3.4445 times as large
+    bound = 3.4445**5 * tolerance.mixed(*[max(shape)] * 15)
+    torch.testing.assert_close(orthogonal(matrix), orthogonalise(matrix), rtol=0, atol=bound)
 
 
 def test_vectors_get_the_steps_of_adamw() -> None:
@@ -34,7 +37,7 @@ def test_vectors_get_the_steps_of_adamw() -> None:
         ours.grad, theirs.grad = gradient.clone(), gradient.clone()
         muon.step()
         adamw.step()
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-15)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance.few(10) * float(theirs.abs().max()))
 
 
 def test_allowed_gradient_errors_stay_within_the_bound(tmp_path: Path) -> None:
@@ -65,4 +68,5 @@ def test_allowed_gradient_errors_stay_within_the_bound(tmp_path: Path) -> None:
         signs = torch.randint(0, 2, exact.shape) * 2.0 - 1.0
         wrong, _ = stepped(exact + signs * relative * largest)
         assert ((wrong - right).abs() <= allowed).all()
+    # tolerance: a thousandth of a step; a wrong one is of the size of the learning rate, 1e-2
     assert allowed.max() < 1e-3 * 1e-2  # a wrong step is of the size of the learning rate, 1e-2

@@ -15,6 +15,7 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.started import LIMIT
 
 import shardwright
 from shardwright.config.load import Loaded, keys, load_run_file, parse_overrides, sections
@@ -220,7 +221,7 @@ def shardwright_command(*words: str) -> subprocess.CompletedProcess[str]:
     code = "import sys; from shardwright.cli import main\ntry: main()\nfinally: print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules], file=sys.stderr)"
     return subprocess.run(
         [sys.executable, "-c", code, *words], cwd=ROOT, env={"PYTHONPATH": "src", "PATH": "/usr/bin:/bin"},
-        capture_output=True, text=True, timeout=60,
+        capture_output=True, text=True, timeout=LIMIT,
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tests import tolerance
 from tests.gloo.engine import GPT2, LLAMA, ODD, run_file
 from tests.tiny_models import FAMILIES
 from torch import Tensor
@@ -110,7 +111,8 @@ def test_merged_blocks_are_the_whole_attention(kv_heads: int, width: int) -> Non
         merged = Merged(q, width)
         for a, b, causal in blocks:
             merged.add(a, attend(q[:, :, a], k[:, :, b], v[:, :, b], 0.4, causal), first=b.start == 0)
-        assert torch.allclose(merged.out, right, rtol=0, atol=1e-14)
+        rounding = tolerance.mixed(6, 8)
+        assert torch.allclose(merged.out, right, rtol=0, atol=rounding * float(right.abs().max()))
         sums = [torch.zeros_like(t) for t in (q, k, v)]
         for a, b, causal in blocks:
             whole = Attended(merged.out[:, :, a], merged.lse[:, :, a].contiguous())
@@ -118,7 +120,7 @@ def test_merged_blocks_are_the_whole_attention(kv_heads: int, width: int) -> Non
             for total, part, found in zip(sums, (a, b, b), parts):
                 total[:, :, part] += found
     for total, t in zip(sums, (q, k, v)):
-        assert torch.allclose(total, t.grad, rtol=0, atol=1e-13)
+        assert torch.allclose(total, t.grad, rtol=0, atol=2 * rounding * float(t.grad.abs().max()))
 
 
 @pytest.mark.parametrize("width", [8, 6])
@@ -134,8 +136,10 @@ def test_bf16_blocks_are_merged_in_float32(width: int) -> None:
         found = attend(q.bfloat16(), k[:, :, part].bfloat16(), v[:, :, part].bfloat16(), 8**-0.5, False)
         merged.add(slice(0, 64), found, first=start == 0)
     assert merged.out.dtype == torch.float32
-    assert (merged.out.double() - right).abs().max() < 0.012, "half a bf16 step at 3 is 0.008"
-    assert (merged.out.double() - right).mean().abs() < 0.002
+    step = tolerance.few(1, torch.bfloat16) * float(right.abs().max())
+    off = merged.out.double() - right
+    assert off.abs().max() <= step, "each block's output is rounded to bf16 once, on both sides of the mean"
+    assert off.mean().abs() <= tolerance.CONFIDENCE * step / off.numel() ** 0.5
 
 
 def cp_run(model: str = LLAMA, **overrides: Any) -> Any:

@@ -53,6 +53,7 @@ MEASURED = Measured(
 def test_products() -> None:
     found = fit_products(MEASURED.products["fp32"])
     assert found.off < 1.15, "the grid of constants is coarse"
+    # tolerance: the grid of constants is coarse
     assert found.peak == pytest.approx(PEAK, rel=0.15)
 
 
@@ -75,12 +76,16 @@ def test_the_planner_reads_what_the_doctor_wrote(tmp_path: Path) -> None:
     device = find_device(str(path))
     assert device.memory_bytes == 8 * 10**9 and device.node.devices == 4
     for m, n, k in SIZES[1:3]:
+        # tolerance: the grid of constants is coarse
         assert matmul_seconds(device, m, n, k, "fp32") == pytest.approx(product(m, n, k).seconds, rel=0.15)
     forward, backward = attention_seconds(device, 1, 512, 512, 4, 64, "fp32", "flash")
+    # tolerance: the fit ends at a hundredth
     assert forward == pytest.approx(1e-3, rel=0.01) and backward == pytest.approx(4e-3, rel=0.01)
     group = group_of(4, 1, device.node.devices)
+    # tolerance: the fit ends at a hundredth
     assert gather_seconds(device, group, 2**20) == pytest.approx(3 * 2e-4 + 0.75 * 2**20 * 1e-9, rel=0.01)
     ring, _ = all_reduce_lines(device, group)
+    # tolerance: the fit ends at a hundredth
     assert ring.seconds(2**20) == pytest.approx(2 * (3 * 2e-4 + 0.75 * 2**20 * 1e-9), rel=0.01)
 
 

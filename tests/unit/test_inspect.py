@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from rich.console import Console
+from tests.started import LIMIT, environment
 
 from shardwright.config.load import Loaded, load_run_file
 from shardwright.data.loader import Loader
@@ -174,6 +174,7 @@ def test_the_verb_needs_no_torch_when_the_tokens_are_in_the_cache(tmp_path: Path
         "print([name for name in ('torch', 'transformers', 'datasets') if name in sys.modules])"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "run.yaml")]
-    environment = os.environ | {"PYTHONPATH": str(EXAMPLES.parent / "src")}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=LIMIT, check=True
+    )
     assert done.stdout.splitlines()[-1] == "[]" and "u:hi<eos>a:[+yes<eos>+]" in done.stdout

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.started import LIMIT
 from tests.unit.tables import table
 
 from shardwright.data.loader import Loader, UpdateBatch, evaluation_loader, prefetch
@@ -228,11 +229,10 @@ def test_prefetch_works_ahead_while_the_caller_computes() -> None:
     loader.update = lambda number: (made.append(number), update(number))[1]  # type: ignore[method-assign]
     stream = prefetch(loader)
     next(stream)
-    for _ in range(200):
-        if len(made) == 4:
-            break
+    deadline = time.monotonic() + LIMIT
+    while len(made) < 4 and time.monotonic() < deadline:
         time.sleep(0.01)
-    time.sleep(0.05)
+    time.sleep(0.05)  # in which a fifth would be made
     assert made == [0, 1, 2, 3]
     stream.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from concurrent.futures import ThreadPoolExecutor
 from statistics import median, quantiles
 
@@ -24,7 +25,7 @@ def test_percentiles_are_of_the_newest_updates() -> None:
 
 
 def test_the_slowest_of_many_ranks() -> None:
-    """Against each rank compared with the median of its others, one by one; 20,000 ranks take no second."""
+    """Against each rank compared with the median of its others, one by one; a million are no matter of minutes."""
     draw = random.Random(1)
     for _ in range(50):
         count = draw.randint(1, 9)
@@ -37,15 +38,13 @@ def test_the_slowest_of_many_ranks() -> None:
         }
         rank, factor = slow_rank(seconds, stages)
         assert factor == max([1.0, *factors.values()]) and (factor == 1 or factors[rank] == factor)
-    start = clock.now()
-    assert slow_rank([1.0] * 19_999 + [2.0], [0] * 20_000) == (19_999, 2.0)
-    assert clock.now() - start < 1
+    assert slow_rank([1.0] * 999_999 + [2.0], [0] * 1_000_000) == (999_999, 2.0)  # one by one: an hour
 
 
 def test_own_time_is_the_threads() -> None:
     """It goes on while a thread computes, and another thread has its own."""
-    before, start = clock.busy(), clock.now()
-    while clock.now() - start < 0.05:
+    before, start = clock.busy(), time.thread_time()
+    while time.thread_time() - start < 0.05:
         pass
     grown = clock.busy() - before
     with ThreadPoolExecutor(1) as pool:

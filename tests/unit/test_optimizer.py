@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from tests import tolerance
 from torch import nn
 
 from shardwright.config.schema import Training
@@ -54,7 +55,9 @@ def test_learning_rates_are_those_of_transformers(name: str, kwargs: dict[str, A
     scheduler = transformers.get_scheduler(name, optimizer, 2, 8, scheduler_specific_kwargs=kwargs)
     factor = learning_rate_factor(t, 8)
     for update in range(8):
-        assert t.learning_rate * factor(update) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-12)
+        assert t.learning_rate * factor(update) == pytest.approx(
+            optimizer.param_groups[0]["lr"], rel=tolerance.few(50)
+        )
         optimizer.step()
         scheduler.step()
     assert factor(5) == factor(5), "a function of the update: nothing moves on"
@@ -137,11 +140,11 @@ def test_muon_is_torchs_muon(shape: tuple[int, int]) -> None:
 
 
 def test_the_rest_of_muon_is_adamw() -> None:
-    """Vectors, embeddings and heads get torch.optim.AdamW's steps, to 1e-12 in float64."""
+    """Vectors, embeddings and heads get torch.optim.AdamW's steps."""
     ours, theirs = (nn.Parameter(torch.linspace(-1, 1, 6, dtype=torch.float64)) for _ in range(2))
     _steps(Muon([{"params": [ours], "weight_decay": 0.1}], lr=0.02, wrap=lambda p, local: local), [ours])
     _steps(torch.optim.AdamW([theirs], lr=0.02, weight_decay=0.1, betas=(0.9, 0.95)), [theirs])
-    assert torch.allclose(ours, theirs, rtol=1e-12, atol=0)
+    assert torch.allclose(ours, theirs, rtol=tolerance.few(50), atol=0)
 
 
 def test_orthogonalise() -> None:
@@ -151,7 +154,8 @@ def test_orthogonalise() -> None:
     left, _, right = torch.linalg.svd(matrix, full_matrices=False)
     found = left.T @ orthogonalise(matrix) @ right.T
     assert ((found.diag() > 0.65) & (found.diag() < 1.25)).all()
-    assert (found - found.diag().diag()).abs().max() < 1e-12
+    # five iterations of three products each; an iteration makes a small singular value 3.4445 times as large
+    assert (found - found.diag().diag()).abs().max() <= 3.4445**5 * tolerance.mixed(*[8] * 15)
     assert torch.equal(orthogonalise(torch.zeros(3, 2)), torch.zeros(3, 2, dtype=torch.bfloat16))
 
 
@@ -165,7 +169,9 @@ def test_fp32_weights_move_where_bf16_ones_stand_still() -> None:
             w.grad = torch.ones_like(w)
             optimizer.step()
         found.append(w.item())
-    assert found[0] == pytest.approx(0.9, abs=1e-4) and found[1] == 1.0
+    assert (
+        found[0] == pytest.approx(0.9, abs=1000 * tolerance.unit_roundoff(torch.float32)) and found[1] == 1.0
+    )
 
 
 def test_computing_in_bf16_keeps_what_is_stored() -> None:

@@ -58,6 +58,7 @@ def test_copies_of_the_computing_core_count() -> None:
     parameters = 1.2e9
     speed = H100.memory_bandwidth * H100.efficiency.bandwidth
     a_microbatch = parameters * (2 * 2.0 * 2 + 3.0 * 4) / speed  # two gathers in bf16, one reduction in fp32
+    # tolerance: the fit of a line, to a twentieth
     assert more == pytest.approx(2 * a_microbatch, rel=0.05)
 
 
@@ -99,8 +100,11 @@ def test_what_a_step_leaves_of_products() -> None:
     product, block = Products(1e11, 1.0, 1.0, 1.0), Block(256, 128, 512, 3)
     flops = 3 * 3 * 2 * 256 * (4 * 128 * 128 + 3 * 128 * 512)
     elements = block.elements * 4 / 1e10
+    # tolerance: the fit of a line, to a fiftieth
     assert in_a_step(product, block, flops / 1e11 + elements, 4, 1e10) == pytest.approx(1.0, rel=0.02)
-    assert in_a_step(product, block, 2 * flops / 1e11 + elements, 4, 1e10) == pytest.approx(0.5, rel=0.02)
+    assert in_a_step(product, block, 2 * flops / 1e11 + elements, 4, 1e10) == pytest.approx(
+        0.5, rel=0.02
+    )  # tolerance: the same
 
 
 def test_a_collective_that_leaves_gaps_does_not_set_the_rate() -> None:
@@ -111,4 +115,5 @@ def test_a_collective_that_leaves_gaps_does_not_set_the_rate() -> None:
             Transfer("all-to-all", 1, 1e7, 2 * 10**7, 0.2),
         ]
     )
+    # tolerance: the fit of a line by least squares
     assert found.bandwidth == pytest.approx(1e8, rel=1e-6) and found.alpha == pytest.approx(1e-4, rel=1e-3)

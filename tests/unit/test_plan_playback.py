@@ -54,6 +54,7 @@ def longest_path(
     while moved:
         moved = False
         for a, b, hop in edges:
+            # tolerance: times are sums of a few tens of floats near 1
             if end[a] + hop + took[b] > end[b] + 1e-12:
                 end[b] = end[a] + hop + took[b]
                 moved = True

@@ -87,7 +87,7 @@ def test_ideal_device_reaches_the_peak() -> None:
     """With every overhead off, one rank takes exactly FLOPs / peak; attention is switched off by its rate."""
     t = time_of(Layout(Axes(), "ddp", 2), 8, device=ideal_device())
     flops = (model_flops(SHAPE, 4096).blocks + model_flops(SHAPE, 4096).head) * 8 * 4096
-    assert t.total == pytest.approx(flops / 989.4e12, rel=1e-6)
+    assert t.total == pytest.approx(flops / 989.4e12)
 
 
 def test_a119_mfu_does_not_change_when_devices_and_tokens_double() -> None:
@@ -105,26 +105,20 @@ def test_a119_mfu_does_not_change_when_devices_and_tokens_double() -> None:
 def test_ideal_data_parallel_divides_the_time(kind: str) -> None:
     one = time_of(Layout(Axes(), "ddp", 1), 64, device=ideal_device()).total
     eight = time_of(Layout(Axes(dp_shard=8), kind, 1), 64, device=ideal_device()).total  # type: ignore[arg-type]
-    assert eight == pytest.approx(one / 8, rel=1e-6)
+    assert eight == pytest.approx(one / 8)
 
 
 def test_ideal_tensor_and_context_parallel_divide_the_blocks_time() -> None:
     device = ideal_device()
     one = time_of(Layout(Axes(), "ddp", 1), 8, device=device)
-    assert time_of(Layout(Axes(tp=4), "ddp", 1), 8, device=device).total == pytest.approx(
-        one.total / 4, rel=1e-6
-    )
-    assert time_of(Layout(Axes(cp=4), "ddp", 1), 8, device=device).total == pytest.approx(
-        one.total / 4, rel=1e-6
-    )
+    assert time_of(Layout(Axes(tp=4), "ddp", 1), 8, device=device).total == pytest.approx(one.total / 4)
+    assert time_of(Layout(Axes(cp=4), "ddp", 1), 8, device=device).total == pytest.approx(one.total / 4)
 
 
 def test_full_recomputation_adds_one_forward() -> None:
     plain = time_of(Layout(Axes(), "ddp", 1), 8, device=ideal_device())
     full = time_of(Layout(Axes(), "ddp", 1, recompute="full"), 8, device=ideal_device())
-    assert full.recompute == pytest.approx(
-        model_flops(SHAPE, 4096).blocks / 3 * 8 * 4096 / 989.4e12, rel=1e-6
-    )
+    assert full.recompute == pytest.approx(model_flops(SHAPE, 4096).blocks / 3 * 8 * 4096 / 989.4e12)
     assert full.total - plain.total == pytest.approx(full.recompute)
 
 
@@ -161,12 +155,13 @@ def test_ddp_exposes_what_does_not_fit_under_the_last_backward() -> None:
         Layout(Axes(dp_shard=8), "ddp", 1), (32,)
     )
     volume = counts(SHAPE).total * 4.0
-    assert late.reduction == pytest.approx(2 * gather_seconds(H100, Group(8, 8), volume), rel=1e-6)
+    assert late.reduction == pytest.approx(2 * gather_seconds(H100, Group(8, 8), volume))
 
 
 def test_host_time_is_a_floor() -> None:
     slow = replace(IDEAL, host_forward=1.0, host_backward=2.0)
     t = time_of(Layout(Axes(), "ddp", 1), 4, software=slow)
+    # tolerance: latencies are left out
     assert t.total == pytest.approx(4 * (32 * 3.0 + 0.5 + 1.0), rel=1e-3)
 
 
@@ -210,6 +205,7 @@ def test_offload_pays_for_every_gather() -> None:
     on = clock.step(Layout(Axes(dp_shard=2), "zero3", 1, prefetch=0, offload="params"), (32,))
     off = clock.step(Layout(Axes(dp_shard=2), "zero3", 1, prefetch=0), (32,))
     moved = 8 * counts(SHAPE).total * (2 + 4) + 8 * 32 * counts(SHAPE).block * 2
+    # tolerance: latencies are left out
     assert on.gathers - off.gathers == pytest.approx(moved / 2 / H100.host_bandwidth, rel=0.01)
     assert on.optimizer > off.optimizer
 
@@ -225,6 +221,6 @@ def test_attention_of_packed_rows_works_within_documents() -> None:
     whole, packed = (Clock(job, device, IDEAL).step(layout, (32,)) for job in (rows, documents))
     flops = attention_forward_flops(SHAPE, 4096, causal=True) * 4096
     one = flops / 989.4e12 * (1 + 2.5)  # flash makes the scores again in its backward pass
-    assert whole.compute - packed.compute == pytest.approx(8 * one * (1 - 512 / 4096), rel=1e-6)
+    assert whole.compute - packed.compute == pytest.approx(8 * one * (1 - 512 / 4096))
     assert whole._replace(compute=0) == packed._replace(compute=0)
     assert Job(SHAPE, 4096, 8, document_length=9000).attended == rows.attended == 4096

@@ -123,9 +123,11 @@ def test_shapes_of_the_rows_have_the_published_parameters() -> None:
         seen.setdefault((row.source, row.job.shape), row)
     for (source, shape), row in seen.items():
         if source == "nanotron":
+            # tolerance: published in billions to one digit
             assert counts(shape).total / 1e9 == pytest.approx(float(row.label.split("B")[0]), abs=0.05)
     published = {int(r["params"]) for r in planner_rows._read("mosaicml.csv")}
     mine = {counts(row.job.shape).total for row in all_rows() if row.source == "mosaicml"}
+    # tolerance: published to three digits
     assert all(min(abs(m - p) / p for p in published) < 0.005 for m in mine)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.started import LIMIT
 
 from shardwright.errors import ConfigError
 from shardwright.plan.verb import Request, run_plan
@@ -198,6 +199,6 @@ def test_nothing_heavy_is_imported() -> None:
         "print([m for m in heavy if m in sys.modules])"
     )
     result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT, check=True
     )
     assert result.stdout.strip() == "[]", result.stdout

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import multiprocessing
-import os
 import shutil
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.started import LIMIT, environment
 
 from shardwright.config import RunFile, load_run_file
 from shardwright.data.prepare import Prepared, prepare
@@ -190,9 +190,9 @@ def test_two_runs_may_prepare_the_same_at_once(tmp_path: Path) -> None:
     processes = [context.Process(target=_prepare, args=(tmp_path, barrier, results)) for _ in range(2)]
     for process in processes:
         process.start()
-    found = [results.get(timeout=60) for _ in processes]
+    found = [results.get(timeout=LIMIT) for _ in processes]
     for process in processes:
-        process.join(timeout=30)
+        process.join(timeout=LIMIT)
     assert found[0] == found[1] and found[0][1] == 3
     assert [path.name for path in (tmp_path / "runs" / ".cache").iterdir()] == [
         ready(run_file(tmp_path)).path.name
@@ -246,8 +246,9 @@ def test_a_cached_start_loads_neither_torch_nor_transformers(tmp_path: Path) -> 
         "print([name for name in ('torch', 'transformers', 'datasets', 'pyarrow') if name in sys.modules])"
     )
     command = [sys.executable, "-c", code, run_file(tmp_path).model_dump_json()]
-    environment = os.environ | {"PYTHONPATH": str(EXAMPLES.parent / "src")}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=LIMIT, check=True
+    )
     assert done.stdout.strip() == "[]"
 
 

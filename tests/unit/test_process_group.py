@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.started import LIMIT
 
 from shardwright.errors import ShardwrightError
 from shardwright.parallel.process_group import connect, self_test
@@ -82,7 +83,7 @@ def _run(environment: dict[str, str]) -> tuple[bool, int, int]:
         env=kept | paths | environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=LIMIT,
     )
     assert done.returncode == 0, done.stderr
     keeps, before, after = done.stdout.split()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import struct
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,14 +58,15 @@ def test_long_phases_may_last_longer() -> None:
     assert pulse.last().allowed_seconds(10) == 10
 
 
-def test_a_beat_costs_microseconds(tmp_path: Path) -> None:
-    """Eight beats an update are under 0.1% of an update of 30 ms: 30 microseconds; the median beat leaves ten times that."""
-    pulse, times = Pulse(tmp_path / "pulse"), []
-    for _ in range(200):
-        start = time.perf_counter()
+def test_a_beat_asks_nothing_of_the_kernel(tmp_path: Path) -> None:
+    """It writes a few words of mapped memory: eight of them in an update cost microseconds, whatever the disk is."""
+    pulse, asked = Pulse(tmp_path / "pulse"), []
+    sys.setprofile(lambda frame, event, what: asked.append(what.__name__) if event == "c_call" else None)
+    try:
         pulse.enter("data")
-        times.append(time.perf_counter() - start)
-    assert sorted(times)[100] < 30e-6
+    finally:
+        sys.setprofile(None)
+    assert {*asked} <= {"index", "pack_into", "perf_counter", "setprofile"}
 
 
 STACKS = """Thread 0x00007f01 (most recent call first):
@@ -138,8 +140,8 @@ def test_busy_leaves_waiting_out() -> None:
     time.sleep(0.3)
     slept = clock.busy() - before
     total = 0
-    start = time.perf_counter()
-    while time.perf_counter() - start < 0.3:
+    start = time.thread_time()
+    while time.thread_time() - start < 0.3:
         total += 1
     assert slept < 0.1 and clock.busy() - before - slept > 0.2
 

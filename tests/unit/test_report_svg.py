@@ -89,10 +89,12 @@ def test_marks_by_hand() -> None:
 @given(finite, finite, st.integers(2, 12))
 def test_marks_cover_and_are_evenly_1_2_or_5_apart(one: float, other: float, most: int) -> None:
     low, high = min(one, other), max(one, other)
+    # tolerance: a span that is nothing beside its values
     if high - low < 1e-6 * max(abs(low), abs(high), 1e-6):
         return
     found = marks(low, high, most)
     step = found[1] - found[0]
+    # tolerance: a millionth of a step is less than a pixel
     assert found[0] <= low + step * 1e-6 and found[-1] >= high - step * 1e-6
     assert found[0] > low - 1.001 * step and found[-1] < high + 1.001 * step
     assert len(found) <= most + 3
@@ -156,6 +158,7 @@ def test_lines_stand_where_their_values_are(width: float) -> None:
         tuple(map(float, pair)) for pair in re.findall(r"M([\d.]+) ([\d.]+)", path.attrib["d"])
     ]
     labels = {one.text: at(one, "y") - 4 for one in of_class(root, "tick") if one.get("text-anchor") == "end"}
+    # tolerance: a chart is drawn in tenths of a pixel
     assert (y0, y2) == pytest.approx((labels["2"], labels["4"]), abs=0.1) and y0 > y2
     assert x0 < x2 == width - 12
 
@@ -183,6 +186,7 @@ def test_the_peak_is_marked_at_the_fullest_moment() -> None:
         float(v) for v in re.findall(r"[MH]([\d.]+)", of_class(root, "band")[0].attrib["d"])[0:4:3]
     )
     assert dot[0].text == "x"
+    # tolerance: a chart is drawn in tenths of a pixel
     assert at(dot, "cx") == pytest.approx(left + (760 - 12 - left) * 1.5 / 4, abs=0.2) and right > left
 
 
@@ -194,11 +198,15 @@ def test_bars_are_as_long_as_their_parts() -> None:
     root = drawn(bars(NAMED, 760, rows, plain, "bytes"))
     first, second, third = of_class(root, "bar")
     per_unit = at(third, "width") / 80
+    # tolerance: a chart is drawn in tenths of a pixel
     assert at(first, "width") / per_unit == pytest.approx(30, abs=0.05)
-    assert at(second, "x") == pytest.approx(at(first, "x") + at(first, "width"), abs=0.11)
+    assert at(second, "x") == pytest.approx(
+        at(first, "x") + at(first, "width"), abs=0.11
+    )  # tolerance: two of them
     low, high = map(
         float, re.match(r"M([\d.]+) .*H([\d.]+)m", of_class(root, "whisker")[0].attrib["d"]).groups()
     )  # type: ignore[union-attr]
+    # tolerance: a chart is drawn in tenths of a pixel
     assert (high - low) / per_unit == pytest.approx(20, abs=0.05)
     assert [one.text for one in of_class(root, "value")] == ["40", "80"]
 
@@ -216,9 +224,11 @@ def test_a_schedule_stands_where_it_was_played() -> None:
         "act backward",
     ]
     unit = (760 - 12 - at(rects[0], "x")) / 12
+    # tolerance: a chart is drawn in tenths of a pixel
     assert [(at(rect, "x") - at(rects[0], "x")) / unit for rect in rects] == pytest.approx(
         [0, 2, 4, 8], abs=0.01
     )
+    # tolerance: a chart is drawn in tenths of a pixel
     assert [(at(rect, "width") + 0.6) / unit for rect in rects] == pytest.approx([2, 2, 4, 4], abs=0.01)
     assert at(rects[0], "y") == at(rects[3], "y") < at(rects[1], "y") == at(rects[2], "y")
 
@@ -230,7 +240,8 @@ def test_ratios_are_seen_from_one(width: float) -> None:
     )
     one = at(of_class(root, "one")[0], "x1")
     above, below, exact = (at(point, "cx") - one for point in of_class(root, "point"))
+    # tolerance: a chart is drawn in tenths of a pixel
     assert above == pytest.approx(-below, abs=0.2) and above > 20 and exact == 0
     near = of_class(root, "near")[0]
-    assert at(near, "width") == pytest.approx(above, abs=0.2)
-    assert one - at(near, "x") == pytest.approx(above / 2, abs=0.2)
+    assert at(near, "width") == pytest.approx(above, abs=0.2)  # tolerance: the same
+    assert one - at(near, "x") == pytest.approx(above / 2, abs=0.2)  # tolerance: the same

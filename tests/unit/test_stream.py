@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from datasets import IterableDataset
+from tests.started import LIMIT
 
 from shardwright.config import RunFile, load_run_file
 from shardwright.data import sources, stream
@@ -211,7 +212,7 @@ def test_windows_are_made_once_for_ranks_side_by_side(
     monkeypatch.setattr(Encoder, "slice", counted)
     parts = [loader(run, rank, 4) for rank in range(4)]
     results: list[list[UpdateBatch]] = [[] for _ in parts]
-    together = threading.Barrier(4, timeout=30)
+    together = threading.Barrier(4, timeout=LIMIT)
 
     def train(number: int) -> None:
         for update in range(24):
