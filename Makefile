@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check bench golden gpu clean
+.PHONY: demo test test-fast matrix check bench golden gpu clean
 
 $(READY): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -18,7 +18,13 @@ demo: $(READY)  ## Train on real text with 2 ranks (zero3), save, and write a fe
 	$(BIN)/python examples/generate.py demo/run/model
 
 test: $(READY)  ## All tests, two files at a time: ranks that wait for each other leave a core free
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+test-fast: $(READY)  ## Under a minute on two cores; its last lines say what it leaves out
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -q -m "not slow" $(ARGS)
+
+matrix: $(READY)  ## `make test` with other instruction sets, libraries and numbers of threads, in one table; hours
+	$(BIN)/python -m tests.matrix $(ARGS)
 
 check: $(READY)  ## Lint, types, import contracts
 	$(BIN)/ruff check .
@@ -29,7 +35,7 @@ check: $(READY)  ## Lint, types, import contracts
 bench: $(READY)  ## Side by side with bare torch, in one run
 	$(BIN)/python benchmarks/data_parallel.py
 
-golden: $(READY)  ## Print the golden losses anew; a change needs a reason in docs/decisions
+golden: $(READY)  ## Write the golden losses anew, or add the bits of this machine; a change needs a reason in docs/decisions
 	$(BIN)/python -m tests.golden.losses
 
 gpu:  ## On a machine with a GPU, with its own Python and torch: tests, check, a bf16 compiled run

@@ -12,12 +12,27 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.started import LIMIT
+
 NAMES = ("chromium", "chromium-browser", "chromium-headless-shell", "google-chrome", "chrome")
+HOW_TO_GET_ONE = (
+    f"no Chromium that starts: none of {', '.join(NAMES)} is on PATH and answers --version, and CHROMIUM names none. "
+    "Install one (Debian: apt-get install chromium; Fedora: dnf install chromium-headless), or set CHROMIUM to its path"
+)
 
 
 def find_chromium() -> str | None:
-    """The path of a Chromium; None where there is none."""
-    return next((path for name in NAMES if (path := shutil.which(name))), None)
+    """The path of a Chromium that starts; None where there is none. Ubuntu's `chromium-browser` may be a stub that does not."""
+    named = os.environ.get("CHROMIUM")
+    found = (path for name in ([named] if named else NAMES) if (path := shutil.which(name)))
+    return next((path for path in found if _starts(path)), None)
+
+
+def _starts(path: str) -> bool:
+    try:
+        return subprocess.run([path, "--version"], capture_output=True, timeout=LIMIT).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
 
 
 class Page:
@@ -116,7 +131,7 @@ def browser(chromium: str, profile: Path) -> Iterator[Page]:
         os.close(receive)
         process.terminate()
         try:
-            process.wait(10)
+            process.wait(10)  # then less gently
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait(10)
+            process.wait(LIMIT)

@@ -6,15 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.unit.browser import Page, browser, find_chromium
+from tests.unit.browser import HOW_TO_GET_ONE, Page, browser, find_chromium
 from tests.unit.test_report import FIGURES, write_bench, write_run
 
 from shardwright.report.verb import run_report
 
 CHROMIUM = find_chromium()
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None, reason="no Chromium on this machine: chromium, google-chrome, chrome"
-)
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=HOW_TO_GET_ONE)
 
 VISIBLE = """[...document.querySelectorAll('figure:not(.absent) .drawing')].filter(one => one.offsetParent)
     .map(one => one.querySelector('svg').getBoundingClientRect()).map(box => [box.width, box.height])"""
