@@ -36,9 +36,8 @@ def written(
     place = directory.aside_of(output_dir, update) / TENSORS / "rank-00000.safetensors"
     record = write_parts(place, [(held, tensors[held.key]) for held in file_order(held_parts(tensors))])
     said = directory.Manifest(update, 10 * update, "rows", "", 1, "zero3 1 rank", "", **manifest)
-    return directory.complete(
-        output_dir, [record], numbers or {}, said, "model: {}\n", retention or Retention()
-    )
+    directory.complete(output_dir, [record], numbers or {}, said, "model: {}\n", retention or Retention())
+    return directory.checkpoint_of(output_dir, update)
 
 
 def flip(path: Path, at: int) -> None:

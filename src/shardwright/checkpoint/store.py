@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from shardwright.checkpoint.directory import BEST, LATEST, bring_back, complete_checkpoints, find, skipped
+from shardwright.checkpoint.choose import asked, find
+from shardwright.checkpoint.directory import BEST, LATEST, bring_back, complete_checkpoints, skipped
 from shardwright.checkpoint.files import CONFIG, INDEX, MANIFEST, TENSORS
 from shardwright.checkpoint.keep import Retention
+from shardwright.checkpoint.lineage import read_choice
 from shardwright.checkpoint.manifest import (
     Manifest,
     problems_of,
@@ -35,11 +37,13 @@ __all__ = [
     "Manifest",
     "Retention",
     "Saver",
+    "asked",
     "bring_back",
     "complete_checkpoints",
     "find",
     "load",
     "problems_of",
+    "read_choice",
     "read_config",
     "read_index",
     "read_manifest",

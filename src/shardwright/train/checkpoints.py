@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import secrets
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,8 +12,21 @@ from typing import Any
 import torch.distributed as dist
 
 from shardwright.checkpoint import store
-from shardwright.checkpoint.across import Across, find_across
+from shardwright.checkpoint.across import Across, choice_across, find_across
+from shardwright.checkpoint.choose import begin
+from shardwright.checkpoint.directory import members_of
 from shardwright.checkpoint.hosts import Hosts, everyone, find_hosts, from_rank
+from shardwright.checkpoint.lineage import (
+    Choice,
+    Lineage,
+    Member,
+    branched,
+    continued,
+    follows,
+    line_of,
+    number_of,
+    origin_text,
+)
 from shardwright.checkpoint.parts import Value
 from shardwright.checkpoint.reader import Directory, Source
 from shardwright.checkpoint.restore import current_state, restore
@@ -20,6 +35,7 @@ from shardwright.checkpoint.state import buffer_keys, check_buffers
 from shardwright.config.load import Loaded
 from shardwright.data.order import Cursor
 from shardwright.errors import CheckpointError, DamagedCheckpointError, SaveError
+from shardwright.layout.placement import Job
 from shardwright.parallel.process_group import transfer_group
 from shardwright.train.update import Engine
 
@@ -57,11 +73,21 @@ class Checkpoints:
     """Writes and reads the checkpoints of one run, of which `at` says how far it is. Collective."""
 
     def __init__(
-        self, loaded: Loaded, engine: Engine, fingerprint: str, at: Progression, say: Callable[[str], None]
+        self,
+        loaded: Loaded,
+        engine: Engine,
+        fingerprint: str,
+        at: Progression,
+        say: Callable[[str], None],
+        eval_data: str = "",
     ) -> None:
         self._loaded, self._engine, self._fingerprint, self._at, self._say = (
             loaded, engine, fingerprint, at, say,
         )  # fmt: skip
+        self._eval_data = eval_data
+        self._lineage: Lineage = ()
+        self.unsaved: SaveError | None = None
+        """Why the newest save has failed, where the run went on (`checkpoint.on_save_error` warn); None since one is good."""
         self._settings = c = loaded.run.checkpoint
         self.output_dir = Path(c.output_dir)
         self.hosts = self._hosts()
@@ -72,8 +98,13 @@ class Checkpoints:
             copies=c.copies,
             background=c.async_save,
             busy=c.async_when_busy,
-            on_complete=lambda path: say(f"Saved {path}."),
+            on_complete=self._complete,
+            say=say,
         )
+
+    def _complete(self, path: Path) -> None:
+        self.unsaved = None
+        self._say(f"Saved {path}.")
 
     def _hosts(self) -> Hosts:
         """Which ranks share a directory: all, unless each host has its own disk; then it is tried out and said."""
@@ -122,6 +153,8 @@ class Checkpoints:
             eval_loss=self._at.eval_loss,
             best=self._at.best,
             stream=self._at.stream,
+            lineage=self._lineage,
+            eval_data=self._eval_data,
         )
         volatile = buffer_keys(self._engine.module)
         if not self.saver.save(self.state(), manifest, self._loaded.to_yaml(), volatile):
@@ -146,42 +179,92 @@ class Checkpoints:
         except SaveError as error:
             if self._settings.on_save_error == "stop":
                 raise
+            self.unsaved = error
             self._say(f"{error.what} {error.why} The run goes on (checkpoint.on_save_error is warn).")
+
+    def refuse_unsaved(self) -> None:
+        """Raises `SaveError` where the last checkpoint of the run could not be written: a code of 0 would hide it."""
+        if self.unsaved is not None:
+            raise SaveError(
+                f"The run has ended without its last checkpoint. {self.unsaved.what}",
+                "A later start goes on from an older one.",
+                "Free the disk or mend it, and start again.",
+            )
 
     # Resuming
 
-    def resume(self, restarted: bool = False) -> Path | None:
+    def resume(self, job: Job | None = None) -> Path | None:
         """Restores the checkpoint that `checkpoint.resume` names, if there is one; returns its directory.
 
         With `auto`, one whose content turns out to be damaged is named and passed over for the next older one.
-        restarted: these ranks go on for others that failed, so from the newest checkpoint, if they had written one.
+        job: of these ranks; where it was started before and chose a branch, they go on from the newest of that.
         """
-        wanted = self._settings.resume
-        found = everyone(self._look_around() if self.hosts.leads else ([], False))
-        for line in (line for lines, _ in found for line in lines):
+        for line in (
+            line for lines in everyone(self._look_around() if self.hosts.leads else []) for line in lines
+        ):
             self._say(line)
-        if restarted and (wanted == "never" or any(there for _, there in found)):
-            wanted = "auto"
+        job, choice = job or Job(), choice_across(self.hosts, self.output_dir)
+        wanted = store.asked(self._settings.resume, choice, job.name if job.again else "")
         bad: set[Path] = set()
         while (source := self._chosen(wanted, bad)) is not None:
             try:
-                self._restore(source)
+                manifest = self._restore(source)
             except DamagedCheckpointError as error:
                 bad.add(source.path)
                 self._say(f"{source.path} is not used. {error.what}")
             else:
+                self._begin(choice, source.path, manifest, job)
                 return source.path
+        self._begin(choice, None, None, job)
         return None
 
-    def _look_around(self) -> tuple[list[str], bool]:
-        """(what this host's directory has that is not used, and why; whether a checkpoint is there)."""
+    def _look_around(self) -> list[str]:
+        """What this host's directory has that is not used, and why."""
         store.bring_back(self.output_dir)
         alone = self.hosts.count == 1
-        lines = [
+        return [
             f"{path} {'' if alone else f'on {self.hosts.names[self.hosts.own]} '}is not used: {reason}."
             for path, reason in store.skipped(self.output_dir, whole=alone)
         ]
-        return lines, bool(store.complete_checkpoints(self.output_dir))
+
+    def _begin(
+        self, choice: Choice | None, path: Path | None, manifest: store.Manifest | None, job: Job
+    ) -> None:
+        """Stays on the branch that is followed, or begins one where the run goes on from something else than its newest."""
+        found = everyone(members_of(self.output_dir) if self.hosts.leads else [])
+        members = [member for own in found for member in own]
+        chosen = Member(path, manifest.update, manifest.lineage) if path and manifest else None
+        origin, line = from_rank(0, origin_text(self.output_dir, path)), line_of(choice, members)
+        own = origin is not None and (not os.path.isabs(origin) or (choice and choice.origin == origin))
+        if own and continued(line, chosen, members):
+            origin = choice.origin if choice else None
+        else:
+            known = [line, *(m.lineage for m in members), chosen.lineage if chosen else ()]
+            line = from_rank(0, branched(chosen, 1 + max(map(number_of, known)), secrets.token_hex(4)))
+        self._lineage = line
+        notes, problem = [], None
+        if self.hosts.leads:
+            try:
+                notes = begin(self.output_dir, Choice(line, origin, job.name), manifest)
+            except CheckpointError as error:
+                problem = error
+        told = everyone((notes, problem))
+        for _, problem in told:
+            if problem is not None:
+                raise problem
+        self.saver.tell([notes for notes, _ in told])
+        self._say_left(members, self._at.update)
+
+    def _say_left(self, members: Sequence[Member], update: int) -> None:
+        left = sorted(
+            {(m.update, m.path.name) for m in members if m.update > update and not follows(self._lineage, m)}
+        )
+        if left:
+            names = ", ".join(name for _, name in left)
+            self._say(
+                f"{names} in {self.output_dir} {'is' if len(left) == 1 else 'are'} not on the branch that this run follows "
+                f"from update {update}: checkpoint.resume auto passes over what was left."
+            )
 
     def _chosen(self, wanted: str, bad: set[Path]) -> Source | None:
         """What rank 0 finds, or all hosts together: ranks may see a shared directory at different moments."""
@@ -198,7 +281,7 @@ class Checkpoints:
             raise found
         return Directory(found) if found is not None else None
 
-    def _restore(self, source: Source) -> None:
+    def _restore(self, source: Source) -> store.Manifest:
         path, manifest, accepted = source.path, source.manifest(), self._settings.accept_changes
         if manifest.data_fingerprint != self._fingerprint and not accepts_other_data(accepted):
             raise CheckpointError(
@@ -225,3 +308,16 @@ class Checkpoints:
         if left:
             more = " ..." if len(left) > 5 else ""
             self._say(f"Not from {path.name} (checkpoint.partial): {', '.join(left[:5])}{more}.")
+        self._compare_eval_data(manifest)
+        return manifest
+
+    def _compare_eval_data(self, manifest: store.Manifest) -> None:
+        """An evaluation loss of other rows counts no longer. Checkpoints that do not say their rows are trusted."""
+        now, before = self._eval_data, manifest.eval_data
+        if now and before and now != before:
+            self._at.eval_loss = self._at.best = None
+            if manifest.best is not None:
+                self._say(
+                    "data.validation holds other rows than before: earlier evaluation losses count no longer."
+                )
+        self._eval_data = now or before
