@@ -41,7 +41,7 @@ class TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise _missing("tensorboard") from None
-        self._writer = SummaryWriter(str(output_dir / "tensorboard"), purge_step=first_update or None)
+        self._writer = SummaryWriter(str(output_dir / "tensorboard"), purge_step=first_update)
 
     def log(self, update: int, values: Values) -> None:
         for name, value in values.items():
@@ -110,9 +110,10 @@ class Record:
         aside = path.with_suffix(".new")
         aside.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
         shutil.move(aside, path)  # copies where a share cannot rename over a file
-        if len(kept) < len(lines):
+        if dropped := len(lines) - len(kept):
+            also = " Trackio keeps them and shows both attempts." if "trackio" in report_to else ""
             say(
-                f"{path}: {len(lines) - len(kept)} entries of an earlier attempt at update {first_update + 1} and later are dropped."
+                f"{path}: {dropped} entries of an earlier attempt, of update {first_update + 1} on, are dropped.{also}"
             )
         self._file = path.open("ab", buffering=0)
         self._say, self._pending, self._failing = say, b"", False
