@@ -82,10 +82,10 @@ def owned(
     what: the verb that works there; verbs do not keep each other out. patience: see `PATIENCE_SECONDS`. Raises
     `ConfigError` where another process works in the directory, and where nothing can be written there.
     """
-    path, made = lock_of(directory, what), not directory.exists()
+    path, this, made = lock_of(directory, what), Owner.this_process(what), not directory.exists()
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        descriptor = _claim(path, what, say, patience)
+        descriptor = _claim(path, this, say, patience)
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be written: {error.strerror}.",
@@ -101,7 +101,8 @@ def owned(
         ended.set()
         heart.join(timeout=BEAT_SECONDS)
         with suppress(OSError):
-            path.unlink(missing_ok=True)
+            if read_owner(path) == this:
+                path.unlink()
         os.close(descriptor)
         if made:
             with suppress(OSError):  # a run that was refused leaves nothing
@@ -120,9 +121,8 @@ def read_owner(path: Path) -> Owner | None:
         return None
 
 
-def _claim(path: Path, what: str, say: Callable[[str], None], patience: float) -> int:
-    """Makes this process the owner; returns the descriptor of the file, which stays open."""
-    this = Owner.this_process(what)
+def _claim(path: Path, this: Owner, say: Callable[[str], None], patience: float) -> int:
+    """Makes `this` the owner; returns the descriptor of the file, which stays open."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
