@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
@@ -13,8 +14,11 @@ from shardwright.checkpoint.lineage import (
     Choice,
     Lineage,
     Member,
+    branched,
+    continued,
     follows,
     line_of,
+    number_of,
     read_choice,
     write_choice,
 )
@@ -121,6 +125,26 @@ def refuse_earlier(output_dir: Path, names: Sequence[str]) -> None:
 
 def _reason(path: Path) -> str:
     return next(iter(problems_of(path) or verify(path)), "")
+
+
+def follow(
+    choice: Choice | None, members: Sequence[Member], chosen: Member | None, origin: str | None, job: str
+) -> Choice:
+    """What a run goes on with that goes on from `chosen`, or from nothing: the branch that is followed, or a new one.
+
+    choice: the one before. members: what the directory holds. origin: of `chosen`, see `Choice`. A new branch begins
+    where something newer of the branch is left behind, and where `chosen` lies in another directory.
+    """
+    line = line_of(choice, members)
+    before = choice.origin if choice is not None else None
+    if (
+        origin is not None
+        and (origin == before or not os.path.isabs(origin))
+        and continued(line, chosen, members)
+    ):
+        return Choice(line, before, job)
+    known = [line, *(m.lineage for m in members), chosen.lineage if chosen else ()]
+    return Choice(branched(chosen, 1 + max(map(number_of, known)), secrets.token_hex(4)), origin, job)
 
 
 def begin(output_dir: Path, choice: Choice, manifest: Manifest | None) -> list[str]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,20 +11,10 @@ import torch.distributed as dist
 
 from shardwright.checkpoint import store
 from shardwright.checkpoint.across import Across, choice_across, find_across
-from shardwright.checkpoint.choose import begin
+from shardwright.checkpoint.choose import begin, follow
 from shardwright.checkpoint.directory import members_of
 from shardwright.checkpoint.hosts import Hosts, everyone, find_hosts, from_rank
-from shardwright.checkpoint.lineage import (
-    Choice,
-    Lineage,
-    Member,
-    branched,
-    continued,
-    follows,
-    line_of,
-    number_of,
-    origin_text,
-)
+from shardwright.checkpoint.lineage import Choice, Lineage, Member, follows, origin_text
 from shardwright.checkpoint.parts import Value
 from shardwright.checkpoint.reader import Directory, Source
 from shardwright.checkpoint.restore import current_state, restore
@@ -34,7 +22,7 @@ from shardwright.checkpoint.settings import changes, refuse_unaccepted
 from shardwright.checkpoint.state import buffer_keys, check_buffers
 from shardwright.config.load import Loaded
 from shardwright.data.order import Cursor
-from shardwright.errors import CheckpointError, DamagedCheckpointError, SaveError
+from shardwright.errors import CheckpointError, DamagedCheckpointError, SaveError, ShardwrightError
 from shardwright.layout.placement import Job
 from shardwright.parallel.process_group import transfer_group
 from shardwright.train.update import Engine
@@ -199,13 +187,13 @@ class Checkpoints:
         With `auto`, one whose content turns out to be damaged is named and passed over for the next older one.
         job: of these ranks; where it was started before and chose a branch, they go on from the newest of that.
         """
-        for line in (
-            line for lines in everyone(self._look_around() if self.hosts.leads else []) for line in lines
-        ):
+        looked = everyone(self._look_around() if self.hosts.leads else [])
+        bad, named = set[Path](), {path.name for lines in looked for path, _ in lines}
+        for _, line in (line for lines in looked for line in lines):
             self._say(line)
         job, choice = job or Job(), choice_across(self.hosts, self.output_dir)
         wanted = store.asked(self._settings.resume, choice, job.name if job.again else "")
-        bad: set[Path] = set()
+        path = chosen = manifest = None
         while (source := self._chosen(wanted, bad)) is not None:
             try:
                 manifest = self._restore(source)
@@ -213,39 +201,31 @@ class Checkpoints:
                 bad.add(source.path)
                 self._say(f"{source.path} is not used. {error.what}")
             else:
-                self._begin(choice, source.path, manifest, job)
-                return source.path
-        self._begin(choice, None, None, job)
-        return None
+                path, chosen = source.path, Member(source.path, manifest.update, manifest.lineage)
+                break
+        members = [
+            m for own in everyone(members_of(self.output_dir) if self.hosts.leads else []) for m in own
+        ]
+        followed = follow(choice, members, chosen, from_rank(0, origin_text(self.output_dir, path)), job.name)
+        self._begin(from_rank(0, followed), manifest)
+        self._say_left([m for m in members if m.path.name not in named | {p.name for p in bad}])
+        return path
 
-    def _look_around(self) -> list[str]:
-        """What this host's directory has that is not used, and why."""
+    def _look_around(self) -> list[tuple[Path, str]]:
+        """What this host's directory has that is not used, and a line about each."""
         store.bring_back(self.output_dir)
         alone = self.hosts.count == 1
-        return [
-            f"{path} {'' if alone else f'on {self.hosts.names[self.hosts.own]} '}is not used: {reason}."
-            for path, reason in store.skipped(self.output_dir, whole=alone)
-        ]
+        where = "" if alone else f"on {self.hosts.names[self.hosts.own]} "
+        found = store.skipped(self.output_dir, whole=alone)
+        return [(path, f"{path} {where}is not used: {reason}.") for path, reason in found]
 
-    def _begin(
-        self, choice: Choice | None, path: Path | None, manifest: store.Manifest | None, job: Job
-    ) -> None:
-        """Stays on the branch that is followed, or begins one where the run goes on from something else than its newest."""
-        found = everyone(members_of(self.output_dir) if self.hosts.leads else [])
-        members = [member for own in found for member in own]
-        chosen = Member(path, manifest.update, manifest.lineage) if path and manifest else None
-        origin, line = from_rank(0, origin_text(self.output_dir, path)), line_of(choice, members)
-        own = origin is not None and (not os.path.isabs(origin) or (choice and choice.origin == origin))
-        if own and continued(line, chosen, members):
-            origin = choice.origin if choice else None
-        else:
-            known = [line, *(m.lineage for m in members), chosen.lineage if chosen else ()]
-            line = from_rank(0, branched(chosen, 1 + max(map(number_of, known)), secrets.token_hex(4)))
-        self._lineage = line
+    def _begin(self, followed: Choice, manifest: store.Manifest | None) -> None:
+        """Goes on as `followed` says, from the checkpoint of `manifest` or from nothing."""
+        self._lineage = followed.lineage
         notes, problem = [], None
         if self.hosts.leads:
             try:
-                notes = begin(self.output_dir, Choice(line, origin, job.name), manifest)
+                notes = begin(self.output_dir, followed, manifest)
             except CheckpointError as error:
                 problem = error
         told = everyone((notes, problem))
@@ -253,17 +233,16 @@ class Checkpoints:
             if problem is not None:
                 raise problem
         self.saver.tell([notes for notes, _ in told])
-        self._say_left(members, self._at.update)
 
-    def _say_left(self, members: Sequence[Member], update: int) -> None:
-        left = sorted(
-            {(m.update, m.path.name) for m in members if m.update > update and not follows(self._lineage, m)}
-        )
+    def _say_left(self, members: Sequence[Member]) -> None:
+        """Names the checkpoints ahead that this run passes over."""
+        at = self._at.update
+        left = {(m.update, m.path.name) for m in members if m.update > at and not follows(self._lineage, m)}
         if left:
-            names = ", ".join(name for _, name in left)
+            names = ", ".join(name for _, name in sorted(left))
             self._say(
                 f"{names} in {self.output_dir} {'is' if len(left) == 1 else 'are'} not on the branch that this run follows "
-                f"from update {update}: checkpoint.resume auto passes over what was left."
+                f"from update {at}: checkpoint.resume auto passes over what was left."
             )
 
     def _chosen(self, wanted: str, bad: set[Path]) -> Source | None:
@@ -274,10 +253,10 @@ class Checkpoints:
         if dist.get_rank() == 0:
             try:
                 found = store.find(self.output_dir, wanted, bad)
-            except CheckpointError as error:
+            except ShardwrightError as error:
                 found = error
         found = from_rank(0, found)
-        if isinstance(found, CheckpointError):
+        if isinstance(found, ShardwrightError):
             raise found
         return Directory(found) if found is not None else None
 
