@@ -163,6 +163,23 @@ def test_no_sync_of_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert [path.name for path in complete_checkpoints(tmp_path)] == ["checkpoint-4"]
 
 
+def test_no_sync_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A share that cannot sync anything: said, once for files and once for directories; another error is an error."""
+
+    def refuse(number: int) -> Callable[[int], None]:
+        def fsync(descriptor: int) -> None:
+            raise OSError(number, os.strerror(number))
+
+        return fsync
+
+    monkeypatch.setattr(os, "fsync", refuse(errno.EINVAL))
+    path = written(tmp_path, 2, notes=(notes := []))
+    assert verify(path) == [] and "does not sync files" in notes[0] and len(set(notes)) == 2
+    monkeypatch.setattr(os, "fsync", refuse(errno.EIO))
+    with pytest.raises(OSError, match="Input/output error"):
+        written(tmp_path, 4)
+
+
 def test_a_sync_that_has_lost_something_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An input/output error is no missing feature: the checkpoint before stays, and no half one gets a name."""
     written(tmp_path, 2)

@@ -17,7 +17,7 @@ from shardwright.checkpoint.files import CONFIG, INDEX, MANIFEST, TENSORS, index
 from shardwright.checkpoint.keep import Retention, best_of, surplus
 from shardwright.checkpoint.lineage import Lineage, Member, follows
 from shardwright.checkpoint.manifest import Manifest, manifest_text, member_of, problems_of, read_manifest
-from shardwright.checkpoint.refused import discard, point, retire, sync_directories
+from shardwright.checkpoint.refused import discard, point, retire, sync_directories, sync_files
 from shardwright.errors import CheckpointError
 
 LATEST, BEST = "latest", "best"
@@ -32,7 +32,7 @@ def prepare(output_dir: Path, update: int) -> list[str]:
     """Makes the directory to write into; removes what earlier saves have left behind. Returns what was refused."""
     notes = sweep(output_dir)
     (aside_of(output_dir, update) / TENSORS).mkdir(parents=True)
-    return notes
+    return notes + sync_files(output_dir)
 
 
 def _named(replaced: Path) -> Path:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import errno
 import shutil
+import tempfile
 from itertools import count
 from pathlib import Path
 
-from shardwright.checkpoint.files import sync
+from shardwright.checkpoint.files import settle, sync
 
 _LOST = {errno.EIO, errno.ENOSPC, errno.EDQUOT}
 """What a sync reports when data is lost. Other errors say that the file system does not sync directories."""
@@ -30,6 +31,14 @@ def sync_directories(output_dir: Path, *directories: Path) -> list[str]:
             "checkpoint may be missing; the one before is used then."
         ]
     return []
+
+
+def sync_files(output_dir: Path) -> list[str]:
+    """Whether files written in `output_dir` can be waited for, tried with one."""
+    with tempfile.TemporaryFile(dir=output_dir) as file:
+        reason = settle(file.fileno())
+    text = f"{output_dir}: the file system does not sync files ({reason}). A power failure may damage the newest checkpoints."
+    return [text] if reason else []
 
 
 def point(link: Path, target: str) -> list[str]:
