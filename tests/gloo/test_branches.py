@@ -6,18 +6,23 @@ import errno
 import os
 import shutil
 import stat
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from tests.gloo import test_own_disks as own_disks
+from tests.gloo.engine import ODD, run_file
 from tests.gloo.ranks import run_ranks
 from tests.gloo.saved_runs import make_trainer, names, raised, train
 from tests.gloo.test_checkpoint import Flag, _differences, _message_of, _metrics, _shared, _whole
 
 from shardwright.checkpoint import saver, store
-from shardwright.layout.placement import Job
+from shardwright.config.load import Loaded
+from shardwright.launch.lock import lock_of
+from shardwright.layout.placement import Job, Placement
+from shardwright.train import worker
 from shardwright.train.loop import Trainer
 
 pytestmark = [pytest.mark.gloo, pytest.mark.slow]
@@ -193,6 +198,25 @@ def _two_disks(directory: Path) -> dict[str, Any]:
     return found | {"came back": _state(back, screen)}
 
 
+def _held(directory: Path) -> dict[str, Any]:
+    """Ranks that no launcher of ours has started: rank 0 holds the directory, or each rank that of its host."""
+    found = {}
+    for storage, local, disks in (("shared", dist.get_rank(), "aa"), ("per_host", 0, "ab")):
+        place = Placement(dist.get_rank(), local, 2, 2 if storage == "shared" else 1, 1, "torchrun")
+        disk = directory / f"held {storage}" / disks[dist.get_rank()]
+        loaded = run_file(ODD, checkpoint__output_dir=str(disk), checkpoint__storage=storage)
+        with worker._own_directory(loaded, place):
+            inside = [lock_of(disk, "train").exists(), _message_of(partial(_enter, loaded, place))]
+        dist.barrier()
+        found[storage] = [*inside, disk.exists()]
+    return found
+
+
+def _enter(loaded: Loaded, place: Placement) -> None:
+    with worker._own_directory(loaded, place):
+        raise AssertionError("both have it")
+
+
 def _all(directory: Path) -> dict[str, Any]:
     warn = {"checkpoint__on_save_error": "warn"}
     return {
@@ -206,6 +230,7 @@ def _all(directory: Path) -> dict[str, Any]:
         "before": _unsaved(directory / "before", 4),
         "reached": _reached(directory),
         "disks": _two_disks(directory),
+        "held": _held(directory),
     }
 
 
@@ -308,3 +333,11 @@ def test_branches_on_own_disks(facts: list[dict[str, Any]]) -> None:
         assert [found[name]["at"] for name in ("stopped", "again", "named", "came back")] == [3, 3, 3, 3]
         assert found["again"]["branches"] == found["came back"]["branches"] == [1, 2]
         assert found["came back"]["latest"] == ("checkpoint-3" if rank is facts[0] else "checkpoint-2")
+
+
+def test_ranks_without_our_launcher_hold_the_directory(facts: list[dict[str, Any]]) -> None:
+    """A second job is refused on all its ranks alike, in a shared directory and on own disks; nothing is left."""
+    for rank in facts:
+        for storage in ("shared", "per_host"):
+            there, message, after = rank["held"][storage]
+            assert there and "is in use by `train`" in message and not after, (storage, message)
