@@ -100,10 +100,13 @@ def _refusing(directory: Path, **options: Any) -> dict[str, Any]:
     code = train(trainer)
     dist.barrier()
     found = _state(trainer, screen) | {"code": code, "verified": store.verify(directory / "checkpoint-6")}
+    again, screen = make_trainer(directory, **options)
+    found["again"] = (train(again), screen.getvalue().count("Device or resource busy"), names(directory))
     os.unlink, os.symlink, os.fsync = kept
     dist.barrier()
     trainer.checkpoints.refuse_unsaved()
-    trainer.save()
+    train(make_trainer(directory, **options)[0])
+    dist.barrier()
     return found | {"freed": names(directory)}
 
 
@@ -299,7 +302,10 @@ def test_what_a_share_refuses_ends_no_save(how: str, facts: list[dict[str, Any]]
         found = rank["refusing"][how]
         assert found["code"] == 0 and found["at"] == 6 and found["verified"] == []
         assert found["names"] == [".checkpoint-0.removed", "checkpoint-6"]
-        assert found["freed"] == ["checkpoint-6"]
+        assert found["again"] == (0, int(rank is facts[0]), found["names"]), (
+            "a start without a save says it too"
+        )
+        assert found["freed"] == ["checkpoint-6"], "and removes what is free"
     screen = facts[0]["refusing"][how]["screen"]
     for said in ("Device or resource busy", "cannot be made a link", "does not sync directories"):
         assert screen.count(said) == 1, said

@@ -7,7 +7,14 @@ import secrets
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
-from shardwright.checkpoint.directory import BEST, LATEST, complete_checkpoints, members_of, point_best
+from shardwright.checkpoint.directory import (
+    BEST,
+    LATEST,
+    complete_checkpoints,
+    finish_removals,
+    members_of,
+    point_best,
+)
 from shardwright.checkpoint.files import MANIFEST
 from shardwright.checkpoint.lineage import (
     LINEAGE,
@@ -150,7 +157,8 @@ def follow(
 def begin(output_dir: Path, choice: Choice, manifest: Manifest | None) -> list[str]:
     """Notes that training goes on as `choice` says, from the checkpoint of `manifest`, and turns the links to that branch.
 
-    Returns what was refused. Raises `CheckpointError` where the choice cannot be noted.
+    What earlier saves could not remove is tried again. Returns what was refused. Raises `CheckpointError` where the choice
+    cannot be noted.
     """
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
@@ -163,7 +171,8 @@ def begin(output_dir: Path, choice: Choice, manifest: Manifest | None) -> list[s
             "Free the disk or mend it, or set another checkpoint.output_dir.",
         ) from None
     line = [m.path for m in on_line(choice.lineage, members_of(output_dir))]
-    notes = point(output_dir / LATEST, line[0].name) if line else []
+    notes = finish_removals(output_dir)
+    notes += point(output_dir / LATEST, line[0].name) if line else []
     if manifest is not None and (output_dir / BEST).is_symlink():
         notes += point_best(output_dir, line, manifest)
     followed = {path.resolve() for path in line}

@@ -49,11 +49,16 @@ def bring_back(output_dir: Path) -> None:
 def sweep(output_dir: Path) -> list[str]:
     """Removes incomplete and half-removed checkpoints; returns what was refused."""
     bring_back(output_dir)
-    notes = [note for left in sorted(output_dir.glob(".checkpoint-*.removed")) for note in discard(left)]
+    notes = finish_removals(output_dir)
     for kind in ("incomplete", "replaced"):
         for left in sorted(output_dir.glob(f".checkpoint-*.{kind}")):
             notes += retire(left)
     return notes
+
+
+def finish_removals(output_dir: Path) -> list[str]:
+    """Removes what is left of checkpoints that have lost their names; returns what is refused again."""
+    return [note for left in sorted(output_dir.glob(".checkpoint-*.removed")) for note in discard(left)]
 
 
 def complete(
