@@ -29,16 +29,20 @@ def written(
     tensors: dict[str, Tensor] = TENSORS_OF,
     numbers: dict[str, int | float] | None = None,
     retention: Retention | None = None,
+    notes: list[str] | None = None,
     **manifest: Any,
 ) -> Path:
-    """A complete checkpoint that one rank would have written."""
-    directory.prepare(output_dir, update)
+    """A complete checkpoint that one rank would have written. notes: takes what the save says."""
+    said_before = directory.prepare(output_dir, update)
     place = directory.aside_of(output_dir, update) / TENSORS / "rank-00000.safetensors"
     record = write_parts(place, [(held, tensors[held.key]) for held in file_order(held_parts(tensors))])
     said = directory.Manifest(update, 10 * update, "rows", "", 1, "zero3 1 rank", "", **manifest)
-    return directory.complete(
+    after = directory.complete(
         output_dir, [record], numbers or {}, said, "model: {}\n", retention or Retention()
     )
+    if notes is not None:
+        notes += [*said_before, *after]
+    return directory.checkpoint_of(output_dir, update)
 
 
 def flip(path: Path, at: int) -> None:

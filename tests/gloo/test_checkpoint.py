@@ -51,6 +51,7 @@ class Data:
     engine: Any
     order: Order = field(default_factory=Order)
     fingerprint: str = "rows"
+    eval_fingerprint: str = ""
 
     @property
     def validation(self) -> list[Any]:

@@ -19,6 +19,7 @@ from tests.gloo.ranks import run_ranks
 
 from shardwright.errors import SpikeError
 from shardwright.launch import Pulse
+from shardwright.layout.placement import Job
 from shardwright.train.anomaly import LEAST
 from shardwright.train.loop import Trainer
 
@@ -40,6 +41,7 @@ class Data:
     before: Any = None
     order: Any = Order()  # noqa: RUF009
     fingerprint: str = "rows"
+    eval_fingerprint: str = ""
     validation: Any = None
 
     def seek(self, update: int, cursor: Any, trusted: bool = False) -> None:
@@ -75,11 +77,11 @@ def _for_others(directory: Path) -> list[Any]:
     """A start after a failure goes on from the newest checkpoint, whatever the run file said of the first start."""
     constant = {"training__lr_scheduler_type": "constant"}
     made, _ = trainer(directory / "others", 2, checkpoint__resume="never", **constant)
-    made.train(Flag())  # type: ignore[arg-type]
+    made.train(Flag(), Job("job"))  # type: ignore[arg-type]
     again, _ = trainer(directory / "others", 4, checkpoint__resume="never", **constant)
-    path = again.resume(restarted=True)
+    path = again.resume(Job("job", again=True))
     fresh, _ = trainer(directory / "fresh", 2, checkpoint__resume="never")
-    return [path and path.name, again.at.update, fresh.resume(restarted=True)]
+    return [path and path.name, again.at.update, fresh.resume(Job("job", again=True))]
 
 
 def _spike(directory: Path) -> list[Any]:

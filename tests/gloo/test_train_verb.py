@@ -16,6 +16,7 @@ import pytest
 from tests.started import LIMIT, ROOT, environment
 
 from shardwright.cli import main
+from shardwright.launch import owned
 
 pytestmark = pytest.mark.gloo
 UPDATES = 8
@@ -134,6 +135,27 @@ def test_bad_input_is_refused_before_any_process_starts(
     assert re.search(message, errors), errors
     assert "Traceback" not in errors
     assert not (tmp_path / "run").exists()
+
+
+def test_a_second_run_in_a_directory_is_refused_before_any_process_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 2, and who works there; what the first has is left alone. `--print-config` asks for nothing there."""
+
+    def refuse(*arguments: object, **settings: object) -> None:
+        raise AssertionError(f"a process was started: {arguments}")
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    with owned(tmp_path / "run", "train", print):
+        for options, code in (([], 2), (["--print-config"], 0)):
+            monkeypatch.setattr(sys, "argv", ["shardwright", *command(tmp_path / "run", *options)[2:]])
+            with pytest.raises(SystemExit) as end:
+                main()
+            assert end.value.code == code
+        _, errors = capfd.readouterr()
+        assert f"run is in use by `train`, process {os.getpid()} on " in errors
+        assert [path.name for path in (tmp_path / "run").iterdir()] == ["train.lock"]
 
 
 def test_bad_input_ends_the_command_with_2(tmp_path: Path) -> None:

@@ -16,10 +16,12 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.checkpoint.directory import complete_checkpoints, refuse_earlier, update_of
+from shardwright.checkpoint.choose import named, refuse_earlier
+from shardwright.checkpoint.directory import complete_checkpoints, update_of
 from shardwright.checkpoint.exchange import Span, Transfer, exchange
-from shardwright.checkpoint.files import TENSORS, Index, check_piece, read_span
+from shardwright.checkpoint.files import MANIFEST, TENSORS, Index, check_piece, read_span
 from shardwright.checkpoint.hosts import Hosts, everyone, from_rank
+from shardwright.checkpoint.lineage import Choice, Member, follows, line_of, number_of, read_choice
 from shardwright.checkpoint.manifest import (
     Manifest,
     Share,
@@ -152,52 +154,77 @@ class Across:
         return list({transfer.tag: (transfer, text) for transfer, text in reversed(problems)}.values())
 
 
-def find_across(hosts: Hosts, output_dir: Path, resume: str, bad: Collection[Path] = ()) -> Across | None:
-    """The checkpoint that `checkpoint.resume` means, as `directory.find`, among what all hosts have together; collective.
+def choice_across(hosts: Hosts, output_dir: Path) -> Choice | None:
+    """What was chosen last, by the disks of all hosts: one that was away may say what was chosen before. Collective."""
+    found = everyone(read_choice(output_dir) if hosts.leads else None)
+    return max((c for c in found if c is not None), key=lambda c: number_of(c.lineage), default=None)
 
-    `auto` is the newest of which no file is lost. Raises the same errors on all ranks.
+
+def find_across(hosts: Hosts, output_dir: Path, resume: str, bad: Collection[Path] = ()) -> Across | None:
+    """The checkpoint that `checkpoint.resume` means, as `choose.find`, among what all hosts have together; collective.
+
+    `auto` is the newest on the branch chosen last of which no file is lost. Raises the same errors on all ranks.
     """
-    named = resume not in ("auto", "never")
-    parent = Path(resume).parent if named else output_dir
-    listed = everyone(_listing(parent) if hosts.leads else {})
-    by_name: dict[str, dict[int, Share | str]] = {}
-    for rank, part in enumerate(listed):
-        for name, share in part.items():
-            by_name.setdefault(name, {})[hosts.of_rank[rank]] = share
-    names = [Path(resume).name] if named else sorted(by_name, key=lambda name: -update_of(Path(name)))
+    choice = choice_across(hosts, output_dir)
+    chosen = resume not in ("auto", "never")
+    parent = Path(resume).parent if chosen else output_dir
+    keys = [from_rank(0, named(resume).name)] if chosen else _keys(hosts, output_dir, choice)
     if resume == "never":
-        refuse_earlier(output_dir, names[::-1])
+        refuse_earlier(output_dir, [key for key in reversed(keys) if not os.path.isabs(key)])
         return None
+    listed = everyone(_listing(parent, keys) if hosts.leads else {})
+    by_key: dict[str, dict[int, Share | str]] = {key: {} for key in keys}
+    for rank, part in enumerate(listed):
+        for key, share in part.items():
+            by_key[key][hosts.of_rank[rank]] = share
+    versions = [(key, shares) for key in keys for shares in _versions(by_key[key])]
+    if not chosen:
+        members = [_member(key, shares) for key, shares in versions]
+        line = line_of(choice, members)
+        kept = [(m.update, version) for m, version in zip(members, versions) if follows(line, m)]
+        versions = [version for _, version in sorted(kept, key=lambda pair: -pair[0])]
     reasons: list[str] = []
-    for name in names:
-        for shares in _versions(by_name.get(name, {})):
-            holders, lost = _holders(shares)
-            if parent / name in bad:
-                continue
-            if not lost:
-                return Across(parent / name, hosts, shares.keys(), holders, reasons)
-            reasons.append(f"{parent / name} is not used: {lost}")
-        for host, text in by_name.get(name, {}).items():
-            if isinstance(text, str):
-                reasons.append(f"On {hosts.names[host]}, {text}")
-    if named or names:
+    for key, shares in versions:
+        holders, lost = _holders(shares)
+        if parent / key in bad:
+            continue
+        if not lost:
+            return Across(parent / key, hosts, shares.keys(), holders, reasons)
+        reasons.append(f"{parent / key} is not used: {lost}")
+    unread = [(host, text) for key in keys for host, text in by_key[key].items() if isinstance(text, str)]
+    reasons += [f"On {hosts.names[host]}, {text}" for host, text in unread]
+    if keys:
+        branch = " and on the branch that was chosen last" if choice is not None and not chosen else ""
         raise CheckpointError(
-            f"No checkpoint of {', '.join(str(parent / name) for name in names[:3])} is whole on the {hosts.count} hosts "
-            f"that are here. {' '.join(reasons) or 'It is not there.'}",
+            f"No checkpoint of {', '.join(str(parent / key) for key in keys[:3])} is whole on the {hosts.count} hosts "
+            f"that are here{branch}. {' '.join(reasons) or 'It is not there.'}",
             "The run would start from nothing.",
             "Bring back the disk of a host that is named, or set another checkpoint.output_dir.",
         )
     return None
 
 
-def _listing(parent: Path) -> dict[str, Any]:
-    """What one host has: name -> its share, or what is wrong with the manifest."""
+def _keys(hosts: Hosts, output_dir: Path, choice: Choice | None) -> list[str]:
+    """Checkpoints that any host has, newest first: names in `output_dir`, and the path of the one the branch began from."""
+    listed = everyone([path.name for path in complete_checkpoints(output_dir)] if hosts.leads else [])
+    found = sorted({name for names in listed for name in names}, key=lambda name: -update_of(Path(name)))
+    elsewhere = choice is not None and choice.origin is not None and os.path.isabs(choice.origin)
+    return [*found, choice.origin] if choice and choice.origin and elsewhere else found
+
+
+def _member(key: str, shares: Shares) -> Member:
+    return replace(next(iter(shares.values())).member, path=Path(key))
+
+
+def _listing(parent: Path, keys: Sequence[str]) -> dict[str, Any]:
+    """What one host has: checkpoint -> its share, or what is wrong with the manifest."""
     found: dict[str, Any] = {}
-    for path in complete_checkpoints(parent):
-        try:
-            found[path.name] = share_of(path)
-        except CheckpointError as error:
-            found[path.name] = str(error)
+    for key in keys:
+        if (parent / key / MANIFEST).is_file():
+            try:
+                found[key] = share_of(parent / key)
+            except CheckpointError as error:
+                found[key] = str(error)
     return found
 
 

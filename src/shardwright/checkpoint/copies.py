@@ -19,6 +19,7 @@ from shardwright.checkpoint.files import (
     index_text,
     parse_index,
     read_span,
+    settle,
     write_span,
 )
 from shardwright.checkpoint.hosts import Hosts
@@ -79,7 +80,7 @@ def send_copies(hosts: Hosts, records: Sequence[dict[str, Any]], directory: Path
             descriptor = place(span.file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             write_span(descriptor, span.begin, byte_view(data))
             if span == transfer.spans[-1]:
-                os.fsync(descriptor)
+                settle(descriptor)
 
         problems = exchange(hosts.group, transfers, read, take)
     if problems:

@@ -9,16 +9,16 @@ this but for the tensor files, of which it has those of its ranks and of the hos
 from __future__ import annotations
 
 import re
-import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardwright.checkpoint.files import CONFIG, INDEX, MANIFEST, TENSORS, index_text, sync, write_text
-from shardwright.checkpoint.keep import Retention, remove_old, replace_link
-from shardwright.checkpoint.manifest import Manifest, manifest_text, problems_of, read_manifest, verify
-from shardwright.errors import CheckpointError, ConfigError, DamagedCheckpointError, did_you_mean
+from shardwright.checkpoint.files import CONFIG, INDEX, MANIFEST, TENSORS, index_text, write_text
+from shardwright.checkpoint.keep import Retention, best_of, surplus
+from shardwright.checkpoint.lineage import Lineage, Member, follows
+from shardwright.checkpoint.manifest import Manifest, manifest_text, member_of, problems_of, read_manifest
+from shardwright.checkpoint.refused import discard, point, retire, sync_directories, sync_files
+from shardwright.errors import CheckpointError
 
 LATEST, BEST = "latest", "best"
 
@@ -28,26 +28,37 @@ def aside_of(output_dir: Path, update: int) -> Path:
     return output_dir / f".checkpoint-{update}.incomplete"
 
 
-def prepare(output_dir: Path, update: int) -> None:
-    """Makes the directory to write into; removes what earlier saves have left behind."""
-    sweep(output_dir)
+def prepare(output_dir: Path, update: int) -> list[str]:
+    """Makes the directory to write into; removes what earlier saves have left behind. Returns what was refused."""
+    notes = sweep(output_dir)
     (aside_of(output_dir, update) / TENSORS).mkdir(parents=True)
+    return notes + sync_files(output_dir)
+
+
+def _named(replaced: Path) -> Path:
+    return replaced.with_name(replaced.name.removeprefix(".").removesuffix(".replaced"))
 
 
 def bring_back(output_dir: Path) -> None:
     """Gives a checkpoint its name back that was about to be replaced by one of the same update when the run ended."""
     for replaced in output_dir.glob(".checkpoint-*.replaced"):
-        final = output_dir / replaced.name.removeprefix(".").removesuffix(".replaced")
-        if not final.exists():
-            replaced.rename(final)
+        if not _named(replaced).exists():
+            replaced.rename(_named(replaced))
 
 
-def sweep(output_dir: Path) -> None:
-    """Removes incomplete and half-removed checkpoints."""
+def sweep(output_dir: Path) -> list[str]:
+    """Removes incomplete and half-removed checkpoints; returns what was refused."""
     bring_back(output_dir)
-    for kind in ("incomplete", "removed", "replaced"):
-        for left in output_dir.glob(f".checkpoint-*.{kind}"):
-            shutil.rmtree(left)
+    notes = finish_removals(output_dir)
+    for kind in ("incomplete", "replaced"):
+        for left in sorted(output_dir.glob(f".checkpoint-*.{kind}")):
+            notes += retire(left)
+    return notes
+
+
+def finish_removals(output_dir: Path) -> list[str]:
+    """Removes what is left of checkpoints that have lost their names; returns what is refused again."""
+    return [note for left in sorted(output_dir.glob(".checkpoint-*.removed")) for note in discard(left)]
 
 
 def complete(
@@ -57,15 +68,13 @@ def complete(
     manifest: Manifest,
     run_yaml: str,
     retention: Retention,
-) -> Path:
+) -> list[str]:
     """Turns the directory that all ranks have written into a checkpoint: `seal`, `publish`, `retain`.
 
-    One rank does it, when the files of all are on the disk.
+    One rank does it, when the files of all are on the disk. Returns what a person should know.
     """
     seal(output_dir, records, numbers, manifest, run_yaml)
-    final = publish(output_dir, manifest.update)
-    retain(output_dir, manifest.update, retention)
-    return final
+    return publish(output_dir, manifest) + retain(output_dir, manifest, retention)
 
 
 def seal(
@@ -89,39 +98,75 @@ def seal(
     write_text(aside / MANIFEST, manifest_text(manifest, files))
 
 
-def publish(output_dir: Path, update: int) -> Path:
-    """Gives a sealed checkpoint its name, and points `latest` to it."""
-    aside, final = aside_of(output_dir, update), output_dir / f"checkpoint-{update}"
-    for directory in (aside / TENSORS, aside):
-        sync(directory)
+def publish(output_dir: Path, manifest: Manifest) -> list[str]:
+    """Gives a sealed checkpoint its name, and points `latest` to it; returns what a person should know.
+
+    What follows the name never fails, but where the disk has lost the name.
+    """
+    aside, final = aside_of(output_dir, manifest.update), checkpoint_of(output_dir, manifest.update)
+    notes = sync_directories(output_dir, aside / TENSORS, aside)
     replaced = output_dir / f".{final.name}.replaced"
     if final.exists():
+        if not _on_line(manifest.lineage, final):
+            notes.append(f"{final} of a branch that was left is replaced.")
         final.rename(replaced)
     aside.rename(final)
-    with _already(final):
-        sync(output_dir)
-        shutil.rmtree(replaced, ignore_errors=True)
-        replace_link(output_dir / LATEST, final.name)
-    return final
-
-
-def retain(output_dir: Path, update: int, retention: Retention) -> None:
-    """Removes what `retention` does not keep, now that the checkpoint of `update` is there."""
-    with _already(output_dir / f"checkpoint-{update}"):
-        losses = {}
-        for path in complete_checkpoints(output_dir) if retention.best else []:
-            if not problems_of(path, whole=False) and (loss := read_manifest(path).eval_loss) is not None:
-                losses[update_of(path)] = loss
-        remove_old(output_dir, complete_checkpoints(output_dir), update, losses, retention)
-        sync(output_dir)
-
-
-@contextmanager
-def _already(final: Path) -> Iterator[None]:
     try:
-        yield
+        notes += sync_directories(output_dir, output_dir)
     except OSError as error:
         raise OSError(f"{final} is complete, but what follows it failed: {error}") from error
+    if replaced.exists():
+        notes += retire(replaced)
+    return notes + point(output_dir / LATEST, final.name)
+
+
+def _on_line(line: Lineage, path: Path) -> bool:
+    try:
+        return follows(line, member_of(path))
+    except CheckpointError:
+        return False
+
+
+def retain(output_dir: Path, manifest: Manifest, retention: Retention) -> list[str]:
+    """Removes what `retention` does not keep, now that the checkpoint of `manifest` is there; points `best` to the best.
+
+    Checkpoints off the line of `manifest` do not count, and go as soon as the line has reached their update. Returns what a
+    person should know; nothing here ends a save.
+    """
+    try:
+        there = complete_checkpoints(output_dir)
+        line = [path for path in there if _on_line(manifest.lineage, path)]
+        notes = point_best(output_dir, line, manifest) if retention.best else []
+        by_update = {update_of(path): path for path in line}
+        losses = _losses(line, manifest) if retention.best else {}
+        for update in surplus(list(by_update), manifest.update, losses, retention):
+            notes += retire(by_update[update])
+        if retention.newest is not None:
+            for path in there:
+                if path not in line and update_of(path) < manifest.update:
+                    off = f"{path} is removed: it is not on the branch that the run follows (checkpoint.save_total_limit)."
+                    notes += retire(path) or [off]
+        return notes + sync_directories(output_dir, output_dir)
+    except OSError as error:
+        return [f"Older checkpoints in {output_dir} were not looked through: {error}. The next save does it."]
+
+
+def _losses(line: Sequence[Path], manifest: Manifest) -> dict[int, float]:
+    """Update -> evaluation loss of the good checkpoints that were evaluated on the same rows as `manifest`."""
+    good = [read_manifest(path) for path in line if not problems_of(path, whole=False)]
+    return {
+        m.update: m.eval_loss for m in good if m.eval_loss is not None and m.eval_data == manifest.eval_data
+    }
+
+
+def point_best(output_dir: Path, line: Sequence[Path], manifest: Manifest) -> list[str]:
+    """Points `best` to the checkpoint of `line` with the lowest evaluation loss up to `manifest`, if there is one."""
+    best = best_of(_losses(line, manifest), manifest.update)
+    return [] if best is None else point(output_dir / BEST, checkpoint_of(output_dir, best).name)
+
+
+def checkpoint_of(output_dir: Path, update: int) -> Path:
+    return output_dir / f"checkpoint-{update}"
 
 
 def update_of(path: Path) -> int:
@@ -152,48 +197,12 @@ def skipped(output_dir: Path, whole: bool = True) -> list[tuple[Path, str]]:
     return found
 
 
-def find(output_dir: Path, resume: str, bad: Collection[Path] = ()) -> Path | None:
-    """The checkpoint that `checkpoint.resume` means: `auto`, `never` or a directory.
-
-    `auto` is the newest whose names and sizes are right, and that is not in `bad`. Raises `ConfigError` for `never`
-    where an earlier run has left checkpoints: theirs and the new ones would be taken for one run's. Raises
-    `CheckpointError` where checkpoints are there and none of them is good.
-    """
-    there = complete_checkpoints(output_dir)
-    if resume == "never":
-        refuse_earlier(output_dir, [p.name for p in there])
-        return None
-    if resume == "auto":
-        good = next((p for p in reversed(there) if p not in bad and not problems_of(p)), None)
-        if there and good is None:
-            raise CheckpointError(
-                f"{output_dir} holds {len(there)} checkpoint(s), and none of them is good. {_reason(there[-1])}",
-                "The run would start from nothing.",
-                "Restore one of them, or set another checkpoint.output_dir.",
-            )
-        return good
-    path = Path(resume)
-    if not (path / MANIFEST).is_file():
-        others = [str(p) for p in complete_checkpoints(path.parent)]
-        raise CheckpointError(
-            f"{path} holds no complete checkpoint.", f"It has no {MANIFEST}.", did_you_mean(str(path), others)
-        )
-    if path in bad or problems_of(path):
-        raise DamagedCheckpointError(
-            f"{path} is damaged. {_reason(path)}", "", "Name another with checkpoint.resume."
-        )
-    return path
-
-
-def refuse_earlier(output_dir: Path, names: Sequence[str]) -> None:
-    """Raises `ConfigError` where checkpoints of an earlier run are there that are not to be resumed."""
-    if names:
-        raise ConfigError(
-            f"checkpoint.resume is never, but {output_dir} holds {names[-1]} of an earlier run.",
-            "Checkpoints of two runs in one directory cannot be told apart.",
-            "Set another checkpoint.output_dir, or resume with checkpoint.resume auto.",
-        )
-
-
-def _reason(path: Path) -> str:
-    return next(iter(problems_of(path) or verify(path)), "")
+def members_of(output_dir: Path) -> list[Member]:
+    """The checkpoints of `output_dir` whose manifests can be read, oldest first."""
+    found = []
+    for path in complete_checkpoints(output_dir):
+        try:
+            found.append(member_of(path))
+        except CheckpointError:
+            continue  # `skipped` names it
+    return found

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -39,27 +37,3 @@ def best_of(losses: Mapping[int, float], newest: int) -> int | None:
     """The update up to `newest` with the lowest loss, the earliest of equals; None where none was evaluated."""
     known = {update: loss for update, loss in losses.items() if update <= newest}
     return min(known, key=lambda update: (known[update], update)) if known else None
-
-
-def remove_old(
-    output_dir: Path, there: Sequence[Path], newest: int, losses: Mapping[int, float], retention: Retention
-) -> None:
-    """Removes what `retention` does not keep, and points `best` to the best one.
-
-    A directory loses its name first, so that one that is half removed is never taken for a checkpoint.
-    """
-    by_update = {int(path.name.split("-")[1]): path for path in there}
-    if retention.best and (best := best_of(losses, newest)) is not None:
-        replace_link(output_dir / "best", by_update[best].name)
-    for update in surplus(list(by_update), newest, losses, retention):
-        path = by_update[update]
-        path = path.rename(output_dir / f".{path.name}.removed")
-        shutil.rmtree(path)
-
-
-def replace_link(link: Path, target: str) -> None:
-    """Points `link` to `target` at once: it is there before and after."""
-    aside = link.with_name(f".{link.name}.new")
-    aside.unlink(missing_ok=True)
-    aside.symlink_to(target)
-    aside.replace(link)

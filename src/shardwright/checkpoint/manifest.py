@@ -24,6 +24,7 @@ from shardwright.checkpoint.files import (
     read_checked,
     read_piece,
 )
+from shardwright.checkpoint.lineage import Lineage, Member, parse_lineage
 from shardwright.errors import CheckpointError
 
 FORMAT = 2
@@ -40,6 +41,7 @@ class Manifest:
     eval_loss: of these weights, where they were evaluated. best: (update, lowest evaluation loss so far).
     stream: where the next update begins in data that is read as a stream.
     hosts: names of those whose disks hold it together; empty where it lies in one directory.
+    lineage: the branches of the run that lead to it. eval_data: fingerprint of the rows that eval_loss and best are about.
     """
 
     update: int
@@ -53,6 +55,8 @@ class Manifest:
     best: tuple[int, float] | None = None
     stream: dict[str, Any] | None = None
     hosts: tuple[str, ...] = ()
+    lineage: Lineage = ()
+    eval_data: str = ""
     format: int = FORMAT
 
 
@@ -92,7 +96,17 @@ def read_manifest(path: Path) -> Manifest:
     values = _values(path)
     del values["files"]
     best, hosts = values.pop("best"), values.pop("hosts", ())
-    return Manifest(**values, best=tuple(best) if best else None, hosts=tuple(hosts))
+    lineage = _lineage(path, values.pop("lineage", ()))
+    return Manifest(**values, best=tuple(best) if best else None, hosts=tuple(hosts), lineage=lineage)
+
+
+def _lineage(path: Path, found: Any) -> Lineage:
+    try:
+        return parse_lineage(found)
+    except (KeyError, TypeError, ValueError):
+        raise CheckpointError(
+            f"{path / MANIFEST} has no lineage that this version reads: {found!r}."
+        ) from None
 
 
 def read_index(path: Path) -> Index:
@@ -119,10 +133,12 @@ def stored_keys(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
 class Share:
     """What one directory has of a checkpoint.
 
-    checksum: of the manifest, equal on hosts that wrote it together. held: files whose sizes are right. absent: the
-    others, with the names of the hosts that had them. wrong: what is not as it was written.
+    member: what its manifest says of its place in the run. checksum: of the manifest, equal on hosts that wrote it together.
+    held: files whose sizes are right. absent: the others, with the names of the hosts that had them. wrong: what is not as
+    it was written.
     """
 
+    member: Member
     checksum: str
     held: tuple[str, ...]
     absent: dict[str, tuple[str, ...]]
@@ -147,8 +163,16 @@ def share_of(path: Path) -> Share:
         else:
             absent[name] = hosts
             wrong.append(f"{path / name} has {size:,} bytes where {record['bytes']:,} were written.")
-    checksum = _checksum(values)
-    return Share(checksum, tuple(held), absent, tuple(wrong))
+    return Share(_member(path, values), _checksum(values), tuple(held), absent, tuple(wrong))
+
+
+def member_of(path: Path) -> Member:
+    """The place of the checkpoint at `path` in its run."""
+    return _member(path, _values(path))
+
+
+def _member(path: Path, values: Mapping[str, Any]) -> Member:
+    return Member(path, values["update"], _lineage(path, values.get("lineage", ())))
 
 
 def problems_of(path: Path, whole: bool = True) -> list[str]:

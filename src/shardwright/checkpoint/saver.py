@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -69,7 +69,8 @@ class Saver:
 
     hosts: which ranks share an `output_dir`; all by default. copies: how many other hosts keep a copy of each file.
     background: writing does not hold up training. busy: with a save still under way, wait for it or skip the new one.
-    on_complete: called with the directory of each checkpoint when it is complete.
+    on_complete: called with the directory of each checkpoint when it is complete. say: is told, once, each thing that a file
+    system refuses and that does not end a save.
     """
 
     def __init__(
@@ -82,11 +83,13 @@ class Saver:
         background: bool = False,
         busy: Literal["wait", "skip"] = "wait",
         on_complete: Callable[[Path], None] | None = None,
+        say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.output_dir, self._retention = output_dir, retention
-        self._background, self._busy, self._on_complete = background, busy, on_complete
+        self._background, self._busy, self._on_complete, self._say = background, busy, on_complete, say
         self._hosts, self._copies = hosts or Hosts.one(), copies
         self._save: _Save | None = None
+        self._said: set[str] = set()
         self._mine: list[Held] | None = None
         self._signature: list[Held] = []
         self._buffer = torch.empty(0, dtype=torch.uint8)
@@ -149,15 +152,27 @@ class Saver:
         What ranks hold is exchanged when it has changed on one of them.
         """
         leads = self._hosts.leads
-        problem = _attempt(lambda: directory.prepare(self.output_dir, update))[1] if leads else ""
+        notes, problem = _attempt(lambda: directory.prepare(self.output_dir, update)) if leads else ([], "")
         known = self._mine is not None and own == self._signature
-        found = everyone((problem, known, numbers))
-        _raise_any([text for text, _, _ in found])
-        if not all(known for _, known, _ in found):
+        found = everyone((problem, known, numbers, notes))
+        _raise_any([text for text, *_ in found])
+        self.tell([notes for *_, notes in found])
+        if not all(known for _, known, *_ in found):
             self._mine = writers(everyone(own))[dist.get_rank()]
             self._signature = own
         assert self._mine is not None
-        return self._mine, {k: v for _, _, part in reversed(found) for k, v in part.items()}
+        return self._mine, {k: v for _, _, part, _ in reversed(found) for k, v in part.items()}
+
+    def tell(self, notes: Sequence[Sequence[str] | None]) -> None:
+        """Says what ranks were refused that does not end a save, and has not been said. notes: of each rank."""
+        for rank, lines in enumerate(notes):
+            for line in lines or ():
+                where = (
+                    f"On {self._hosts.names[self._hosts.of_rank[rank]]}: " if self._hosts.count > 1 else ""
+                )
+                if where + line not in self._said:
+                    self._said.add(where + line)
+                    self._say(where + line)
 
     def _places(self, tensors: list[tuple[Held, Tensor]]) -> tuple[list[tuple[Held, Tensor]], list[Tensor]]:
         """(parts, tensors) of the staging buffer, one for each part."""
@@ -238,9 +253,11 @@ class Saver:
             _raise_any(problems)
         if save.records is None:
             save.records = hosts_of(self._hosts, self._copies, [record for record, _ in found])
+        else:
+            self.tell([notes for notes, _ in found])
         if not save.steps:
             self._save = None
-            path = self.output_dir / f"checkpoint-{save.update}"
+            path = directory.checkpoint_of(self.output_dir, save.update)
             if self._on_complete is not None:
                 self._on_complete(path)
             return path
@@ -265,8 +282,8 @@ class Saver:
             return copying
         works: dict[Step, Callable[[], Any]] = {
             "completing": lambda: directory.complete(place, *what, self._retention),
-            "publishing": lambda: directory.publish(place, save.update),
-            "retaining": lambda: directory.retain(place, save.update, self._retention),
+            "publishing": lambda: directory.publish(place, save.manifest),
+            "retaining": lambda: directory.retain(place, save.manifest, self._retention),
         }
         return works[step] if self._hosts.leads else None
 

@@ -6,11 +6,22 @@ See `directory` for what lies on the disk, `saver` for how it gets there, `reade
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
-from shardwright.checkpoint.directory import BEST, LATEST, bring_back, complete_checkpoints, find, skipped
+from shardwright.checkpoint.choose import asked, find
+from shardwright.checkpoint.directory import (
+    BEST,
+    LATEST,
+    bring_back,
+    complete_checkpoints,
+    members_of,
+    skipped,
+)
 from shardwright.checkpoint.files import CONFIG, INDEX, MANIFEST, TENSORS
+from shardwright.checkpoint.hosts import from_rank
 from shardwright.checkpoint.keep import Retention
+from shardwright.checkpoint.lineage import line_of, read_choice
 from shardwright.checkpoint.manifest import (
     Manifest,
     problems_of,
@@ -35,11 +46,13 @@ __all__ = [
     "Manifest",
     "Retention",
     "Saver",
+    "asked",
     "bring_back",
     "complete_checkpoints",
     "find",
     "load",
     "problems_of",
+    "read_choice",
     "read_config",
     "read_index",
     "read_manifest",
@@ -57,10 +70,12 @@ def save(
 ) -> Path:
     """Writes one checkpoint and returns its directory; collective. keep: how many of the newest stay, None for all.
 
-    Raises `SaveError` on all ranks when one could not write; nothing older is touched before this one is complete.
+    It is one of the branch that the directory follows. Raises `SaveError` on all ranks when one could not write; nothing
+    older is touched before this one is complete.
     """
     saver = Saver(output_dir, Retention(keep))
-    saver.save(state, manifest, run_yaml)
+    line = from_rank(0, line_of(read_choice(output_dir), members_of(output_dir)))
+    saver.save(state, replace(manifest, lineage=line), run_yaml)
     path = saver.finish()
     assert path is not None
     return path

@@ -279,7 +279,8 @@ class Checkpoint(Section):
         "wait", description="With async_save, when the one before is still being written"
     )
     resume: Literal["auto", "never"] | str = Field(
-        "auto", description="auto: the newest good one; or a checkpoint directory"
+        "auto",
+        description="auto: the newest good one of the branch chosen last; or a checkpoint directory, which begins a branch",
     )
     partial: list[str] = Field(
         [],

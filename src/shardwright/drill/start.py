@@ -9,24 +9,26 @@ import sys
 from pathlib import Path
 
 from shardwright.config.load import Loaded
-from shardwright.launch import run_workers
+from shardwright.launch import owned, run_workers
 
 
 def main() -> int:
     path, ranks, restarts = sys.argv[1:]
     run = Loaded.from_json(Path(path).read_text(encoding="utf-8")).run
-    return run_workers(
-        "shardwright.train.worker",
-        [path],
-        nproc_per_node=int(ranks),
-        log_dir=Path(run.checkpoint.output_dir) / "logs",
-        device=run.hardware.device,
-        threads=run.hardware.threads_per_rank,
-        max_restarts=int(restarts),
-        grace_seconds=run.hardware.grace_seconds,
-        hang_seconds=run.hardware.timeout_seconds,
-        hold_signals=True,
-    )
+    output_dir = Path(run.checkpoint.output_dir)
+    with owned(output_dir, "train", print):
+        return run_workers(
+            "shardwright.train.worker",
+            [path],
+            nproc_per_node=int(ranks),
+            log_dir=output_dir / "logs",
+            device=run.hardware.device,
+            threads=run.hardware.threads_per_rank,
+            max_restarts=int(restarts),
+            grace_seconds=run.hardware.grace_seconds,
+            hang_seconds=run.hardware.timeout_seconds,
+            hold_signals=True,
+        )
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from shardwright.drill.session import Session
 from shardwright.drill.soak import run_soak
 from shardwright.drill.table import show_reads, show_rows
 from shardwright.errors import ConfigError, ExitCode, did_you_mean
-from shardwright.launch import inside_a_launcher
+from shardwright.launch import inside_a_launcher, owned
 from shardwright.layout.legality import check_device, check_run
 from shardwright.measure import clock
 from shardwright.parallel.process_group import device_kind
@@ -70,7 +70,12 @@ def run_drill(loaded: Loaded, plan: Plan) -> int:
             "Call it without torchrun or srun.",
         )
     check_run(loaded, plan.ranks)
-    directory = Path(loaded.run.checkpoint.output_dir) / "drill"
+    output_dir = Path(loaded.run.checkpoint.output_dir)
+    with owned(output_dir, "drill", lambda text: _say(console, text)):
+        return _run(loaded, plan, output_dir / "drill", console)
+
+
+def _run(loaded: Loaded, plan: Plan, directory: Path, console: Console) -> int:
     shutil.rmtree(directory, ignore_errors=True)
     device = device_kind(loaded.run.hardware.device, plan.ranks)
     check_device(loaded.run, device)

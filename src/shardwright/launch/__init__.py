@@ -6,8 +6,9 @@ docs/decisions/0002-own-supervisor.md.
 """
 
 from shardwright.launch.hang import OwnWatch, listen_for_dumps
+from shardwright.launch.lock import owned
 from shardwright.launch.pulse import Pulse
-from shardwright.launch.rank import finish, inside_a_launcher, worker_main
+from shardwright.launch.rank import finish, inside_a_launcher, own_job, worker_main
 from shardwright.launch.start import run_workers
 
 __all__ = [
@@ -16,6 +17,8 @@ __all__ = [
     "finish",
     "inside_a_launcher",
     "listen_for_dumps",
+    "own_job",
+    "owned",
     "run_workers",
     "worker_main",
 ]

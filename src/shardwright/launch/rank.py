@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from shardwright.errors import ExitCode, ShardwrightError
-from shardwright.layout.placement import STARTED_HERE, started_by
+from shardwright.layout.placement import STARTED_HERE, Job, job_of, started_by
 from shardwright.measure import clock
 
 OUTCOME = "outcome.json"
@@ -30,6 +30,11 @@ _LOST_PEER = (
 def inside_a_launcher() -> bool:
     """Whether this process is already a rank (of torchrun, Slurm or `run_workers`) and must not spawn any."""
     return started_by(os.environ) != "single"
+
+
+def own_job() -> Job:
+    """The job that this process belongs to."""
+    return job_of(os.environ)
 
 
 def worker_main(function: Callable[[], int]) -> int:

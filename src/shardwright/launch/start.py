@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -15,11 +16,13 @@ from types import FrameType
 from shardwright.errors import ConfigError, ExitCode
 from shardwright.launch.watch import Rank, Watch
 from shardwright.layout.placement import (
+    JOB,
     MALLOC_MMAP,
     MALLOC_TRIM,
     RESTARTS,
     STARTED_HERE,
     STORE_FD,
+    job_of,
     share_of_cores,
 )
 
@@ -72,11 +75,11 @@ def run_workers(
     """
     if nproc_per_node < 1:
         raise ConfigError(f"nproc_per_node = {nproc_per_node} is not positive.")
-    counts = [nproc_per_node, *fewer]
+    counts, job = [nproc_per_node, *fewer], job_of(os.environ).name or f"launcher {secrets.token_hex(4)}"
     with _requests() as requests, _guard() as guard:
         for attempt in range(max_restarts + 1):
             environment = rank_environment(os.environ, counts[0], device, threads)
-            environment[RESTARTS] = str(attempt)
+            environment |= {RESTARTS: str(attempt), JOB: job}
             with _started(
                 module, arguments, counts[0], _new_directory(log_dir), environment, guard, hold_signals
             ) as ranks:

@@ -22,6 +22,8 @@ STORE_FD = "SHARDWRIGHT_STORE_FD"
 """Set by the launcher in rank 0: a listening socket for the store, opened by the parent so that no port can collide."""
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 """Set by torchrun and by our launcher: how often this job's ranks were started anew."""
+JOB = "SHARDWRIGHT_JOB"
+"""Set by the launcher in its ranks: the name of the job, the same at each start of them."""
 MALLOC_MMAP = "MALLOC_MMAP_THRESHOLD_"
 MALLOC_TRIM = "MALLOC_TRIM_THRESHOLD_"
 
@@ -47,6 +49,30 @@ class Placement:
     master_addr: str = ""
     master_port: int = 0
     restarts: int = 0
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a process belongs to. name: empty where nobody gives one. again: the job was started before, by a scheduler or
+    by its launcher."""
+
+    name: str = ""
+    again: bool = False
+
+
+def job_of(environment: Mapping[str, str]) -> Job:
+    """The job of a process: as our launcher names it, else Slurm, else torchrun."""
+    again = any(environment.get(count, "0") not in ("", "0") for count in (RESTARTS, "SLURM_RESTART_COUNT"))
+    run = environment.get("TORCHELASTIC_RUN_ID", "none")
+    names = (
+        environment.get(JOB, ""),
+        f"slurm {environment['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in environment else "",
+        f"torchrun {run}" if run != "none" else "",
+        f"torchrun {environment.get('MASTER_ADDR')}:{environment.get('MASTER_PORT')}"
+        if "LOCAL_RANK" in environment
+        else "",
+    )
+    return Job(next(filter(None, names), ""), again)
 
 
 def started_by(environment: Mapping[str, str]) -> StartedBy:

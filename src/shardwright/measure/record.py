@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import platform
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib import metadata
@@ -35,12 +36,12 @@ class Sink(Protocol):
 class TensorBoard:
     """Scalars in `output_dir/tensorboard`."""
 
-    def __init__(self, output_dir: Path) -> None:
+    def __init__(self, output_dir: Path, first_update: int) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise _missing("tensorboard") from None
-        self._writer = SummaryWriter(str(output_dir / "tensorboard"))
+        self._writer = SummaryWriter(str(output_dir / "tensorboard"), purge_step=first_update)
 
     def log(self, update: int, values: Values) -> None:
         for name, value in values.items():
@@ -54,7 +55,7 @@ class TensorBoard:
 class Trackio:
     """A trackio run named after the output directory."""
 
-    def __init__(self, output_dir: Path) -> None:
+    def __init__(self, output_dir: Path, first_update: int) -> None:
         try:
             import trackio
         except ImportError:
@@ -91,8 +92,8 @@ class Record:
     """The metrics of one run; made by rank 0 only.
 
     first_update: entries of earlier attempts at this update or later are dropped, so that a resumed run's file reads
-    like an uninterrupted one's. say: is told once when the file cannot be written (a full disk); entries are then kept
-    and written with a later one.
+    like an uninterrupted one's. say: is told how many; and once when the file cannot be written (a full disk): entries are
+    then kept and written with a later one.
     """
 
     def __init__(
@@ -104,16 +105,19 @@ class Record:
     ) -> None:
         output_dir.mkdir(parents=True, exist_ok=True)
         path = output_dir / METRICS
-        kept = []
-        if path.exists():
-            lines = path.read_text(encoding="utf-8").splitlines()
-            kept = [line for line in lines if _update_of(line) < first_update]
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        kept = [line for line in lines if _update_of(line) < first_update]
         aside = path.with_suffix(".new")
         aside.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-        aside.replace(path)
+        shutil.move(aside, path)  # copies where a share cannot rename over a file
+        if dropped := len(lines) - len(kept):
+            also = " Trackio keeps them and shows both attempts." if "trackio" in report_to else ""
+            say(
+                f"{path}: {dropped} entries of an earlier attempt, of update {first_update + 1} on, are dropped.{also}"
+            )
         self._file = path.open("ab", buffering=0)
         self._say, self._pending, self._failing = say, b"", False
-        self._sinks: list[Sink] = [SINKS[name](output_dir) for name in report_to]
+        self._sinks: list[Sink] = [SINKS[name](output_dir, first_update) for name in report_to]
 
     def log(self, update: int, values: Values) -> None:
         """Writes one entry; `update` counts from 0. Values that are not finite, which JSON cannot hold, become null."""

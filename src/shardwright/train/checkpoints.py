@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,11 @@ from typing import Any
 import torch.distributed as dist
 
 from shardwright.checkpoint import store
-from shardwright.checkpoint.across import Across, find_across
+from shardwright.checkpoint.across import Across, choice_across, find_across
+from shardwright.checkpoint.choose import begin, follow
+from shardwright.checkpoint.directory import members_of
 from shardwright.checkpoint.hosts import Hosts, everyone, find_hosts, from_rank
+from shardwright.checkpoint.lineage import Choice, Lineage, Member, follows, origin_text
 from shardwright.checkpoint.parts import Value
 from shardwright.checkpoint.reader import Directory, Source
 from shardwright.checkpoint.restore import current_state, restore
@@ -19,7 +22,8 @@ from shardwright.checkpoint.settings import changes, refuse_unaccepted
 from shardwright.checkpoint.state import buffer_keys, check_buffers
 from shardwright.config.load import Loaded
 from shardwright.data.order import Cursor
-from shardwright.errors import CheckpointError, DamagedCheckpointError, SaveError
+from shardwright.errors import CheckpointError, DamagedCheckpointError, SaveError, ShardwrightError
+from shardwright.layout.placement import Job
 from shardwright.parallel.process_group import transfer_group
 from shardwright.train.update import Engine
 
@@ -57,11 +61,21 @@ class Checkpoints:
     """Writes and reads the checkpoints of one run, of which `at` says how far it is. Collective."""
 
     def __init__(
-        self, loaded: Loaded, engine: Engine, fingerprint: str, at: Progression, say: Callable[[str], None]
+        self,
+        loaded: Loaded,
+        engine: Engine,
+        fingerprint: str,
+        at: Progression,
+        say: Callable[[str], None],
+        eval_data: str = "",
     ) -> None:
         self._loaded, self._engine, self._fingerprint, self._at, self._say = (
             loaded, engine, fingerprint, at, say,
         )  # fmt: skip
+        self._eval_data = eval_data
+        self._lineage: Lineage = ()
+        self.unsaved: SaveError | None = None
+        """Why the newest save has failed, where the run went on (`checkpoint.on_save_error` warn); None since one is good."""
         self._settings = c = loaded.run.checkpoint
         self.output_dir = Path(c.output_dir)
         self.hosts = self._hosts()
@@ -72,8 +86,13 @@ class Checkpoints:
             copies=c.copies,
             background=c.async_save,
             busy=c.async_when_busy,
-            on_complete=lambda path: say(f"Saved {path}."),
+            on_complete=self._complete,
+            say=say,
         )
+
+    def _complete(self, path: Path) -> None:
+        self.unsaved = None
+        self._say(f"Saved {path}.")
 
     def _hosts(self) -> Hosts:
         """Which ranks share a directory: all, unless each host has its own disk; then it is tried out and said."""
@@ -122,6 +141,8 @@ class Checkpoints:
             eval_loss=self._at.eval_loss,
             best=self._at.best,
             stream=self._at.stream,
+            lineage=self._lineage,
+            eval_data=self._eval_data,
         )
         volatile = buffer_keys(self._engine.module)
         if not self.saver.save(self.state(), manifest, self._loaded.to_yaml(), volatile):
@@ -146,42 +167,83 @@ class Checkpoints:
         except SaveError as error:
             if self._settings.on_save_error == "stop":
                 raise
+            self.unsaved = error
             self._say(f"{error.what} {error.why} The run goes on (checkpoint.on_save_error is warn).")
+
+    def refuse_unsaved(self) -> None:
+        """Raises `SaveError` where the last checkpoint of the run could not be written: a code of 0 would hide it."""
+        if self.unsaved is not None:
+            raise SaveError(
+                f"The run has ended without its last checkpoint. {self.unsaved.what}",
+                "A later start goes on from an older one.",
+                "Free the disk or mend it, and start again.",
+            )
 
     # Resuming
 
-    def resume(self, restarted: bool = False) -> Path | None:
+    def resume(self, job: Job | None = None) -> Path | None:
         """Restores the checkpoint that `checkpoint.resume` names, if there is one; returns its directory.
 
         With `auto`, one whose content turns out to be damaged is named and passed over for the next older one.
-        restarted: these ranks go on for others that failed, so from the newest checkpoint, if they had written one.
+        job: of these ranks; where it was started before and chose a branch, they go on from the newest of that.
         """
-        wanted = self._settings.resume
-        found = everyone(self._look_around() if self.hosts.leads else ([], False))
-        for line in (line for lines, _ in found for line in lines):
+        looked = everyone(self._look_around() if self.hosts.leads else [])
+        bad, named = set[Path](), {path.name for lines in looked for path, _ in lines}
+        for _, line in (line for lines in looked for line in lines):
             self._say(line)
-        if restarted and (wanted == "never" or any(there for _, there in found)):
-            wanted = "auto"
-        bad: set[Path] = set()
+        job, choice = job or Job(), choice_across(self.hosts, self.output_dir)
+        wanted = store.asked(self._settings.resume, choice, job.name if job.again else "")
+        path = chosen = manifest = None
         while (source := self._chosen(wanted, bad)) is not None:
             try:
-                self._restore(source)
+                manifest = self._restore(source)
             except DamagedCheckpointError as error:
                 bad.add(source.path)
                 self._say(f"{source.path} is not used. {error.what}")
             else:
-                return source.path
-        return None
+                path, chosen = source.path, Member(source.path, manifest.update, manifest.lineage)
+                break
+        members = [
+            m for own in everyone(members_of(self.output_dir) if self.hosts.leads else []) for m in own
+        ]
+        followed = follow(choice, members, chosen, from_rank(0, origin_text(self.output_dir, path)), job.name)
+        self._begin(from_rank(0, followed), manifest)
+        self._say_left([m for m in members if m.path.name not in named | {p.name for p in bad}])
+        return path
 
-    def _look_around(self) -> tuple[list[str], bool]:
-        """(what this host's directory has that is not used, and why; whether a checkpoint is there)."""
+    def _look_around(self) -> list[tuple[Path, str]]:
+        """What this host's directory has that is not used, and a line about each."""
         store.bring_back(self.output_dir)
         alone = self.hosts.count == 1
-        lines = [
-            f"{path} {'' if alone else f'on {self.hosts.names[self.hosts.own]} '}is not used: {reason}."
-            for path, reason in store.skipped(self.output_dir, whole=alone)
-        ]
-        return lines, bool(store.complete_checkpoints(self.output_dir))
+        where = "" if alone else f"on {self.hosts.names[self.hosts.own]} "
+        found = store.skipped(self.output_dir, whole=alone)
+        return [(path, f"{path} {where}is not used: {reason}.") for path, reason in found]
+
+    def _begin(self, followed: Choice, manifest: store.Manifest | None) -> None:
+        """Goes on as `followed` says, from the checkpoint of `manifest` or from nothing."""
+        self._lineage = followed.lineage
+        notes, problem = [], None
+        if self.hosts.leads:
+            try:
+                notes = begin(self.output_dir, followed, manifest)
+            except CheckpointError as error:
+                problem = error
+        told = everyone((notes, problem))
+        for _, problem in told:
+            if problem is not None:
+                raise problem
+        self.saver.tell([notes for notes, _ in told])
+
+    def _say_left(self, members: Sequence[Member]) -> None:
+        """Names the checkpoints ahead that this run passes over."""
+        at = self._at.update
+        left = {(m.update, m.path.name) for m in members if m.update > at and not follows(self._lineage, m)}
+        if left:
+            names = ", ".join(name for _, name in sorted(left))
+            self._say(
+                f"{names} in {self.output_dir} {'is' if len(left) == 1 else 'are'} not on the branch that this run follows "
+                f"from update {at}: checkpoint.resume auto passes over what was left."
+            )
 
     def _chosen(self, wanted: str, bad: set[Path]) -> Source | None:
         """What rank 0 finds, or all hosts together: ranks may see a shared directory at different moments."""
@@ -191,14 +253,14 @@ class Checkpoints:
         if dist.get_rank() == 0:
             try:
                 found = store.find(self.output_dir, wanted, bad)
-            except CheckpointError as error:
+            except ShardwrightError as error:
                 found = error
         found = from_rank(0, found)
-        if isinstance(found, CheckpointError):
+        if isinstance(found, ShardwrightError):
             raise found
         return Directory(found) if found is not None else None
 
-    def _restore(self, source: Source) -> None:
+    def _restore(self, source: Source) -> store.Manifest:
         path, manifest, accepted = source.path, source.manifest(), self._settings.accept_changes
         if manifest.data_fingerprint != self._fingerprint and not accepts_other_data(accepted):
             raise CheckpointError(
@@ -225,3 +287,16 @@ class Checkpoints:
         if left:
             more = " ..." if len(left) > 5 else ""
             self._say(f"Not from {path.name} (checkpoint.partial): {', '.join(left[:5])}{more}.")
+        self._compare_eval_data(manifest)
+        return manifest
+
+    def _compare_eval_data(self, manifest: store.Manifest) -> None:
+        """An evaluation loss of other rows counts no longer. Checkpoints that do not say their rows are trusted."""
+        now, before = self._eval_data, manifest.eval_data
+        if now and before and now != before:
+            self._at.eval_loss = self._at.best = None
+            if manifest.best is not None:
+                self._say(
+                    "data.validation holds other rows than before: earlier evaluation losses count no longer."
+                )
+        self._eval_data = now or before

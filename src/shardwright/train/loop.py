@@ -15,6 +15,7 @@ from shardwright.config.load import Loaded
 from shardwright.data.loader import UpdateBatch
 from shardwright.errors import ExitCode, NonFiniteError, SpikeError
 from shardwright.launch import Pulse
+from shardwright.layout.placement import Job
 from shardwright.measure import clock
 from shardwright.train.anomaly import Spikes
 from shardwright.train.checkpoints import Checkpoints, Progression, accepts_other_data
@@ -43,26 +44,28 @@ class Trainer:
         self._metrics = Metrics(engine, data.order.epoch)
         self.memory = PhaseMemory(engine)
         self._log: Log | None = None
-        self.checkpoints = Checkpoints(loaded, engine, data.fingerprint, self.at, self._say)
+        self.checkpoints = Checkpoints(
+            loaded, engine, data.fingerprint, self.at, self._say, data.eval_fingerprint
+        )
         self._spikes = Spikes(self.run.training.on_spike)
 
     def save(self) -> Path:
         """Writes a checkpoint of the state between updates and waits for it; returns its directory."""
         return self.checkpoints.save()
 
-    def resume(self, restarted: bool = False) -> Path | None:
+    def resume(self, job: Job | None = None) -> Path | None:
         """Restores the checkpoint that `checkpoint.resume` names; see `Checkpoints.resume`."""
-        found = self.checkpoints.resume(restarted)
+        found = self.checkpoints.resume(job)
         trusted = accepts_other_data(self.run.checkpoint.accept_changes)
         self.data.seek(self.at.update, self.at.stream, trusted)
         return found
 
     # The loop
 
-    def train(self, stop: StopFlag, restarted: bool = False) -> int:
-        """Runs to the end, or until a rank is asked to stop; returns the exit code."""
+    def train(self, stop: StopFlag, job: Job | None = None) -> int:
+        """Runs to the end, or until a rank is asked to stop; returns the exit code. job: see `resume`."""
         total, run, pulse = self.engine.updates, self.run, self.pulse
-        if resumed := self.resume(restarted):
+        if resumed := self.resume(job):
             self._say(f"Resumed from {resumed} at update {self.at.update} of {total}.")
         if self._asked_before_the_first_update(stop):
             self._say("Asked to stop before the first update: there is nothing to save.")
@@ -73,7 +76,7 @@ class Trainer:
         batches = self.data.updates_from(self.at.update, self.engine.device)
         code = ExitCode.DONE
         try:
-            while self.at.update < total:
+            while self.at.update < total and not self._reached():
                 result = self._update(batches, stop)
                 done = self.at.update
                 pulse.enter("log")
@@ -92,10 +95,9 @@ class Trainer:
                     self.checkpoints.between_updates(due=due, last=last)
                 if peaks := self.memory.agreed(memory):
                     log.entry(done - 1, peaks)
-                if self._reached():
-                    break
                 if result.stop:
-                    code = ExitCode.STOPPED_AND_SAVED if done < total else ExitCode.DONE
+                    ended = done == total or self._reached()
+                    code = ExitCode.DONE if ended else ExitCode.STOPPED_AND_SAVED
                     break
             if total == 0 and not resumed:
                 self.checkpoints.between_updates(due=True, last=True)
@@ -157,6 +159,12 @@ class Trainer:
     def _say_reached(self) -> None:
         limit, done = self.run.training.until_eval_loss, len(self._metrics.seconds)
         if limit is None:
+            return
+        if self._reached() and not done:
+            self._say(
+                f"Evaluation loss {self.at.eval_loss:.4f} <= {limit} was reached in update {self.at.update}: nothing is left "
+                "to train. Lower training.until_eval_loss or leave it out to go on."
+            )
             return
         since = f" since update {self.at.update - done}, where it resumed" if done < self.at.update else ""
         text = f"after {format_seconds(sum(self._metrics.seconds))} of training{since}, without evaluation and saving"

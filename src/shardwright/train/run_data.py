@@ -20,12 +20,13 @@ from shardwright.layout.batch import row_multiple
 
 @dataclass(frozen=True)
 class RunData:
-    """What the loop needs of the data. `updates` is the length of the run."""
+    """What the loop needs of the data. `updates` is the length of the run. eval_fingerprint: of the validation rows."""
 
     order: Order
     loader: Loader
     validation: Loader | None
     fingerprint: str
+    eval_fingerprint: str = ""
 
     @property
     def updates(self) -> int:
@@ -69,4 +70,5 @@ def open_data(run: RunFile, axes: Axes, rank: int) -> RunData:
         evaluation = evaluation_loader(
             validation.table, microbatch_rows=rows, pad_id=validation.pad_id, **place, **shape
         )
-    return RunData(train.order, loader, evaluation, train.fingerprint)
+    eval_fingerprint = validation.fingerprint if validation is not None else ""
+    return RunData(train.order, loader, evaluation, train.fingerprint, eval_fingerprint)

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from shardwright.checkpoint.store import find
+from shardwright.checkpoint.store import asked, find, read_choice
 from shardwright.config.load import Loaded
 from shardwright.data.prepare import Prepared, prepare
 from shardwright.data.updates import make_order
 from shardwright.errors import ConfigError
-from shardwright.launch import finish, inside_a_launcher, run_workers, worker_main
+from shardwright.launch import finish, inside_a_launcher, own_job, owned, run_workers, worker_main
 from shardwright.layout.legality import check_device, check_run, notices
 from shardwright.measure.record import check_sinks
 from shardwright.models.build import build_model
@@ -41,8 +41,13 @@ def start_training(
     check_device(loaded.run, device)
     for notice in notices(loaded.run):
         console.print(notice, highlight=False, soft_wrap=True)
-    prepare_run(loaded, console)
-    logs = Path(loaded.run.checkpoint.output_dir) / "logs"
+    output_dir = Path(loaded.run.checkpoint.output_dir)
+    with owned(output_dir, "train", lambda text: console.print(text, highlight=False, soft_wrap=True)):
+        prepare_run(loaded, console)
+        return _start_ranks(loaded, counts, device, max_restarts, output_dir / "logs")
+
+
+def _start_ranks(loaded: Loaded, counts: list[int], device: str, max_restarts: int, logs: Path) -> int:
     logs.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=logs, prefix="run-", suffix=".json") as handed:
         handed.write(loaded.to_json())  # beside the logs: a launcher that is killed leaves nothing elsewhere
@@ -89,7 +94,8 @@ def prepare_run(loaded: Loaded, console: Console) -> Prepared:
     check_model(model, run)
     check_optimizer(run.training)
     own_loss(run.training.loss)
-    find(Path(run.checkpoint.output_dir), run.checkpoint.resume)
+    job, output_dir = own_job(), Path(run.checkpoint.output_dir)
+    find(output_dir, asked(run.checkpoint.resume, read_choice(output_dir), job.name if job.again else ""))
     check_sinks(run.logging.report_to)
     learning_rate_factor(run.training, run.training.max_steps or 1)
     train = prepare(run, "train")

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
 from rich.console import Console
 
+from shardwright.checkpoint.hosts import everyone, from_rank
 from shardwright.config.load import Loaded
+from shardwright.errors import ConfigError
 from shardwright.export.huggingface import save_pretrained
-from shardwright.launch import OwnWatch, Pulse, finish, listen_for_dumps, worker_main
+from shardwright.launch import OwnWatch, Pulse, finish, listen_for_dumps, own_job, worker_main
+from shardwright.launch.lock import PATIENCE_SECONDS, lock_of, owned, read_owner
 from shardwright.layout.legality import check_device, check_run
+from shardwright.layout.placement import Placement
 from shardwright.measure import clock
 from shardwright.measure.record import device_facts, versions
 from shardwright.models.build import quiet_transformers
@@ -36,7 +42,10 @@ def run_rank(loaded: Loaded) -> int:
     stop, pulse = StopFlag(), Pulse.of_this_rank()
     listen_for_dumps()
     timeout = hardware.timeout_seconds + WATCHDOG_SECONDS
-    with connect(hardware.device, timeout, hardware.threads_per_rank) as connection:
+    with (
+        connect(hardware.device, timeout, hardware.threads_per_rank) as connection,
+        _own_directory(loaded, connection.placement),
+    ):
         place = connection.placement
         watch = OwnWatch(pulse, place.rank, hardware.timeout_seconds)
         axes = check_run(loaded, connection.placement.world_size)
@@ -48,13 +57,44 @@ def run_rank(loaded: Loaded) -> int:
             trainer = Trainer(loaded, engine, data, console, pulse)
             if place.rank == 0:
                 _describe(loaded, engine, connection, console)
-            code = trainer.train(stop, restarted=place.restarts > 0)
+            code = trainer.train(stop, own_job())
         if code == 0 and run.checkpoint.export_hf == "final":
             directory = Path(run.checkpoint.output_dir) / "model"
             save_pretrained(engine.module, run.model, directory, chat_template=run.data.chat_template)
             console.print(f"Wrote {directory} (Hugging Face format).", highlight=False, soft_wrap=True)
+        trainer.checkpoints.refuse_unsaved()
         watch.close()
     return code
+
+
+@contextmanager
+def _own_directory(loaded: Loaded, place: Placement) -> Iterator[None]:
+    """`output_dir` belongs to this job: our launcher holds it for its ranks, else rank 0 does. Collective.
+
+    Where hosts may have disks of their own, the first rank of each holds the one that it sees.
+    """
+    run = loaded.run
+    directory, shared = Path(run.checkpoint.output_dir), run.checkpoint.storage == "shared"
+
+    def hold() -> ConfigError | None:
+        try:
+            patience = min(PATIENCE_SECONDS, run.hardware.timeout_seconds / 2)
+            held.enter_context(owned(directory, "train", print, patience))
+        except ConfigError as error:
+            return error
+        return None
+
+    with ExitStack() as held:
+        if place.started_by != "shardwright":
+            refused = everyone(hold() if place.rank == 0 else None)
+            owner = from_rank(0, read_owner(lock_of(directory, "train")))
+            if not shared and not any(refused):
+                other = place.local_rank == 0 and read_owner(lock_of(directory, "train")) != owner
+                refused = everyone(hold() if other else None)
+            for error in refused:
+                if error is not None:
+                    raise error
+        yield
 
 
 def _data_in_turn(loaded: Loaded, connection: Connection) -> RunData:
