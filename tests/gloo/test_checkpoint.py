@@ -57,8 +57,13 @@ class Data:
     def validation(self) -> list[Any]:
         return [batches_for(self.engine, 90)]
 
-    def seek(self, update: int, cursor: Any, trusted: bool = False) -> None:
+    @property
+    def updates(self) -> int:
+        return int(self.engine.updates)
+
+    def go_on(self, former: Any) -> list[str]:
         """Any update can be begun with."""
+        return []
 
     def updates_from(self, first: int, device: torch.device | None = None) -> Any:
         return (batches_for(self.engine, update) for update in range(first, STEPS))

@@ -34,7 +34,7 @@ def test_a_stream_goes_on_at_another_world_size(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "read as a stream" in done.stdout
     manifest = json.loads((tmp_path / "whole" / "checkpoint-6" / "manifest.json").read_text())
-    assert manifest["stream"]["position"] == 48 and manifest["stream"]["window"] == 1
+    assert manifest["cursor"]["position"] == 48 and manifest["cursor"]["window"] == 1
     (tmp_path / "again").mkdir()
     shutil.copytree(tmp_path / "whole" / "checkpoint-6", tmp_path / "again" / "checkpoint-6")
     done = run(options(tmp_path, "again", 1))

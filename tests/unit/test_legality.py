@@ -46,7 +46,7 @@ def run(**options: Any) -> Loaded:
         (4, {"training__per_device_train_batch_size": 4}, "Set training.global_batch_size to 16, or training.per_device_train_batch_size to 2"),
         (2, {"training__max_steps": ...}, "The length of the run is not set"),
         (2, {"training__num_train_epochs": 1.0}, "are both set"),
-        (2, {"training__warmup_steps": 11}, "training.warmup_steps 11 is more than training.max_steps 10"),
+        (2, {"training__warmup_steps": 11}, "training.warmup_steps 11, but the run has 10 updates"),
         (2, {"training__lr_scheduler_type": "constant", "training__warmup_steps": 2}, "has no effect here"),
         (2, {"training__lr_scheduler_type": "constant_with_warmup", "training__lr_scheduler_kwargs": {"a": 1}}, "has no effect here: lr_scheduler_type constant_with_warmup has no arguments"),
         (2, {"training__no_decay": ["*x"]}, "--training.no_decay: `training.no_decay` has no effect here: training.weight_decay is 0. Remove"),

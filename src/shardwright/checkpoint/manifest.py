@@ -39,7 +39,7 @@ class Manifest:
     tokenizer and settings. row_order: what else says which rows an update holds.
     world_size, layout: of the run that wrote it; it can be read by any other.
     eval_loss: of these weights, where they were evaluated. best: (update, lowest evaluation loss so far).
-    stream: where the next update begins in data that is read as a stream.
+    cursor: the rows that are done, and where the next update begins among them; None where nobody counted them.
     hosts: names of those whose disks hold it together; empty where it lies in one directory.
     lineage: the branches of the run that lead to it. eval_data: fingerprint of the rows that eval_loss and best are about.
     """
@@ -53,7 +53,7 @@ class Manifest:
     torch_version: str
     eval_loss: float | None = None
     best: tuple[int, float] | None = None
-    stream: dict[str, Any] | None = None
+    cursor: dict[str, Any] | None = None
     hosts: tuple[str, ...] = ()
     lineage: Lineage = ()
     eval_data: str = ""
@@ -95,7 +95,8 @@ def read_manifest(path: Path) -> Manifest:
     """The manifest of the checkpoint at `path`."""
     values = _values(path)
     del values["files"]
-    best, hosts = values.pop("best"), values.pop("hosts", ())
+    best, hosts, stream = values.pop("best"), values.pop("hosts", ()), values.pop("stream", None)
+    values.setdefault("cursor", stream)  # older checkpoints have the cursor of a stream only, under this name
     lineage = _lineage(path, values.pop("lineage", ()))
     return Manifest(**values, best=tuple(best) if best else None, hosts=tuple(hosts), lineage=lineage)
 

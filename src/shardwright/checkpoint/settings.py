@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwright.config.load import Loaded, read_settings
+from shardwright.config.rates import OPEN_ENDED
 from shardwright.errors import CheckpointError
 
 NOT_THE_OBJECTIVE = {
@@ -35,13 +36,13 @@ class Change:
 def changes(saved_yaml: str, loaded: Loaded) -> list[Change]:
     """Every setting that differs from the run file of a checkpoint; keys that either side does not know are left out."""
     saved, now = read_settings(saved_yaml), loaded.settings()
-    constant = loaded.run.training.lr_scheduler_type.startswith("constant")
+    open_ended = loaded.run.training.lr_scheduler_type in OPEN_ENDED
     found = []
     for key in saved.keys() & now.keys() - set(IGNORED):
         if saved[key] != now[key]:
             section = key.split(".")[0]
             objective = section in ("model", "data", "training") and key not in NOT_THE_OBJECTIVE
-            found.append(Change(key, saved[key], now[key], objective and not (constant and key in LENGTHS)))
+            found.append(Change(key, saved[key], now[key], objective and not (open_ended and key in LENGTHS)))
     return sorted(found, key=lambda change: change.key)
 
 

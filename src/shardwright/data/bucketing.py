@@ -14,34 +14,45 @@ from collections.abc import Callable
 
 import numpy as np
 
-from shardwright.data.order import Int64, Order, permute
+from shardwright.data.order import Int64, Order, Stretch, permute
 
 _STREAM = 2**33
 """Epoch numbers from here on shuffle windows: no run reaches them."""
 
 
-def bucketed(order: Order, lengths: Callable[[Int64], Int64], window: int) -> Order:
-    """`order` with windows of `window` updates, which is `order` itself for 1. `lengths` gives the tokens of rows."""
-    return order if window == 1 else _Bucketed(order, lengths, window)
+def bucketed(order: Order, lengths: Callable[[Int64], Int64]) -> Order:
+    """`order` with windows of its `bucket_updates` updates; with 1 it is as it was. `lengths` gives the tokens of rows."""
+    return _Bucketed(order, lengths)
 
 
 class _Bucketed(Order):
-    def __init__(self, order: Order, lengths: Callable[[Int64], Int64], window: int) -> None:
+    def __init__(self, order: Order, lengths: Callable[[Int64], Int64]) -> None:
         vars(self).update(vars(order))
-        self._plain, self._lengths, self._window = order, lengths, window
+        self._plain, self._lengths = order, lengths
 
-    def update_rows(self, update: int) -> Int64:
-        rows, size = self._plain.update_rows(update), self.global_batch_size
-        epoch = update * size // self.rows
-        begin, end = -(-epoch * self.rows // size), min((epoch + 1) * self.rows, self.positions) // size
+    def rows_at(self, positions: Int64, stretch: Stretch) -> Int64:
+        return self._plain.rows_at(positions, stretch)
+
+    def _window(self, update: int, stretch: Stretch) -> tuple[int, int]:
+        """The updates [first, end) of the window that `update` is in; alone where it is in none."""
+        size, rows = stretch.global_batch_size, self.rows
+        epoch = stretch.done(update) // rows
+        begin = stretch.update + max(0, -(-(epoch * rows - stretch.rows) // size))
+        end = stretch.update + (min((epoch + 1) * rows, stretch.end) - stretch.rows) // size
         if not begin <= update < end:
-            return rows
-        window = min(self._window, max(1, (end - begin) // 2))
+            return update, update + 1
+        window = min(stretch.bucket_updates, max(1, (end - begin) // 2))
         first = update - (update - begin) % window
-        last = min(first + window, end)
-        ids = np.concatenate([self._plain.update_rows(u) for u in range(first, last)])
+        return first, min(first + window, end)
+
+    def _positions(self, update: int, stretches: tuple[Stretch, ...], left: Int64) -> Int64:
+        last, size = stretches[-1], stretches[-1].global_batch_size
+        first, end = self._window(update, last)
+        positions = self._in_line(last.done(first), last.done(end), last, left)
+        if end - first == 1:
+            return positions
         place = update - first
-        if self.shuffle:
-            place = int(permute(np.array([place]), last - first, self.seed, _STREAM + first)[0])
-        by_length = np.argsort(-self._lengths(ids), kind="stable")
-        return ids[by_length[place * size : (place + 1) * size]]
+        if last.shuffle:
+            place = int(permute(np.array([place]), end - first, last.seed, _STREAM + first)[0])
+        by_length = np.argsort(-self._lengths(self.rows_at(positions, last)), kind="stable")
+        return positions[by_length[place * size : (place + 1) * size]]

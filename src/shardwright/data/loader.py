@@ -63,7 +63,7 @@ class UpdateBatch:
     microbatches of all data ranks.
     row_ids: the rows of the whole update in order, the same on every rank.
     target_weight: sum of the weights of the update's targets. None: all are 1.
-    cursor: where the next update begins in a stream. None: its number says that.
+    cursor: where the next update begins in the data. None: not told.
     """
 
     update: int
@@ -185,10 +185,13 @@ def evaluation_loader(
         table,
         bucketed(
             Order(
-                len(table), global_batch_size=microbatch_rows * data_ranks, shuffle=False, num_train_epochs=1
+                len(table),
+                global_batch_size=microbatch_rows * data_ranks,
+                shuffle=False,
+                num_train_epochs=1,
+                bucket_updates=1 if bucket_multiple is None else EVALUATION_BATCHES,
             ),
             table.real_tokens,
-            1 if bucket_multiple is None else EVALUATION_BATCHES,
         ),
         data_rank=data_rank,
         data_ranks=data_ranks,

@@ -15,7 +15,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from shardwright.data.order import FILLER, Int64, Order, permute
+from shardwright.data.order import Int64, Order, Stretch, permute
 
 
 class Mixture:
@@ -44,17 +44,19 @@ class Mixture:
         """A fingerprint of the rows of every epoch, from one of all rows."""
         return hashlib.blake2b(f"{rows} {self.weights}".encode(), digest_size=16).hexdigest()
 
-    def rows(self, positions: Int64, epoch: int) -> Int64:
-        """The rows at `positions` (each in [0, len)) of `epoch`, before any shuffling over the whole epoch."""
+    def rows(self, positions: Int64, epoch: int, seed: int | None = None) -> Int64:
+        """The rows at `positions` (each in [0, len)) of `epoch`, before any shuffling over the whole epoch; seed: another."""
         found = np.empty(len(positions), np.int64)
         source = np.searchsorted(self._ends, positions, side="right")
         offset = positions - (self._ends - self.counts)[source]
         for number in np.unique(source).tolist():
             here = np.flatnonzero(source == number)
-            found[here] = self.bounds[number] + self._within(number, offset[here], epoch)
+            found[here] = self.bounds[number] + self._within(
+                number, offset[here], epoch, self.seed if seed is None else seed
+            )
         return found
 
-    def _within(self, source: int, offsets: Int64, epoch: int) -> Int64:
+    def _within(self, source: int, offsets: Int64, epoch: int, seed: int) -> Int64:
         size = int(self.bounds[source + 1] - self.bounds[source])
         result = offsets % size
         beyond = np.flatnonzero(offsets >= self._whole[source])
@@ -63,7 +65,7 @@ class Mixture:
         )
         for number in np.unique(passes).tolist():
             here = passes == number
-            result[beyond[here]] = permute(places[here], size, self.seed + source + 1, number)
+            result[beyond[here]] = permute(places[here], size, seed + source + 1, number)
         return result
 
 
@@ -77,13 +79,11 @@ class _Mixed(Order):
         vars(self).update(vars(order))
         self._plain, self._mixture = order, mixture
 
-    def update_rows(self, update: int) -> Int64:
-        result = self._plain.update_rows(update)
-        present = np.flatnonzero(result != FILLER)
-        epochs = (update * self.global_batch_size + present) // self.rows
+    def rows_at(self, positions: Int64, stretch: Stretch) -> Int64:
+        result, epochs = self._plain.rows_at(positions, stretch), positions // self.rows
         for epoch in np.unique(epochs).tolist():
-            here = present[epochs == epoch]
-            result[here] = self._mixture.rows(result[here], epoch)
+            here = epochs == epoch
+            result[here] = self._mixture.rows(result[here], epoch, stretch.seed)
         return result
 
 

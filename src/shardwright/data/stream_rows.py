@@ -65,6 +65,23 @@ class StreamRows:
             raise _other_stream(f"From {names[place.source]}:{place.line} on it holds other documents.")
         return int(cursor["position"])
 
+    def repeated(self, cursor: Cursor, seed: int | None) -> int | None:
+        """How many rows of the window of `cursor` come again, and as many never do, where `seed` had shuffled it.
+
+        None: it holds other rows than it did.
+        """
+        first = cursor["first"]
+        self.hold(first, first + 1)
+        window = self._held[0].window
+        if window.table.fingerprint != cursor["fingerprint"]:
+            return None
+        rows, done = np.arange(len(window.table)), cursor["position"] - first
+        before, now = (
+            rows if own is None else permute(rows, len(rows), own, window.number)
+            for own in (seed, self._seed)
+        )
+        return len(np.intersect1d(before[:done], now[done:]))
+
     def hold(self, first: int, end: int) -> None:
         """Opens the windows of the positions [first, end) and lets go of those before."""
         if self._held and first < self._held[0].first:
@@ -154,12 +171,21 @@ class StreamOrder(Order):
     """Update u holds the positions [u G, (u + 1) G) of a stream, counted from where the run took it up."""
 
     def __init__(self, rows: StreamRows, *, global_batch_size: int, max_steps: int) -> None:
-        self._stream, self.global_batch_size, self.total_updates = rows, global_batch_size, max_steps
-        self.dropped, self._from = 0, (0, 0)
+        self._stream, self.global_batch_size, self._updates = rows, global_batch_size, max_steps
+        self._from = (0, 0)
+
+    @property
+    def total_updates(self) -> int:
+        """Updates of the whole run."""
+        return self._updates
 
     def seek(self, update: int, cursor: Cursor | None, trusted: bool = False) -> None:
         """Lets `update` begin where `cursor` says; see `StreamRows.begin`."""
         self._from = (update, self._stream.begin(cursor, trusted))
+
+    def repeated_in_window(self, cursor: Cursor, seed: int | None) -> int | None:
+        """See `StreamRows.repeated`."""
+        return self._stream.repeated(cursor, seed)
 
     def epoch(self, update: int) -> float | None:
         """None: the length of a pass is not known."""

@@ -57,6 +57,7 @@ def order_over(
     t, data = run.training, run.data
     order = Order(
         rows if mixture is None else len(mixture),
+        bucket_updates=data.bucket_updates,
         global_batch_size=t.global_batch_size,
         seed=t.seed,
         shuffle=data.shuffle,
@@ -64,4 +65,4 @@ def order_over(
         num_train_epochs=t.num_train_epochs,
         drop_last=data.drop_last,
     )
-    return bucketed(mixed(order, mixture), real_tokens, data.bucket_updates)
+    return bucketed(mixed(order, mixture), real_tokens)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardwright.config.load import Loaded, keys
+from shardwright.config.rates import check_length
 from shardwright.config.schema import RunFile
 from shardwright.errors import ConfigError, did_you_mean
 from shardwright.layout.axes import Axes, resolve_axes
@@ -127,15 +128,12 @@ def _check_training(run: RunFile) -> None:
             "Exactly one of training.max_steps and training.num_train_epochs says how many updates there are.",
             "Remove one." if both else "Set one.",
         )
-    if t.max_steps is not None and t.warmup_steps > t.max_steps:
-        raise ConfigError(
-            f"training.warmup_steps {t.warmup_steps} is more than training.max_steps {t.max_steps}.",
-            "The learning rate would never reach its value.",
-        )
     if t.lr_scheduler_type == "constant" and t.warmup_steps:
         raise ConfigError(
             "training.warmup_steps with lr_scheduler_type constant.", "", "Use constant_with_warmup."
         )
+    if t.max_steps is not None:
+        check_length(t, t.max_steps)
 
 
 def _check_stream(run: RunFile) -> None:

@@ -25,6 +25,7 @@ from shardwright.data.order import Cursor
 from shardwright.errors import CheckpointError, DamagedCheckpointError, SaveError, ShardwrightError
 from shardwright.layout.placement import Job
 from shardwright.parallel.process_group import transfer_group
+from shardwright.train.rows_done import Former, accepts_other_data
 from shardwright.train.update import Engine
 
 ORDER = {"training.global_batch_size", "training.seed", "data.shuffle", "data.bucket_updates"}
@@ -36,25 +37,20 @@ class Progression:
     """How far the run is: what a checkpoint restores beside tensors.
 
     eval_loss: of the weights as they are, None where they were not evaluated. best: (update, lowest of them so far).
-    stream: where the next update begins in data that is read as a stream.
+    cursor: the rows that are done, and where the next update begins among them.
     """
 
     update: int = 0
     target_tokens: int = 0
     eval_loss: float | None = None
     best: tuple[int, float] | None = None
-    stream: Cursor | None = None
+    cursor: Cursor | None = None
 
     def evaluated(self, loss: float) -> None:
         """Takes note of an evaluation of the weights as they are."""
         self.eval_loss = loss
         if self.best is None or loss < self.best[1]:
             self.best = (self.update, loss)
-
-
-def accepts_other_data(accepted: list[str]) -> bool:
-    """Whether one of the keys of `checkpoint.accept_changes` decides which rows there are."""
-    return any(key.startswith("data.") or "tokenizer" in key for key in accepted)
 
 
 class Checkpoints:
@@ -78,6 +74,8 @@ class Checkpoints:
         """Why the newest save has failed, where the run went on (`checkpoint.on_save_error` warn); None since one is good."""
         self._settings = c = loaded.run.checkpoint
         self.output_dir = Path(c.output_dir)
+        self.former: Former | None = None
+        """Where the checkpoint that the run was resumed from stands in the data."""
         self.hosts = self._hosts()
         self.saver = store.Saver(
             self.output_dir,
@@ -140,7 +138,7 @@ class Checkpoints:
             torch_version=store.torch_version(),
             eval_loss=self._at.eval_loss,
             best=self._at.best,
-            stream=self._at.stream,
+            cursor=self._at.cursor,
             lineage=self._lineage,
             eval_data=self._eval_data,
         )
@@ -262,7 +260,7 @@ class Checkpoints:
 
     def _restore(self, source: Source) -> store.Manifest:
         path, manifest, accepted = source.path, source.manifest(), self._settings.accept_changes
-        if manifest.data_fingerprint != self._fingerprint and not accepts_other_data(accepted):
+        if manifest.data_fingerprint != self._fingerprint and not accepts_other_data(self._loaded.run):
             raise CheckpointError(
                 f"{path} was trained on other data, tokenizer or data settings than this run file names.",
                 "Its position in the data would mean other rows.",
@@ -278,8 +276,9 @@ class Checkpoints:
         refuse_unaccepted(str(path), changed, accepted)
         engine, at = self._engine, self._at
         left = restore(source, engine.module, engine.optimizer, engine.locals, self._settings.partial)
+        self.former = Former.of(manifest, source.config())
         at.update, at.target_tokens = manifest.update, manifest.target_tokens
-        at.eval_loss, at.best, at.stream = manifest.eval_loss, manifest.best, manifest.stream
+        at.eval_loss, at.best, at.cursor = manifest.eval_loss, manifest.best, manifest.cursor
         for note in source.notes if isinstance(source, Across) else ():
             self._say(note)
         if changed:

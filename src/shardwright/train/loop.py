@@ -18,7 +18,7 @@ from shardwright.launch import Pulse
 from shardwright.layout.placement import Job
 from shardwright.measure import clock
 from shardwright.train.anomaly import Spikes
-from shardwright.train.checkpoints import Checkpoints, Progression, accepts_other_data
+from shardwright.train.checkpoints import Checkpoints, Progression
 from shardwright.train.log import Log
 from shardwright.train.metrics import WARMUP_UPDATES, Metrics
 from shardwright.train.phase_memory import PhaseMemory
@@ -56,16 +56,20 @@ class Trainer:
     def resume(self, job: Job | None = None) -> Path | None:
         """Restores the checkpoint that `checkpoint.resume` names; see `Checkpoints.resume`."""
         found = self.checkpoints.resume(job)
-        trusted = accepts_other_data(self.run.checkpoint.accept_changes)
-        self.data.seek(self.at.update, self.at.stream, trusted)
+        if self.checkpoints.former is not None:
+            for line in self.data.go_on(self.checkpoints.former):
+                self._say(line)
+        self.engine.set_length(self.data.updates)
         return found
 
     # The loop
 
     def train(self, stop: StopFlag, job: Job | None = None) -> int:
         """Runs to the end, or until a rank is asked to stop; returns the exit code. job: see `resume`."""
-        total, run, pulse = self.engine.updates, self.run, self.pulse
-        if resumed := self.resume(job):
+        run, pulse = self.run, self.pulse
+        resumed = self.resume(job)
+        total = self.engine.updates
+        if resumed:
             self._say(f"Resumed from {resumed} at update {self.at.update} of {total}.")
         if self._asked_before_the_first_update(stop):
             self._say("Asked to stop before the first update: there is nothing to save.")
@@ -135,7 +139,7 @@ class Trainer:
             seconds = clock.now() - start
         self._metrics.add(seconds, waited, batch, window[0] if window else None, memory)
         self._batch = batch
-        self.at.update, self.at.stream = self.at.update + 1, batch.cursor
+        self.at.update, self.at.cursor = self.at.update + 1, batch.cursor
         self.at.eval_loss = None
         self.pulse.update = self.at.update
         self.at.target_tokens += batch.target_tokens

@@ -8,6 +8,8 @@ parameters themselves, since they may need whole matrices.
 from __future__ import annotations
 
 import importlib
+import inspect
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -24,6 +26,10 @@ from shardwright.parallel.mesh import FLATTENED
 from shardwright.train.muon import Muon
 
 LOCAL = ("adamw", "sgd", "muon")
+_OURS = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}
+"""Arguments of schedules that other keys of the run file set."""
+_ROUNDING = 8 * sys.float_info.epsilon
+"""What a factor of 1, made by a few operations of float64, may be off."""
 
 
 @dataclass
@@ -161,26 +167,48 @@ def learning_rate_factor(training: Training, updates: int) -> Callable[[int], fl
     Names and shapes are those of `transformers.get_scheduler`. Raises `ConfigError` for a name it does not know and for
     schedules that follow the loss.
     """
-    from transformers import get_scheduler
+    from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION, get_scheduler
     from transformers.trainer_utils import SchedulerType
 
+    name, kwargs = training.lr_scheduler_type, training.lr_scheduler_kwargs
     known = [kind.value for kind in SchedulerType if kind.value not in ("reduce_lr_on_plateau", "greedy")]
-    if training.lr_scheduler_type not in known:
+    if name not in known:
         raise ConfigError(
-            f"training.lr_scheduler_type = {training.lr_scheduler_type!r} is not known.",
+            f"training.lr_scheduler_type = {name!r} is not known.",
             "The learning rate must be a function of the update alone, so that a resumed run continues it.",
-            did_you_mean(training.lr_scheduler_type, known),
+            did_you_mean(name, known),
+        )
+    arguments = inspect.signature(TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(name)]).parameters.keys() - _OURS
+    if unknown := sorted(kwargs.keys() - arguments):
+        raise ConfigError(
+            f"training.lr_scheduler_kwargs: {name} does not know `{unknown[0]}`.",
+            f"It knows {', '.join(sorted(arguments)) or 'none'}.",
+            f"Remove `{unknown[0]}`.",
         )
     # min_lr and lr_end are learning rates: the schedules divide them by the optimizer's own
     stub = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=training.learning_rate)
     try:
         schedule = get_scheduler(
-            training.lr_scheduler_type,
+            name,
             stub,
             num_warmup_steps=training.warmup_steps,
             num_training_steps=updates,
-            scheduler_specific_kwargs=training.lr_scheduler_kwargs,
+            scheduler_specific_kwargs=kwargs,
         )
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"training.lr_scheduler_kwargs for {training.lr_scheduler_type}: {error}") from None
-    return schedule.lr_lambdas[0]
+        factor = schedule.lr_lambdas[0]
+        wrong = next((u for u in _sample(updates) if not 0 <= factor(u) <= 1 + _ROUNDING), None)
+    except (TypeError, ValueError, ArithmeticError, KeyError) as error:
+        raise ConfigError(f"training.lr_scheduler_kwargs for {name}: {error}") from None
+    if wrong is not None:
+        raise ConfigError(
+            f"training.lr_scheduler_kwargs for {name}: update {wrong} would have "
+            f"{factor(wrong):.4g} times training.learning_rate.",
+            "training.learning_rate is the highest that a schedule comes to.",
+            "Lower what is given there, or raise training.learning_rate.",
+        )
+    return factor
+
+
+def _sample(updates: int) -> Iterable[int]:
+    """Updates of every part of a run, the first and the last among them: all of a short one."""
+    return sorted({*range(0, updates, max(1, updates // 1000)), max(0, updates - 1)})

@@ -10,18 +10,19 @@ import torch
 
 from shardwright.config.schema import RunFile
 from shardwright.data.loader import Loader, UpdateBatch, evaluation_loader, prefetch
-from shardwright.data.order import Cursor, Order
+from shardwright.data.order import Order
 from shardwright.data.prepare import prepare
-from shardwright.data.stream_rows import StreamOrder
 from shardwright.data.updates import open_updates
 from shardwright.layout.axes import Axes
 from shardwright.layout.batch import row_multiple
+from shardwright.train.rows_done import Former, go_on
 
 
 @dataclass(frozen=True)
 class RunData:
     """What the loop needs of the data. `updates` is the length of the run. eval_fingerprint: of the validation rows."""
 
+    run: RunFile
     order: Order
     loader: Loader
     validation: Loader | None
@@ -32,13 +33,9 @@ class RunData:
     def updates(self) -> int:
         return self.order.total_updates
 
-    def seek(self, update: int, cursor: Cursor | None, trusted: bool = False) -> None:
-        """Lets `update` of a stream begin where `cursor` says; rows on disk need nothing.
-
-        Raises `CheckpointError` where the stream holds something else there than it did, unless that is `trusted`.
-        """
-        if isinstance(self.order, StreamOrder):
-            self.order.seek(update, cursor, trusted)
+    def go_on(self, former: Former) -> list[str]:
+        """Goes on behind a checkpoint; see `rows_done.go_on`."""
+        return go_on(self.order, former, self.run, self.fingerprint)
 
     def updates_from(self, first: int, device: torch.device) -> Iterator[UpdateBatch]:
         """This rank's part of update `first` (0-based) and of those after it, made while earlier ones run on `device`."""
@@ -71,4 +68,4 @@ def open_data(run: RunFile, axes: Axes, rank: int) -> RunData:
             validation.table, microbatch_rows=rows, pad_id=validation.pad_id, **place, **shape
         )
     eval_fingerprint = validation.fingerprint if validation is not None else ""
-    return RunData(train.order, loader, evaluation, train.fingerprint, eval_fingerprint)
+    return RunData(run, train.order, loader, evaluation, train.fingerprint, eval_fingerprint)

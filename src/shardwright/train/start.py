@@ -7,11 +7,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from shardwright.checkpoint.store import asked, find, read_choice
+from shardwright.checkpoint.store import asked, find, read_choice, read_config, read_manifest
 from shardwright.config.load import Loaded
+from shardwright.config.rates import check_length
 from shardwright.data.prepare import Prepared, prepare
 from shardwright.data.updates import make_order
-from shardwright.errors import ConfigError
+from shardwright.errors import ConfigError, DamagedCheckpointError
 from shardwright.launch import finish, inside_a_launcher, own_job, owned, run_workers, worker_main
 from shardwright.layout.legality import check_device, check_run, notices
 from shardwright.measure.record import check_sinks
@@ -20,6 +21,7 @@ from shardwright.parallel.apply import DTYPES, check_model
 from shardwright.parallel.process_group import device_kind
 from shardwright.train.objective import own_loss
 from shardwright.train.optimizer import check_optimizer, learning_rate_factor
+from shardwright.train.rows_done import Former, go_on
 from shardwright.train.worker import run_rank
 
 RUN_FILE = "config.yaml"
@@ -67,6 +69,14 @@ def _start_ranks(loaded: Loaded, counts: list[int], device: str, max_restarts: i
         )
 
 
+def _former(path: Path | None) -> Former | None:
+    """Where the checkpoint that the run will go on from stands; None where ranks have to find out."""
+    try:
+        return None if path is None else Former.of(read_manifest(path), read_config(path))
+    except DamagedCheckpointError:
+        return None
+
+
 def possible_counts(loaded: Loaded, most: int, least: int, console: Console) -> list[int]:
     """The numbers of ranks from `most` down to `least` on which the objective divides; the others are said, with the reason.
 
@@ -95,7 +105,8 @@ def prepare_run(loaded: Loaded, console: Console) -> Prepared:
     check_optimizer(run.training)
     own_loss(run.training.loss)
     job, output_dir = own_job(), Path(run.checkpoint.output_dir)
-    find(output_dir, asked(run.checkpoint.resume, read_choice(output_dir), job.name if job.again else ""))
+    wanted = asked(run.checkpoint.resume, read_choice(output_dir), job.name if job.again else "")
+    former = _former(find(output_dir, wanted))
     check_sinks(run.logging.report_to)
     learning_rate_factor(run.training, run.training.max_steps or 1)
     train = prepare(run, "train")
@@ -106,9 +117,13 @@ def prepare_run(loaded: Loaded, console: Console) -> Prepared:
     if train is None:
         raise ConfigError("data.train names no file.")
     order = make_order(run, train)
+    if former is not None and not run.data.streaming:
+        go_on(order, former, run, train.fingerprint)
+    check_length(run.training, order.total_updates)
+    learning_rate_factor(run.training, order.total_updates)
     if order.dropped:
         console.print(
-            f"data.drop_last: {order.dropped} of {order.positions + order.dropped:,} rows are left out, the part-filled "
+            f"data.drop_last: {order.dropped} of {order.stretch.end + order.dropped:,} rows are left out, the part-filled "
             "last update.",
             highlight=False,
             soft_wrap=True,

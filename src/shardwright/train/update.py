@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from shardwright.config.rates import check_length
 from shardwright.config.schema import RunFile
 from shardwright.data.loader import Microbatch, UpdateBatch
 from shardwright.errors import NonFiniteError, ShardwrightError
@@ -95,6 +96,14 @@ class Engine:
         self._checked = False
         self.enter: Callable[[str], object] = lambda phase: None
         """Told when `step` reaches its reduction (`reduce`) and the optimizer (`step`)."""
+
+    def set_length(self, updates: int) -> None:
+        """Tells how many updates the run has, where that was known only after a checkpoint was read.
+
+        Raises `ConfigError` where the schedule of the learning rate does not fit.
+        """
+        check_length(self.run.training, updates)
+        self.updates, self.factor = updates, learning_rate_factor(self.run.training, updates)
 
     def _embeddings(self) -> list[str]:
         parts = find_parts(self.module)

@@ -128,8 +128,7 @@ def _describe(loaded: Loaded, engine: Engine, connection: Connection, console: C
         f"{name}: {engine.parameters:,} parameters, {loaded.run.parallelism.data_parallel} on {engine.axes}, "
         f"{connection.device} with {connection.threads} threads a rank, compute {precision.param_dtype}, "
         f"stored {precision.master_dtype}, reduced {precision.reduce_dtype}, "
-        f"{engine.loss_chunks.describe()}; {engine.updates} updates of "
-        f"{loaded.run.training.global_batch_size} rows.",
+        f"{engine.loss_chunks.describe()}; {loaded.run.training.global_batch_size} rows an update.",
         highlight=False,
         soft_wrap=True,
     )

@@ -1,0 +1,122 @@
+"""Where a checkpoint stands in the data, and how a run goes on from there: with the rows that are not done yet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardwright.checkpoint.manifest import Manifest
+from shardwright.config.load import read_settings
+from shardwright.config.rates import OPEN_ENDED
+from shardwright.config.schema import RunFile
+from shardwright.data.order import Cursor, Order, Stretch, stretches_of
+from shardwright.data.stream_rows import StreamOrder
+
+_ONCE, _AGAIN = (
+    "none of its rows comes again or is passed over",
+    "rows of it may come again or be passed over",
+)
+
+
+@dataclass(frozen=True)
+class Former:
+    """Where a checkpoint stands. fingerprint: of the rows. settings: of the run that wrote it, by dotted keys."""
+
+    update: int
+    cursor: Cursor | None
+    fingerprint: str
+    settings: Mapping[str, Any]
+
+    @staticmethod
+    def of(manifest: Manifest, config: str) -> Former:
+        """What a manifest and a saved run file say."""
+        return Former(manifest.update, manifest.cursor, manifest.data_fingerprint, read_settings(config))
+
+    def counted(self, rows: int) -> Cursor:
+        """A cursor for a checkpoint that was written without one: its updates times its batch size are done."""
+        t = {key: self.settings.get(f"training.{key}") for key in ("max_steps", "num_train_epochs", "seed")}
+        d = {key: self.settings.get(f"data.{key}") for key in ("shuffle", "drop_last")}
+        size = self.settings["training.global_batch_size"]
+        windows = self.settings.get("data.bucket_updates", 1)
+        order = Order(rows, global_batch_size=size, bucket_updates=windows, **t, **d)  # type: ignore[arg-type]
+        cursor = order.cursor(self.update)
+        assert cursor is not None
+        return cursor
+
+
+def accepts_other_data(run: RunFile) -> bool:
+    """Whether a key of `checkpoint.accept_changes` decides which rows there are."""
+    accepted, packed = run.checkpoint.accept_changes, run.data.batching == "pack"
+    return (packed and "training.seed" in accepted) or any(
+        key.startswith("data.") or "tokenizer" in key for key in accepted
+    )
+
+
+def go_on(order: Order, former: Former, run: RunFile, fingerprint: str) -> list[str]:
+    """Lets `order` begin behind the rows that are done; returns what has changed for rows and the length, in lines.
+
+    fingerprint: of this run's rows. Raises `CheckpointError` where a stream holds something else there than it did, unless
+    that is accepted.
+    """
+    if isinstance(order, StreamOrder):
+        order.seek(former.update, _place(former.cursor), accepts_other_data(run))
+        length = former.settings.get("training.max_steps")
+        return [*_of_stream(order, former, run), *_of_length(length, order, run)]
+    cursor, other = former.cursor or former.counted(order.rows), former.fingerprint != fingerprint
+    if stream := _place(cursor):  # how many rows are done is all that it says of these
+        cursor, other = {"rows": stream["position"], "stretches": []}, True
+    order.seek(former.update, cursor, other)
+    before = next(iter(stretches_of(cursor)[-1:]), None)
+    if before == order.stretch:
+        return []
+    rows = _of_rows(order, former, cursor, before, other) if former.update < order.total_updates else ()
+    return [*rows, *_of_length(before.updates if before else None, order, run)]
+
+
+def _place(cursor: Cursor | None) -> Cursor | None:
+    """The cursor, where it is that of a stream."""
+    return cursor if cursor is not None and "place" in cursor else None
+
+
+def _of_rows(
+    order: Order, former: Former, cursor: Cursor, before: Stretch | None, other: bool
+) -> Iterator[str]:
+    epoch, row = divmod(cursor["rows"], order.rows)
+    place = f"row {row + 1:,} of {order.rows:,} of epoch {epoch + 1}" if row else f"epoch {epoch + 1}"
+    if other or before is None:
+        what = f". The data are others: {_AGAIN}"
+    elif before.same_order(order.stretch):
+        what = f"; {_ONCE}"
+    else:
+        what = _other_order(order.repeated(former.update, cursor))
+    yield f"{cursor['rows']:,} rows are done, and update {former.update} begins with {place}{what if row else ''}."
+    if former.cursor is None:
+        yield "That number is the checkpoint's updates times its batch size: it is too old to hold the number itself."
+
+
+def _other_order(again: int) -> str:
+    return f". Its order is another one: {again:,} of its rows come again, and {again:,} are passed over"
+
+
+def _of_stream(order: StreamOrder, former: Former, run: RunFile) -> Iterator[str]:
+    cursor, settings = _place(former.cursor), former.settings
+    if cursor is None:
+        yield "The stream is read from its beginning: the checkpoint was trained on other data."
+        return
+    seed = settings.get("training.seed") if settings.get("data.shuffle") else None
+    again = order.repeated_in_window(cursor, seed)
+    done = f"{cursor['position']:,} rows are done, and update {former.update} begins in window {cursor['window']}"
+    if again is None:
+        yield f"{done} of the stream. It holds other rows than it did: {_AGAIN}."
+    elif again:
+        yield f"{done} of the stream{_other_order(again)}."
+    elif settings.get("training.global_batch_size") != run.training.global_batch_size:
+        yield f"{done} of the stream; {_ONCE}."
+
+
+def _of_length(before: int | None, order: Order, run: RunFile) -> Iterator[str]:
+    now, kind = order.total_updates, run.training.lr_scheduler_type
+    if before is not None and before != now:
+        rates = "" if kind in OPEN_ENDED else f", and lr_scheduler_type {kind} follows the new number"
+        yield f"The run has {now:,} updates where it had {before:,}{rates}."
