@@ -11,6 +11,7 @@ import typer
 
 from shardwright import __version__
 from shardwright.errors import ConfigError, ExitCode, ShardwrightError
+from shardwright.launch.output import keep_going_without_output
 
 app = typer.Typer(
     name="shardwright",
@@ -282,6 +283,7 @@ def _options(version: Annotated[bool, typer.Option("--version", help="Print the 
 
 def main() -> None:
     """The console script. Errors made for a person are printed without a traceback; the exit code says which kind."""
+    keep_going_without_output()
     try:
         app()
     except ShardwrightError as error:

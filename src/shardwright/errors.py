@@ -59,6 +59,12 @@ class CheckFailed(ShardwrightError):
     exit_code = ExitCode.CHECK_FAILED
 
 
+class StoppedEarly(ShardwrightError):
+    """A rank that was asked to stop before there was anything to save."""
+
+    exit_code = ExitCode.STOPPED_AND_SAVED
+
+
 class CheckpointError(ShardwrightError):
     """A checkpoint that cannot be written, or that must not be used."""
 

@@ -7,10 +7,11 @@ import signal
 
 import pytest
 
-from shardwright.train.signals import STOP_SIGNALS, StopFlag
+from shardwright.layout.placement import stop_signals
+from shardwright.train.signals import StopFlag
 
 
-@pytest.mark.parametrize("number", STOP_SIGNALS)
+@pytest.mark.parametrize("number", stop_signals())
 def test_a_signal_only_sets_the_flag(number: signal.Signals) -> None:
     """A102: a rank that gets a signal does not leave the loop by itself."""
     before = signal.getsignal(number)

@@ -26,12 +26,12 @@ from shardwright.data.order import FILLER, Cursor, Int64, Order
 from shardwright.data.stream_rows import StreamRows
 from shardwright.data.table import Table
 from shardwright.layout.batch import accumulation_steps
+from shardwright.layout.placement import stop_signals
 
 EVALUATION_BATCHES = 64
 """Evaluation batches whose rows are sorted by length together."""
 AHEAD = 3
 """Updates made ahead of the one that is trained on."""
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,7 @@ def prefetch(
     pinned = device is not None and device.type == "cuda"
 
     def begin() -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+        signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals())
         if pinned:  # a thread starts on GPU 0, where pinning memory would make a context
             torch.cuda.set_device(device)
 

@@ -30,11 +30,11 @@ from shardwright.data.stream import Place, Stream
 from shardwright.data.table import FORMAT, Documents, Table, new_directory, token_dtype
 from shardwright.data.tokenise import DocumentWriter, load_tokenizer, special_tokens
 from shardwright.errors import DataError
+from shardwright.layout.placement import stop_signals
 
 KEPT = 4
 """Windows that stay on disk: the ranks of a machine are a few updates apart at most."""
 _POLL_SECONDS = 0.02
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 @dataclass(frozen=True)
@@ -204,4 +204,4 @@ def _is_complete(path: Path) -> bool:
 
 
 def _without_signals() -> None:
-    signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+    signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals())

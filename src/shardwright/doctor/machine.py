@@ -10,9 +10,9 @@ from pathlib import Path
 from statistics import median
 from typing import Literal
 
-from shardwright.layout.placement import available_cores
 from shardwright.measure import clock
 from shardwright.measure.record import versions
+from shardwright.parallel.process_group import cores_here
 from shardwright.units import MB, format_bytes, format_seconds
 
 Grade = Literal["ok", "warn", "FAIL"]
@@ -39,7 +39,7 @@ def machine_findings(ranks: int, directory: Path) -> Iterator[Finding]:
     found = versions()
     names = ", ".join(f"{name} {version}" for name, version in found.items() if name != "machine")
     yield Finding("versions", "ok", f"{names} on {found['machine']}")
-    yield cores_finding(ranks, available_cores(), numa_nodes())
+    yield cores_finding(ranks, cores_here(), numa_nodes())
     yield shared_memory_finding(_free_shared())
     yield sync_finding(directory)
 

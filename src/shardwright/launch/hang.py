@@ -1,32 +1,39 @@
-"""Ranks that no longer move: which one the others wait for, in which phase, and every rank's stack."""
+"""Ranks that no longer move: they are asked what they do, and the one that the others wait for is named (`blame.py`)."""
 
 from __future__ import annotations
 
 import faulthandler
+import json
 import os
 import re
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import psutil
 
 from shardwright.errors import ExitCode
+from shardwright.launch.blame import Sight, describe
 from shardwright.launch.pulse import Beat, Pulse, read_pulse
 from shardwright.layout.placement import STARTED_HERE
 from shardwright.measure import clock
 
 STACKS = "stacks.txt"
+ASKED, ANSWER = "asked", "collectives.json"
+"""The launcher makes the first in a rank's directory; a thread of the rank then writes the second."""
 DUMP_SIGNAL = signal.SIGUSR2
 _LOOK_SECONDS = 0.5
-_DUMP_SECONDS = 2.0
+_DUMP_SECONDS = 4.0
 _LAST_SECONDS = 20.0
 """How long a rank without our launcher may go on after its stacks were printed: a collective may end it with an error."""
+_MEET_SECONDS = 1.0
+"""How often ranks without our launcher ask each other's store whether one of them is stuck."""
+_STUCK = "shardwright/stuck"
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
 
 
@@ -41,24 +48,12 @@ class Watched(Protocol):
     def send(self, number: int) -> None: ...
 
 
-@dataclass(frozen=True)
-class _Sight:
-    """One rank of a run that hangs. `waiting`: 0 stopped by someone, 1 in code of its own, 2 in backward, 3 in a collective."""
+class Store(Protocol):
+    """What is needed of the store in which ranks meet."""
 
-    rank: Watched
-    beat: Beat
-    seconds: float
-    stack: tuple[str, ...]
-    waiting: int
-
-    def line(self) -> str:
-        where = {
-            0: "stopped by a signal" if _is_stopped(self.beat.process_id) else "deaf to signals",
-            1: f"in {self.stack[0] if self.stack else 'unknown code'}",
-            2: "in backward",
-            3: f"waiting for others in {self.stack[0] if self.stack else 'a collective'}",
-        }[self.waiting]
-        return f"  rank {self.rank.number}: {self.beat} for {self.seconds:.1f} s, {where}"
+    def set(self, key: str, value: str) -> None: ...
+    def get(self, key: str) -> bytes: ...
+    def check(self, keys: list[str]) -> bool: ...
 
 
 class HangWatch:
@@ -71,7 +66,7 @@ class HangWatch:
         """Lines that name the rank that is stuck, once a phase has lasted too long; empty until then.
 
         timed_out: a collective of another rank has already waited too long for it.
-        Every rank's stacks are then in its directory. Takes up to two seconds in that case.
+        Every rank's stacks are then in its directory. Takes up to four seconds in that case.
         """
         if clock.now() < self._next and not timed_out:
             return []
@@ -83,30 +78,47 @@ class HangWatch:
             return []
         for rank in self._running():
             (rank.directory / STACKS).write_bytes(b"")
+            (rank.directory / ASKED).touch()
             rank.send(DUMP_SIGNAL)
-        self._wait_for_stacks()
+        self._wait_for_answers()
         sights = [_see(rank, beats[rank.number], now) for rank in self._ranks if rank.number in beats]
-        return _describe(sorted(sights, key=lambda sight: (sight.waiting, sight.beat.position)))
+        return [*describe(sights), f"Stacks of all ranks: {self._ranks[0].directory.parent}/rank_*/{STACKS}"]
 
     def _running(self) -> list[Watched]:
         return [rank for rank in self._ranks if rank.code is None]
 
-    def _wait_for_stacks(self) -> None:
-        """Until every rank has written and the files no longer grow, or two seconds."""
+    def _wait_for_answers(self) -> None:
+        """Until every rank has answered and the files of stacks no longer grow, or `_DUMP_SECONDS`."""
         end, before = clock.now() + _DUMP_SECONDS, [-1]
         while clock.now() < end:
             sizes = [(rank.directory / STACKS).stat().st_size for rank in self._running()]
-            if all(sizes) and sizes == before:
+            if all(sizes) and sizes == before and all(map(_answered, self._running())):
                 return
             before = sizes
             clock.sleep(0.1)
 
 
-def _see(rank: Watched, beat: Beat, now: float) -> _Sight:
-    if rank.code is not None:
-        return _Sight(rank, beat, now - beat.at, ("a collective, for too long",), 3)
-    stack = main_stack((rank.directory / STACKS).read_text(encoding="utf-8", errors="replace"))
-    return _Sight(rank, beat, now - beat.at, stack, _waiting(stack))
+def _answered(rank: Watched) -> bool:
+    return (rank.directory / ANSWER).exists()
+
+
+def _see(rank: Watched, beat: Beat, now: float) -> Sight:
+    answer: Mapping[str, Any] = {}
+    if _answered(rank):
+        answer = json.loads((rank.directory / ANSWER).read_text(encoding="utf-8"))
+    stacks, ended = rank.directory / STACKS, rank.code is not None
+    return Sight(
+        rank=rank.number,
+        world_size=rank.world_size,
+        doing=str(beat),
+        position=beat.position,
+        seconds=now - beat.at,
+        stack=() if ended else main_stack(stacks.read_text(encoding="utf-8", errors="replace")),
+        issued=answer.get("issued"),
+        stopped=_is_stopped(beat.process_id),
+        ended=ended,
+        note=answer.get("note", ""),
+    )
 
 
 def main_stack(text: str) -> tuple[str, ...]:
@@ -118,53 +130,59 @@ def main_stack(text: str) -> tuple[str, ...]:
     return ()
 
 
-def _waiting(stack: tuple[str, ...]) -> int:
-    if not stack:
-        return 0
-    if "torch/distributed" in stack[0]:
-        return 3
-    return 2 if stack[0].endswith("_engine_run_backward") else 1
-
-
-def _describe(sights: list[_Sight]) -> list[str]:
-    first = sights[0]
-    peers = [s for s in sights if (s.waiting, s.beat.position) == (first.waiting, first.beat.position)]
-    names = f"rank {first.rank.number} of {first.rank.world_size} is"
-    if len(peers) > 1:
-        names = f"ranks {', '.join(str(s.rank.number) for s in peers)} of {first.rank.world_size} are"
-    lines = [f"shardwright: {names} stuck in {first.beat} ({first.seconds:.0f} s without progress)."]
-    lines += [sight.line() for sight in sorted(sights, key=lambda sight: sight.rank.number)]
-    if first.stack:
-        lines += [
-            f"Stack of rank {first.rank.number}, innermost first:",
-            *(f"  | {f}" for f in first.stack[:12]),
-        ]
-    lines.append(f"Stacks of all ranks: {first.rank.directory.parent}/rank_*/{STACKS}")
-    return lines
-
-
-def listen_for_dumps() -> None:
-    """Lets the launcher have this rank's stacks, whatever its main thread is doing."""
+def listen_for_dumps(issued: Callable[[], Mapping[str, Any]] = dict) -> None:
+    """Lets the launcher have this rank's stacks, whatever its main thread is doing, and what it has `issued` to others."""
     if directory := os.environ.get(STARTED_HERE):
         file = (Path(directory) / STACKS).open("ab")  # kept open: the handler writes from any place
         faulthandler.register(DUMP_SIGNAL, file=file, all_threads=True)
         _open_for_good.append(file)
+        threading.Thread(target=_answer, args=(Path(directory), issued), name="answers", daemon=True).start()
 
 
 _open_for_good: list[object] = []
 
 
+def _answer(directory: Path, issued: Callable[[], Mapping[str, Any]]) -> None:
+    """Waits until the launcher asks, and answers. A signal could not do that: its handler waits for the main thread."""
+    while not (directory / ASKED).exists():
+        clock.sleep(_LOOK_SECONDS)
+    part = (directory / ANSWER).with_suffix(".part")
+    part.write_text(json.dumps({"issued": issued(), "note": _note()}), encoding="utf-8")
+    part.replace(directory / ANSWER)
+
+
+def _note() -> str:
+    """The error that the main thread handles, where it is in an `except` block."""
+    handled: Any = sys._current_exceptions().get(threading.main_thread().ident or 0)
+    error = handled[1] if isinstance(handled, tuple) else handled  # a tuple before Python 3.12
+    if error is None:
+        return ""
+    said = (str(error).splitlines() or [""])[0][:120]
+    return f"while it handles {type(error).__name__}: {said}"
+
+
 class OwnWatch:
     """The same for a rank that torchrun or Slurm has started: a thread that looks at this rank's own pulse.
 
-    It prints what the rank is stuck in and its stacks; if no collective has ended the rank 20 s later, it does.
+    It prints its stacks, and the ranks that are there leave in the store what they do; the first of them says who is stuck. If
+    no collective has ended the rank 20 s later, the thread does.
     """
 
-    def __init__(self, pulse: Pulse, rank: int, seconds: float) -> None:
-        self._pulse, self._rank, self._seconds = pulse, rank, seconds
-        self._stop = threading.Event()
+    def __init__(
+        self,
+        pulse: Pulse,
+        rank: int,
+        world_size: int,
+        seconds: float,
+        store: Callable[[], Store],
+        issued: Callable[[], Mapping[str, Any]],
+    ) -> None:
+        self._pulse, self._rank, self._world_size, self._seconds = pulse, rank, world_size, seconds
+        self._issued, self._stop = issued, threading.Event()
+        self._met = False
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         if STARTED_HERE not in os.environ:
+            self._store = store()
             self._thread.start()
 
     def close(self) -> None:
@@ -173,8 +191,9 @@ class OwnWatch:
 
     def _run(self) -> None:
         said: Beat | None = None
+        looks = 0
         while not self._stop.wait(_LOOK_SECONDS):
-            beat = self._pulse.last()
+            beat, looks = self._pulse.last(), looks + 1
             late = clock.now() - beat.at - beat.allowed_seconds(self._seconds)
             if late > 0 and said != beat:
                 said = beat
@@ -185,9 +204,55 @@ class OwnWatch:
                 )
                 with suppress(OSError, ValueError):  # stderr without a file
                     faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+                self._meet(beat, ask=True)
+            elif looks % round(_MEET_SECONDS / _LOOK_SECONDS) == 0:
+                self._meet(beat)
             if late > _LAST_SECONDS:
                 print(f"shardwright: rank {self._rank} ends: still in {beat}.", file=sys.stderr, flush=True)
                 os._exit(ExitCode.CRASH)
+
+    def _meet(self, beat: Beat, ask: bool = False) -> None:
+        """Leaves what this rank does in the store, when a rank asks; the first rank that does says who is stuck."""
+        with suppress(Exception):  # the store is gone with its rank; this rank's own stacks are printed
+            if ask:
+                self._store.set(_STUCK, "1")
+            if self._met or not self._store.check([_STUCK]):
+                return
+            self._met = True
+            sight = Sight(
+                rank=self._rank,
+                world_size=self._world_size,
+                doing=str(beat),
+                position=beat.position,
+                seconds=clock.now() - beat.at,
+                stack=_own_stack(),
+                issued=self._issued(),
+                note=_note(),
+            )
+            self._store.set(f"{_STUCK}/{self._rank}", json.dumps(asdict(sight)))
+            self._stop.wait(2 * _MEET_SECONDS)
+            sights = [self._sight(rank) for rank in range(self._world_size)]
+            there = [sight for sight in sights if sight is not None]
+            if there[0].rank == self._rank:
+                print("\n".join(describe(there)), file=sys.stderr, flush=True)
+
+    def _sight(self, rank: int) -> Sight | None:
+        """What a rank has left in the store."""
+        key = f"{_STUCK}/{rank}"
+        if not self._store.check([key]):
+            return None
+        found = json.loads(self._store.get(key))
+        return Sight(**{**found, "stack": tuple(found["stack"])})
+
+
+def _own_stack() -> tuple[str, ...]:
+    """The frames of this process's main thread, as `main_stack` has them."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frames = []
+    while frame is not None:
+        frames.append(f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}")
+        frame = frame.f_back
+    return tuple(frames)
 
 
 def _is_stopped(process_id: int) -> bool:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from shardwright.errors import ExitCode, ShardwrightError
+from shardwright.launch.output import keep_going_without_output
 from shardwright.layout.placement import STARTED_HERE, Job, job_of, started_by
 from shardwright.measure import clock
 
@@ -42,6 +43,7 @@ def worker_main(function: Callable[[], int]) -> int:
 
     A `ShardwrightError` is one message and its own code; anything else is a traceback and 1.
     """
+    keep_going_without_output()
     message, trace, lost_peer, timed_out = "", "", False, False
     try:
         return int(function())

@@ -23,10 +23,9 @@ from shardwright.layout.placement import (
     STARTED_HERE,
     STORE_FD,
     job_of,
-    share_of_cores,
+    stop_signals,
 )
-
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+from shardwright.layout.seat import seat_here, share_of_cores
 
 # Ends the ranks when this process is killed. It reads the ranks' process groups from a pipe that closes with us.
 _GUARD = """
@@ -105,7 +104,8 @@ def rank_environment(
     kept = {name: value for name, value in inherited.items() if not name.startswith("TORCHELASTIC_")}
     # a profiler's own notes, which some builds of torch print at each start and stop
     defaults = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "KINETO_LOG_LEVEL": "99"}
-    share = str(threads or kept.get("OMP_NUM_THREADS") or share_of_cores(local_ranks))
+    seat = seat_here(inherited)
+    share = str(threads or kept.get("OMP_NUM_THREADS") or share_of_cores(seat, [seat] * local_ranks))
     defaults |= {"OMP_NUM_THREADS": share, "MKL_NUM_THREADS": share}
     if device == "cpu" and sys.platform == "linux" and MALLOC_MMAP not in kept:
         # Large freed blocks stay with the process; see process_group._keep_freed_blocks.
@@ -134,10 +134,7 @@ def _requests() -> Iterator[list[int]]:
     def receive(number: int, frame: FrameType | None) -> None:
         received.append(number)
 
-    numbers = [*STOP_SIGNALS]
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # else under nohup
-        numbers.append(signal.SIGHUP)
-    before = {number: signal.signal(number, receive) for number in numbers}
+    before = {number: signal.signal(number, receive) for number in stop_signals()}
     try:
         yield received
     finally:
@@ -202,7 +199,7 @@ def _started(
 @contextmanager
 def _held_back(hold: bool) -> Iterator[None]:
     """Children made in here start with requests to stop blocked, and find them pending when they unblock them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS if hold else ())
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals() if hold else ())
     try:
         yield
     finally:

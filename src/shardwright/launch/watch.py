@@ -96,11 +96,11 @@ class Watch:
             for rank in self.ranks:
                 rank.look()
             running = [rank for rank in self.ranks if rank.code is None]
+            self._forward(running)  # before anything is printed: a terminal that is gone must not hold it up
             if not any(rank.failed for rank in self.ranks):
                 self._print_stderr()
             if not running:
                 return self._verdict()
-            self._forward(running)
             if self._hang and not self._hung and running:
                 self._hung = self._hang_report()
             if self._hung or clock.now() >= self._deadline():
@@ -146,17 +146,17 @@ class Watch:
 
     def _forward(self, running: list[Rank]) -> None:
         """Asks the ranks to stop, once; they save and end by themselves."""
-        if not self.requests or self._stop_at is not None:
+        if not running or not self.requests or self._stop_at is not None:
             return
         self._stop_at, number = clock.now(), self.requests[0]
-        self._sent = signal.SIGTERM if number == signal.SIGHUP else number  # ranks know three signals
+        self._sent = number
+        for rank in running:
+            rank.send(self._sent)
         hint = " Press Ctrl-C again to end at once." if number == signal.SIGINT else ""
         name = signal.Signals(number).name
         print(
             f"shardwright: {name}: stopping after this update and saving.{hint}", file=sys.stderr, flush=True
         )
-        for rank in running:
-            rank.send(self._sent)
 
     def _print_stderr(self) -> None:
         """Passes rank 0's stderr on; silent once a rank has failed, so that its peers' noise does not come first."""

@@ -6,8 +6,8 @@ only process; nothing later may depend on which.
 
 from __future__ import annotations
 
-import os
 import re
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -34,6 +34,12 @@ _SRUN_MARKS = (
     "SLURM_SRUN_COMM_HOST",
 )
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """The signals that ask a run to stop and save. A terminal that is closed sends SIGHUP, which nohup has set aside."""
+    always = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+    return always if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (*always, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
@@ -85,9 +91,17 @@ def started_by(environment: Mapping[str, str]) -> StartedBy:
         return "shardwright"
     if "LOCAL_RANK" in environment:
         return "torchrun"
-    if "SLURM_PROCID" in environment and any(mark in environment for mark in _SRUN_MARKS):
-        return "slurm" if _slurm_tasks(environment) > 1 else "single"
-    return "single"
+    return "slurm" if in_slurm_task(environment) and _slurm_tasks(environment) > 1 else "single"
+
+
+def in_slurm_task(environment: Mapping[str, str]) -> bool:
+    """Whether srun has started this process or one above it; a batch script is no task."""
+    return "SLURM_PROCID" in environment and any(mark in environment for mark in _SRUN_MARKS)
+
+
+def slurm_task_cores(environment: Mapping[str, str]) -> int | None:
+    """The cores that were asked for a Slurm task; None where none were."""
+    return _integer(environment, "SLURM_CPUS_PER_TASK") if "SLURM_CPUS_PER_TASK" in environment else None
 
 
 def read_placement(environment: Mapping[str, str]) -> Placement:
@@ -190,29 +204,3 @@ def _slurm_first_host(environment: Mapping[str, str], nodes: int) -> str:
         "The ranks must meet on the machine of rank 0.",
         "Set MASTER_ADDR, or start with srun.",
     )
-
-
-def available_cores() -> int:
-    """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def share_of_cores(local_ranks: int) -> int:
-    """CPU threads of one of `local_ranks` ranks: its share of the cores, at least 1."""
-    return max(1, available_cores() // local_ranks)
-
-
-def threads_per_rank(requested: int | None, placement: Placement, environment: Mapping[str, str]) -> int:
-    """CPU threads of a rank: as requested, else the user's `OMP_NUM_THREADS`, else its share of the cores.
-
-    torchrun sets `OMP_NUM_THREADS=1` where the user set nothing. That is not a wish, and would make the number of
-    threads depend on how the run was started, so under torchrun a 1 is ignored: request 1 to have it.
-    """
-    if requested is not None:
-        return requested
-    wish = environment.get("OMP_NUM_THREADS", "").split(",")[0].strip()
-    if wish.isdecimal() and int(wish) > 0 and not (placement.started_by == "torchrun" and wish == "1"):
-        return int(wish)
-    if placement.started_by == "slurm" and "SLURM_CPUS_PER_TASK" in environment:
-        return _integer(environment, "SLURM_CPUS_PER_TASK")
-    return share_of_cores(placement.local_world_size)

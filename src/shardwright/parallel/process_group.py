@@ -8,61 +8,85 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, Store, TCPStore
+from torch._C._distributed_c10d import Store
 
 from shardwright.errors import ConfigError, ShardwrightError
-from shardwright.layout.placement import (
-    MALLOC_MMAP,
-    STORE_FD,
-    Placement,
-    available_cores,
-    read_placement,
-    threads_per_rank,
-)
+from shardwright.layout.placement import MALLOC_MMAP, Placement, read_placement
+from shardwright.layout.seat import Seat, assign_devices, seat_here, share_of_cores, threads_per_rank
+from shardwright.parallel.rendezvous import Meeting, say_left
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
-JOIN_SECONDS = 300
-"""How long ranks, which load at different speeds, wait for each other at least, however short a collective may be."""
 SECONDS_FOR_THE_LAST = 5
 """How long rank 0, which holds the store, waits at the end for ranks that are still leaving."""
 
 
+def cores_here() -> int:
+    """CPU cores that this process may use alone."""
+    seat = seat_here(os.environ)
+    return share_of_cores(seat, [seat])
+
+
 def device_kind(requested: str, local_ranks: int) -> str:
-    """`cpu` or `cuda` for `local_ranks` ranks on this machine; see `choose_device`."""
-    return choose_device(requested, local_ranks)[0]
+    """`cpu` or `cuda` for `local_ranks` ranks that this process starts; see `choose_device`."""
+    seat = seat_here(os.environ, _visible_devices(requested, identify=False))
+    return choose_device(requested, [seat] * local_ranks)[0]
 
 
-def choose_device(requested: str, local_ranks: int) -> tuple[str, str]:
-    """(`cpu` or `cuda`, notice): as requested; `auto` is CUDA when there is a device for each local rank.
+def choose_device(requested: str, seats: Sequence[Seat]) -> tuple[str, str]:
+    """(`cpu` or `cuda`, notice) for ranks on `seats`: as requested; `auto` is CUDA when there is a device for each.
 
     The notice is empty unless `auto` leaves a device unused. Raises `ConfigError` when CUDA is requested and is not
     there. A visible device never changes what `cpu` means.
     """
     if requested == "cpu":
         return "cpu", ""
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    kind = accelerator.type if accelerator is not None else "none"
-    count = torch.accelerator.device_count() if accelerator is not None else 0
-    if kind == "cuda" and count >= local_ranks:
+    given = assign_devices(seats)
+    if None not in given:
         return "cuda", ""
+    without = seats[given.index(None)]
+    local = [seat for seat in seats if seat.host == without.host]
+    found = len({device for seat in local for device in seat.devices})
     if requested == "auto":
-        if kind == "none":
+        if not any(seat.devices for seat in seats):
             return "cpu", ""
-        return "cpu", f"Running on the CPU: {count} {kind} device(s) for {local_ranks} local rank(s)."
-    found = f"{count} {kind} device(s) found" if kind != "none" else "torch finds no accelerator"
+        return "cpu", f"Running on the CPU: {found} cuda device(s) for {len(local)} local rank(s)."
+    text = f"{found} cuda device(s) found" if found else "torch finds no CUDA device"
     raise ConfigError(
-        f"hardware.device = {requested} with {local_ranks} local rank(s), but {found}.",
+        f"hardware.device = {requested} with {len(local)} local rank(s), but {text}.",
         "Each rank needs a CUDA device of its own.",
-        "Start fewer ranks, or set hardware.device to cpu or auto.",
+        "Start fewer ranks, let each see a device of its own, or set hardware.device to cpu or auto.",
     )
+
+
+def _visible_devices(requested: str, identify: bool) -> tuple[str, ...]:
+    """Names of the CUDA devices that this process sees, by index.
+
+    identify: names that are the same in every process. A batch system may show each rank another device as number 0. It makes
+    torch load CUDA, which a process that forks must not.
+    """
+    if requested == "cpu" or not torch.accelerator.is_available():
+        return ()
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type != "cuda":
+        return ()
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    names = []
+    for index in range(torch.accelerator.device_count()):
+        name = str(index)
+        if identify:
+            name = str(getattr(torch.cuda.get_device_properties(index), "uuid", index))
+            if index < len(shown) and shown[index].startswith("MIG"):  # parts of one device
+                name = shown[index]
+        names.append(name)
+    return tuple(names)
 
 
 @dataclass(frozen=True)
@@ -98,28 +122,41 @@ class Connection:
 
 @contextmanager
 def connect(
-    device: str = "auto", timeout_seconds: float = 600, threads: int | None = None
+    device: str = "auto",
+    timeout_seconds: float = 600,
+    threads: int | None = None,
+    asked_to_stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[Connection]:
     """Joins the default process group, of one rank too, and leaves it at the end. Collective.
 
     device: `auto`, `cpu` or `cuda`. timeout_seconds: a collective that takes longer fails. threads: CPU threads of this
-    rank; see `threads_per_rank`. Raises `ConfigError` for a device that is not there and `ShardwrightError` when a SUM
-    over ranks is wrong.
+    rank; see `threads_per_rank`. asked_to_stop: whether this process was told to leave, asked while it waits for others.
+    Raises `ConfigError` for a device that is not there and for a place where ranks cannot meet, `StoppedEarly` when asked to
+    stop, and `ShardwrightError` when ranks are missing or a SUM over ranks is wrong.
     """
     placement = read_placement(os.environ)
-    kind, notice = choose_device(device, placement.local_world_size)
-    torch.set_num_threads(threads_per_rank(threads, placement, os.environ))
+    identify = placement.world_size > 1
+    mine = seat_here(os.environ, _visible_devices(device, identify))
+    meeting = Meeting(placement, os.environ, timeout_seconds, asked_to_stop)
+    seats = meeting.seats(mine)
+    kind, notice = choose_device(device, seats)
+    torch.set_num_threads(threads_per_rank(threads, placement, os.environ, mine, seats))
     kept = kind == "cpu" and _keep_freed_blocks()
-    place = torch.device(kind, placement.local_rank) if kind == "cuda" else torch.device(kind)
+    place = torch.device(kind)
+    options: dict[str, Any] = {"backend": BACKENDS[kind], "timeout": timedelta(seconds=timeout_seconds)}
     if kind == "cuda":
-        torch.accelerator.set_device_index(placement.local_rank)
-    store = _join(placement, place, timedelta(seconds=timeout_seconds))
+        place = torch.device(kind, assign_devices(seats)[placement.rank] or 0)
+        torch.accelerator.set_device_index(place.index)
+        options["device_id"] = place
+    dist.init_process_group(
+        store=meeting.store, rank=placement.rank, world_size=placement.world_size, **options
+    )
     connection = Connection(
         placement=placement,
         device=place,
         backend=BACKENDS[kind],
         threads=torch.get_num_threads(),
-        cores=available_cores(),
+        cores=cores_here(),
         timeout_seconds=timeout_seconds,
         keeps_freed_blocks=kept,
         notices=(notice,) if notice else (),
@@ -133,46 +170,16 @@ def connect(
         if placement.world_size == 1:
             dist.destroy_process_group()
         raise
-    _leave(placement, store)
-
-
-def _join(placement: Placement, device: torch.device, timeout: timedelta) -> Store | None:
-    """Makes the default group; returns the store when this job holds it."""
-    options: dict[str, Any] = {"backend": BACKENDS[device.type], "timeout": timeout}
-    if device.type == "cuda":
-        options["device_id"] = device
-    if placement.started_by == "torchrun":
-        dist.init_process_group(**options)
-        return None
-    store: Store
-    if placement.world_size == 1:
-        store = HashStore()
-    else:
-        held = os.environ.get(STORE_FD) if placement.started_by == "shardwright" else None
-        store = TCPStore(
-            placement.master_addr,
-            placement.master_port,
-            placement.world_size,
-            is_master=placement.rank == 0,
-            timeout=max(timeout, timedelta(seconds=JOIN_SECONDS)),
-            wait_for_workers=False,
-            master_listen_fd=int(held) if held else None,
-        )
-    dist.init_process_group(store=store, rank=placement.rank, world_size=placement.world_size, **options)
-    return store
-
-
-def _leave(placement: Placement, store: Store | None) -> None:
-    """Destroys the group; the rank that holds the store goes last, as far as the others are still there."""
     if dist.is_initialized():
         dist.destroy_process_group()
-    if store is None or placement.world_size == 1:
-        return
-    with suppress(dist.DistError):  # a peer, or rank 0 with the store, is already gone
-        store.set(f"left/{placement.rank}", "1")
-        if placement.rank == 0:
-            others = [f"left/{rank}" for rank in range(1, placement.world_size)]
-            store.wait(others, timedelta(seconds=SECONDS_FOR_THE_LAST))
+    if meeting.holds_store and placement.world_size > 1:
+        say_left(meeting.store, placement.rank, placement.world_size, SECONDS_FOR_THE_LAST)
+
+
+def second_store() -> Store:
+    """A connection of its own to the store in which the ranks have met, for a thread beside the main one."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    return store.clone()
 
 
 def transfer_group(timeout_seconds: float) -> dist.ProcessGroup:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import signal
 from types import FrameType
 
-from shardwright.launch.start import STOP_SIGNALS
+from shardwright.layout.placement import stop_signals
 from shardwright.measure import clock
 
 
 class StopFlag:
-    """Set by SIGTERM, SIGUSR1 or SIGINT; the second SIGINT raises `KeyboardInterrupt`.
+    """Set by SIGTERM, SIGUSR1, SIGHUP or SIGINT; the second SIGINT raises `KeyboardInterrupt`.
 
     A signal may reach one rank only, so a rank never acts on its own flag: the ranks agree by a reduction in the update
     and stop after the same one. Made in the main thread. `close` restores the handlers; it is a context manager too.
@@ -21,8 +21,9 @@ class StopFlag:
         """The first signal, and `date` when it came; None while there was none."""
         self.date: str | None = None
         self._interrupts = 0
-        self._before = {number: signal.signal(number, self._receive) for number in STOP_SIGNALS}
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # the launcher holds them back until here
+        numbers = stop_signals()
+        self._before = {number: signal.signal(number, self._receive) for number in numbers}
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)  # the launcher holds them back until here
 
     @property
     def requested(self) -> bool:

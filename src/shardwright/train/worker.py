@@ -20,9 +20,10 @@ from shardwright.launch.lock import PATIENCE_SECONDS, lock_of, owned, read_owner
 from shardwright.layout.legality import check_device, check_run
 from shardwright.layout.placement import Placement
 from shardwright.measure import clock
+from shardwright.measure.outstanding import count_transfers, issued
 from shardwright.measure.record import device_facts, versions
 from shardwright.models.build import quiet_transformers
-from shardwright.parallel.process_group import Connection, connect
+from shardwright.parallel.process_group import Connection, connect, second_store
 from shardwright.plan.answer import layout_name
 from shardwright.plan.of_run import layout_of
 from shardwright.train.exhausted import explaining_exhaustion
@@ -40,14 +41,15 @@ def run_rank(loaded: Loaded) -> int:
     run, hardware = loaded.run, loaded.run.hardware
     quiet_transformers()
     stop, pulse = StopFlag(), Pulse.of_this_rank()
-    listen_for_dumps()
+    count_transfers()
+    listen_for_dumps(issued)
     timeout = hardware.timeout_seconds + WATCHDOG_SECONDS
     with (
-        connect(hardware.device, timeout, hardware.threads_per_rank) as connection,
+        connect(hardware.device, timeout, hardware.threads_per_rank, lambda: stop.requested) as connection,
         _own_directory(loaded, connection.placement),
     ):
         place = connection.placement
-        watch = OwnWatch(pulse, place.rank, hardware.timeout_seconds)
+        watch = OwnWatch(pulse, place.rank, place.world_size, hardware.timeout_seconds, second_store, issued)
         axes = check_run(loaded, connection.placement.world_size)
         check_device(run, connection.device.type)
         data = _data_in_turn(loaded, connection)

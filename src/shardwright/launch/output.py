@@ -1,0 +1,107 @@
+"""Standard output and error that never end a run: what can't be written is lost, and that is said once on the other of them.
+
+A terminal that is closed (EIO), a reader that has ended (EPIPE) and a full disk (ENOSPC) otherwise raise in whatever prints:
+our lines, rich, logging, warnings and progress bars of libraries, which all write to `sys.stdout` and `sys.stderr`.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import sys
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any, TextIO, cast
+
+_GONE = frozenset({errno.EIO, errno.EPIPE, errno.EBADF, errno.ENXIO, errno.ECONNRESET})
+"""Errors after which nothing can ever be written again. A full disk may have room later."""
+
+
+class Lossy(io.TextIOBase):
+    """A text stream that hands everything to another one and drops what that one cannot write."""
+
+    def __init__(self, stream: TextIO, name: str) -> None:
+        self._stream, self._name, self._said = stream, name, False
+        self.other: Lossy | None = None
+        """Where the loss is said."""
+
+    def write(self, text: str, /) -> int:
+        """Returns the number of characters, written or not."""
+        try:
+            return self._stream.write(text)
+        except (OSError, ValueError) as error:  # ValueError: it was closed
+            self._lost(error)
+            return len(text)
+
+    def writelines(self, lines: Iterable[str], /) -> None:  # type: ignore[override]
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except (OSError, ValueError) as error:
+            self._lost(error)
+
+    def isatty(self) -> bool:
+        """Whether it is a terminal that is still there."""
+        with suppress(OSError, ValueError):
+            return self._stream.isatty()
+        return False
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def close(self) -> None:
+        """Does nothing: the process's own streams end with it."""
+
+    @property
+    def buffer(self) -> Any:
+        """The bytes below; what writes there is on its own."""
+        return cast(Any, self._stream).buffer
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._stream.encoding
+
+    @property
+    def errors(self) -> str | None:  # type: ignore[override]
+        return self._stream.errors
+
+    def _lost(self, error: Exception) -> None:
+        if isinstance(error, OSError) and error.errno in _GONE:
+            with suppress(OSError, ValueError):  # so that buffered text and writes of native code go nowhere
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, self._stream.fileno())
+                os.close(nowhere)
+        if not self._said and self.other is not None:
+            self._said = True
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            self.other.write(f"shardwright: {self._name} cannot be written ({reason}): its lines are lost.\n")
+            self.other.flush()
+
+
+def keep_going_without_output() -> None:
+    """Makes `sys.stdout` and `sys.stderr` such streams. Twice is the same as once."""
+    for number in range(3):  # closed ones (`>&-`) would become the numbers of other files
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    made = [_lossy(sys.stdout, "standard output"), _lossy(sys.stderr, "standard error")]
+    sys.stdout, sys.stderr = made
+    made[0].other, made[1].other = made[1], made[0]
+
+
+def _lossy(stream: Any, name: str) -> Any:
+    if isinstance(stream, Lossy):
+        return stream
+    if stream is None:
+        stream = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(errors="backslashreplace")  # a sample's letters in a narrow locale
+    return Lossy(stream, name)
