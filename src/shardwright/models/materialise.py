@@ -15,7 +15,8 @@ from shardwright.config.schema import Model
 from shardwright.errors import ModelError
 from shardwright.models.build import RECIPES, model_directory, tensors_of
 from shardwright.models.init import Recipe, replay
-from shardwright.models.weights import Box, Weights, listed
+from shardwright.models.traced import Box
+from shardwright.models.weights import Weights, listed
 
 
 @dataclass
