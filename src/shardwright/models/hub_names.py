@@ -8,6 +8,7 @@ up each tensor of the model, and the other way round.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,13 +26,16 @@ class HubNames:
     """Transformers' rules for one model, and what they ask of it: its config and the shapes of its tensors.
 
     It stands for the model in Transformers' functions, which a rank that holds a part of the model could not give.
+    kept: of weights that are tied, the name under which they are saved, by their first name.
     """
 
     def __init__(self, model: Any) -> None:
         from transformers.conversion_mapping import get_model_conversion_mapping
 
         self.config, self.base_model_prefix = model.config, model.base_model_prefix
-        self._shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items()}
+        held: dict[str, Tensor] = model.state_dict(keep_vars=True)
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in held.items()}
+        self.kept = _kept(model, held)
         self._on_loading = get_model_conversion_mapping(model)
         self._on_saving = get_model_conversion_mapping(model, add_legacy=False)
         self._weight_conversions: list[Any] | None = None  # read by Transformers' function for saving
@@ -104,7 +108,9 @@ class HubNames:
         from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 
         if not pretrained:  # a prefix that nobody has seen in files is not made up
-            self._weight_conversions = [rule for rule in self._on_saving if not isinstance(rule, PrefixChange)]
+            self._weight_conversions = [
+                rule for rule in self._on_saving if not isinstance(rule, PrefixChange)
+            ]
         given = {
             name: traced(name, tensor.shape, tensor.dtype)
             for name, tensor in tensors.items()
@@ -119,6 +125,23 @@ def hub_names(model: nn.Module) -> HubNames | None:
     from transformers import PreTrainedModel
 
     return HubNames(model) if isinstance(model, PreTrainedModel) else None
+
+
+def _kept(model: Any, held: Mapping[str, Tensor]) -> dict[str, str]:
+    """Tied weights are saved once: under a name that no rule of the model calls the tied one, else the last in order."""
+    groups: dict[int, list[str]] = {}
+    for name, tensor in held.items():
+        groups.setdefault(id(tensor), []).append(name)
+    tied = [
+        f"{path}.{pattern}" if path else pattern
+        for path, module in model.named_modules()
+        for pattern in (getattr(module, "_tied_weights_keys", None) or ())
+    ]
+    kept = {}
+    for names in groups.values():
+        main = [name for name in sorted(names) if not any(re.search(pattern, name) for pattern in tied)]
+        kept[names[0]] = main[0] if main else max(names)
+    return kept
 
 
 def _put(found: dict[str, Origin], name: str, origin: Origin) -> None:

@@ -22,9 +22,11 @@ Read = Callable[[str, Box, Tensor], None]
 
 
 class Origin(Protocol):
-    """Where the elements of a tensor of `shape` come from."""
+    """Where the elements of a tensor come from."""
 
-    shape: tuple[int, ...]
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the tensor."""
 
     def fill(self, box: Box, out: Tensor, read: Read) -> None:
         """Fills `out` with the part `box`, in the dtype of `out`."""
@@ -187,9 +189,7 @@ class Traced(Tensor):
         rule = _RULES.get(func.overloadpacket)
         origins = rule(outputs, *args, **kwargs) if rule is not None else None
         if origins is None:
-            origins = [
-                Computed(func, args, kwargs, index, tuple(o.shape)) for index, o in enumerate(outputs)
-            ]
+            origins = [Computed(func, args, kwargs, index, tuple(o.shape)) for index, o in enumerate(outputs)]
         made = [Traced(output, origin) for output, origin in zip(outputs, origins)]
         return made if several else made[0]
 
@@ -232,11 +232,12 @@ def _stack(outputs: list[Tensor], tensors: Sequence[Traced], dim: int = 0) -> li
 
 
 def _split(outputs: list[Tensor], tensor: Traced, size: Any, dim: int = 0) -> list[Origin]:
-    dim, start, origins = dim % tensor.dim(), 0, []
+    dim, start = dim % tensor.dim(), 0
+    origins: list[Origin] = []
     for output in outputs:
         origins.append(Cut(tensor.origin, dim, start, tuple(output.shape)))
         start += output.shape[dim]
-    return list[Origin](origins)
+    return origins
 
 
 def _slice(

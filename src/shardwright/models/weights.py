@@ -78,7 +78,9 @@ class Weights:
             stored = {self._entries[part].dtype: part for part in origin.stored()}
             made = "" if isinstance(origin, Stored) else f" (made of {len(list(origin.stored()))} tensors)"
             if origin.shape != tuple(shape):
-                wrong.append(f"{name} is {list(origin.shape)} in the files{made} and {list(shape)} in the model")
+                wrong.append(
+                    f"{name} is {list(origin.shape)} in the files{made} and {list(shape)} in the model"
+                )
             wrong += [
                 f"{name} is {found} in the files and {dtype} in the model"
                 for found in stored
