@@ -21,15 +21,9 @@ from torch.distributed.fsdp import FSDPModule
 from shardwright.config.schema import Model
 from shardwright.errors import ConfigError, ModelError
 from shardwright.export.companions import Companions, companions_of
+from shardwright.export.place import refusal, replace
 from shardwright.export.tensor_files import TensorFile, append, header, split_files, write_index
 from shardwright.models.adapters import canonical_name, canonical_parameters, unwrapped
-from shardwright.models.directory import (
-    MODEL_FILES,
-    OTHER_FILES,
-    TOKENIZER_FILES,
-    WEIGHT_FILES,
-    matching,
-)
 from shardwright.models.materialise import whole_of
 from shardwright.models.traced import Box, Origin, Stored
 from shardwright.models.whole import described, whole_tensors
@@ -55,7 +49,7 @@ def save_pretrained(
     `max_shard_bytes`, or one tensor.
 
     The directory appears complete or not at all: rank 0 writes next to it and renames. One that is there is
-    replaced if it holds an earlier export; what `refusal` names never is.
+    replaced if it holds an earlier export; what `place.refusal` names never is.
 
     Raises `ModelError` on every rank when rank 0 cannot write.
     """
@@ -71,7 +65,7 @@ def save_pretrained(
         failure = _attempt(_start, root, spec, tokenizer, chat_template, end_tokens, partial)
     failure = export.write(partial, failure)
     if failure is None and _is_writer():
-        failure = _attempt(_replace, partial, target)
+        failure = _attempt(replace, partial, target)
     if failure is not None:
         shutil.rmtree(partial, ignore_errors=True)
     _agree(failure)
@@ -99,38 +93,6 @@ def check_export(
             "Set another checkpoint.output_dir, or checkpoint.export_hf to none.",
         )
     return _companions(model, spec, tokenizer, chat_template, end_tokens).lines
-
-
-def refusal(target: Path, spec: Model, tokenizer: Path | None = None) -> str | None:
-    """Why an export may not take the place of what is at `target`, or cannot be written there; None: it may."""
-    place = target.resolve()
-    for source in (Path(spec.model_name_or_path), tokenizer or Path(spec.tokenizer_name_or_path or "")):
-        if target.exists() and source.exists() and source.resolve() == place:
-            return "it is the directory that the model was read from"
-        if target.exists() and source.resolve().is_relative_to(place):
-            return f"{source} is in it, which the run reads"
-    if target.is_symlink():
-        return f"it is a link, to {target.readlink()}"
-    if target.exists() and not target.is_dir():
-        return "there is a file of that name"
-    if target.is_dir() and (foreign := _foreign(target)) is not None:
-        return f"it holds something else than an earlier export: {foreign}"
-    above = next(path for path in (target.parent, *target.parent.absolute().parents) if path.exists())
-    if not above.is_dir():
-        return f"{above} is a file"
-    if not os.access(above, os.W_OK | os.X_OK):
-        return f"{above} is not writable"
-    return None
-
-
-def _foreign(directory: Path) -> str | None:
-    """A file of `directory` that no export writes; what is there where it holds no weights."""
-    known = {*matching(directory, (*WEIGHT_FILES, *MODEL_FILES, *TOKENIZER_FILES, *OTHER_FILES))}
-    held = sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if not path.is_dir())
-    other = [name for name in held if name not in known]
-    if other or not held:
-        return other[0] if other else None
-    return None if matching(directory, WEIGHT_FILES) else held[0]
 
 
 @dataclass(frozen=True)
@@ -268,16 +230,6 @@ def _sync(directory: Path) -> None:
     for path in directory.iterdir():
         with path.open("rb") as stream:
             os.fsync(stream.fileno())
-
-
-def _replace(partial: Path, target: Path) -> None:
-    """Puts the finished directory in place; one that was there goes only when the new one is."""
-    old = target.with_name(f".{target.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if target.exists():
-        target.rename(old)
-    partial.rename(target)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def _attempt(function: Any, *args: Any) -> str | None:

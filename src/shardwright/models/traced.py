@@ -172,14 +172,16 @@ class Traced(Tensor):
 
     @staticmethod
     def __new__(cls, meta: Tensor, origin: Origin) -> Traced:
-        made: Traced = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: Traced = torch.Tensor._make_wrapper_subclass(
             cls, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=meta.device
         )
         made.origin, made.meta = origin, meta
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func._schema.is_mutable:
             raise NotImplementedError(f"{func} writes into a tensor that has no values yet")
