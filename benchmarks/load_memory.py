@@ -70,7 +70,7 @@ def write_llama(directory: Path, gigabytes: float) -> int:
     from transformers import LlamaConfig
 
     from shardwright.config.schema import Model
-    from shardwright.export.huggingface import _append, _header, _split, _write_index
+    from shardwright.export.tensor_files import append, header, split_files, write_index
     from shardwright.models import build_model
 
     width, vocabulary = 1024, 32_001
@@ -90,12 +90,12 @@ def write_llama(directory: Path, gigabytes: float) -> int:
     tensors = dict(
         build_model(Model(model_name_or_path=str(directory), init="random"), torch.float32).named_parameters()
     )
-    files = _split(tensors, 200 * MB)
+    files = split_files(tensors, 200 * MB)
     for file in files:
-        (directory / file.name).write_bytes(_header(file, tensors))
+        (directory / file.name).write_bytes(header(file, tensors))
         for name in file.tensors:
-            _append(directory / file.name, torch.randn(tensors[name].shape) * 0.02)
-    _write_index(files, tensors, directory)
+            append(directory / file.name, torch.randn(tensors[name].shape) * 0.02)
+    write_index(files, tensors, directory)
     return sum(tensor.numel() * 4 for tensor in tensors.values())
 
 

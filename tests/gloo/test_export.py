@@ -120,7 +120,7 @@ def test_every_rank_hears_that_rank_0_cannot_write(tmp_path: Path) -> None:
     assert first == second
     assert "the directory that the model was read from" in first
     assert "something else than an earlier export" in first
-    assert "NotADirectoryError" in first or "FileExistsError" in first
+    assert f"{tmp_path / 'file'} is a file" in first
     assert {path.name: path.read_bytes() for path in (tmp_path / "source").iterdir()} == before
     assert (tmp_path / "notes" / "todo.txt").read_text() == "keep me"
 

@@ -24,21 +24,8 @@ from shardwright.data.encode import Encoded, Encoder
 from shardwright.data.sources import DataFile, Slice, slices
 from shardwright.data.table import FORMAT, Documents, new_directory, token_dtype
 from shardwright.errors import ConfigError, DataError
+from shardwright.models.directory import TOKENIZER_FILES
 
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "additional_chat_templates/*.jinja",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "*.model",
-    "*.tiktoken",
-)
 _AHEAD = 4  # slices in work or waiting to be written, for each process
 _ONES = 1 << 22  # weights written at a time
 _HERE: dict[str, Encoder] = {}
@@ -74,7 +61,7 @@ def tokenizer_directory(name: str, key: str) -> Path:
 
 def tokenizer_files(path: Path) -> list[Path]:
     """The files of the directory that decide how text is tokenised."""
-    return sorted({file for pattern in _TOKENIZER_FILES for file in path.glob(pattern)})
+    return sorted({file for pattern in TOKENIZER_FILES for file in path.glob(pattern)})
 
 
 def load_tokenizer(path: Path) -> Any:

@@ -1,15 +1,14 @@
-"""A directory that Transformers reads, written from a model that no rank holds whole.
+"""A directory that Transformers, and servers of models, read, written from a model that no rank holds whole.
 
-Sizes and offsets of a safetensors file follow from names, shapes and dtypes, so the header is written first
-and the tensors are streamed behind it: rank 0 holds one full parameter at a time, never a file's worth.
+Tensors have the names that the hub has (`models.hub_names`). They are streamed: rank 0 holds the tensors of the model that
+one tensor of the files is made of, never a file's worth.
 """
 
 from __future__ import annotations
 
-import copy
-import json
 import os
 import shutil
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,23 +19,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardwright.config.schema import Model
-from shardwright.errors import ModelError
+from shardwright.errors import ConfigError, ModelError
+from shardwright.export.companions import Companions, companions_of
+from shardwright.export.place import refusal, replace
+from shardwright.export.tensor_files import TensorFile, append, header, split_files, write_index
 from shardwright.models.adapters import canonical_name, canonical_parameters, unwrapped
-from shardwright.models.weights import DTYPES
+from shardwright.models.materialise import whole_of
+from shardwright.models.traced import Box, Origin, Stored
 from shardwright.models.whole import described, whole_tensors
-
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
-    "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model",
-    "chat_template.jinja", "chat_template.json",
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class _File:
-    name: str
-    tensors: tuple[str, ...]
 
 
 def save_pretrained(
@@ -44,19 +34,22 @@ def save_pretrained(
     spec: Model,
     directory: str | Path,
     *,
+    tokenizer: Path | None = None,
     chat_template: str | None = None,
+    end_tokens: Sequence[int] = (),
     max_shard_bytes: int = 5_000_000_000,
 ) -> Path:
     """Writes `model` as a Hugging Face directory and returns its path; every rank must call it.
 
-    Written: safetensors under the names of the unsplit model, tied weights once, in the dtype of the
-    parameters; config.json as the model was built, generation_config.json and tokenizer files where the
-    model came with them, with the template in the file `chat_template` in place of the
-    tokenizer's own. A plain `nn.Module` has only its safetensors. Files have at most `max_shard_bytes`, or
-    one tensor.
+    Written: safetensors under the names that `save_pretrained` of Transformers gives, tied weights once, in the dtype of
+    the parameters; config.json as the model was built; of the model's directory generation_config.json, tokenizer and
+    templates, configs of processors, code and terms. tokenizer: a directory, in place of the model's own tokenizer.
+    chat_template: a file, in place of the tokenizer's templates. end_tokens: what training teaches the model to stop with,
+    added to the end tokens of the configs. A plain `nn.Module` has only its safetensors. Files have at most
+    `max_shard_bytes`, or one tensor.
 
     The directory appears complete or not at all: rank 0 writes next to it and renames. One that is there is
-    replaced if it holds an earlier export; the model's own source directory never is.
+    replaced if it holds an earlier export; what `place.refusal` names never is.
 
     Raises `ModelError` on every rank when rank 0 cannot write.
     """
@@ -65,18 +58,112 @@ def save_pretrained(
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    tensors = _tensors(root)
-    known = {name: like for name, (_, like) in described(tensors).items()}
-    files = _split(known, max_shard_bytes)
-    _agree(_refusal(target, spec) if _is_writer() else None)
-    template = None if chat_template is None else Path(chat_template)
-    failure = _write(root, spec, template, tensors, known, files, partial)
+    export = _Export.of(root, spec, max_shard_bytes)
+    failure = refusal(target, spec) if _is_writer() else None
+    _agree(failure)
+    if _is_writer():
+        failure = _attempt(_start, root, spec, tokenizer, chat_template, end_tokens, partial)
+    failure = export.write(partial, failure)
     if failure is None and _is_writer():
-        failure = _attempt(_replace, partial, target)
+        failure = _attempt(replace, partial, target)
     if failure is not None:
         shutil.rmtree(partial, ignore_errors=True)
     _agree(failure)
     return target
+
+
+def check_export(
+    model: nn.Module,
+    spec: Model,
+    directory: Path,
+    *,
+    tokenizer: Path | None,
+    chat_template: str | None,
+    end_tokens: Sequence[int],
+) -> tuple[str, ...]:
+    """What should be known of the later `save_pretrained` with these arguments, one line each; call it before training.
+
+    Raises `ConfigError` for what would stop it.
+    """
+    reason = refusal(directory, spec, tokenizer)
+    if reason is not None:
+        raise ConfigError(
+            f"{directory} cannot be written at the end of the run: {reason}.",
+            "checkpoint.export_hf: final puts the trained model there.",
+            "Set another checkpoint.output_dir, or checkpoint.export_hf to none.",
+        )
+    return _companions(model, spec, tokenizer, chat_template, end_tokens).lines
+
+
+@dataclass(frozen=True)
+class _Export:
+    """The weights of one export, the same on every rank but for `held`.
+
+    held: this rank's parts of the model's tensors. like: shape and dtype of each tensor of the files, on meta. origins:
+    what each is made of.
+    """
+
+    held: dict[str, Tensor]
+    like: dict[str, Tensor]
+    origins: dict[str, Origin]
+    files: list[TensorFile]
+
+    @classmethod
+    def of(cls, model: nn.Module, spec: Model, max_shard_bytes: int) -> _Export:
+        whole = whole_of(model)
+        hub = None if whole is None else whole.hub
+        held = {hub.kept.get(name, name) if hub else name: value for name, value in _tensors(model).items()}
+        known = {name: like for name, (_, like) in described(held).items()}
+        origins: dict[str, Origin] = {name: Stored(name, tuple(like.shape)) for name, like in known.items()}
+        if hub is not None:
+            origins = hub.saved(known, spec.init == "pretrained")
+        like = {
+            name: torch.empty(origin.shape, dtype=known[next(origin.stored())].dtype, device="meta")
+            for name, origin in origins.items()
+        }
+        return cls(held, like, origins, split_files(like, max_shard_bytes))
+
+    def write(self, directory: Path, failure: str | None) -> str | None:
+        """Writes all files; gives `failure`, or what went wrong on rank 0.
+
+        All ranks gather every tensor, even after rank 0 has failed: a rank that left would hang the others.
+        """
+        writer, current = _is_writer(), None
+        for file, name, parts in self._gathered():
+            path = directory / file.name
+            if writer and failure is None and file is not current:
+                failure = _attempt(path.write_bytes, header(file, self.like))
+                current = file
+            if writer and failure is None:
+                failure = _attempt(_append_made, path, self.origins[name], self.like[name].dtype, parts)
+        if writer and failure is None and len(self.files) > 1:
+            failure = _attempt(write_index, self.files, self.like, directory)
+        if writer and failure is None:
+            failure = _attempt(_sync, directory)
+        return failure
+
+    def _gathered(self) -> Iterator[tuple[TensorFile, str, dict[str, Tensor]]]:
+        """Each tensor of the files, with the whole tensors that it is made of on rank 0. Those are kept while needed."""
+        order: list[str] = []
+        steps: list[tuple[TensorFile, str, list[str], int]] = []
+        kept: list[str] = []
+        for file in self.files:
+            for name in file.tensors:
+                needed = list(dict.fromkeys(self.origins[name].stored()))
+                new = [part for part in needed if part not in kept]
+                order += new
+                steps.append((file, name, needed, len(new)))
+                kept = needed
+        gathered = whole_tensors(self.held, order)
+        parts: dict[str, Tensor] = {}
+        for file, name, needed, count in steps:
+            parts = {part: tensor for part, tensor in parts.items() if part in needed}
+            for _ in range(count):
+                part, tensor = next(gathered)
+                if tensor is not None:
+                    parts[part] = tensor
+            yield file, name, parts
+        next(gathered, None)
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -89,118 +176,53 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
-def _split(tensors: dict[str, Tensor], max_shard_bytes: int) -> list[_File]:
-    """Which tensors go into which file, in the model's order."""
-    groups: list[list[str]] = [[]]
-    filled = 0
-    for name, tensor in tensors.items():
-        size = tensor.numel() * tensor.element_size()
-        if groups[-1] and filled + size > max_shard_bytes:
-            groups.append([])
-            filled = 0
-        groups[-1].append(name)
-        filled += size
-    if len(groups) == 1:
-        names = ["model.safetensors"]
-    else:
-        names = [f"model-{number + 1:05d}-of-{len(groups):05d}.safetensors" for number in range(len(groups))]
-    # the widest dtype first, so that every tensor starts at a multiple of its element's size
-    ordered = (sorted(group, key=lambda name: -tensors[name].element_size()) for group in groups)
-    return [_File(name, tuple(group)) for name, group in zip(names, ordered)]
-
-
-def _write(
+def _start(
     model: nn.Module,
     spec: Model,
-    template: Path | None,
-    tensors: dict[str, Tensor],
-    known: dict[str, Tensor],
-    files: list[_File],
+    tokenizer: Path | None,
+    chat_template: str | None,
+    end_tokens: Sequence[int],
     partial: Path,
-) -> str | None:
-    """Writes everything into `partial`; gives what went wrong on rank 0. `known` has shapes and dtypes of all ranks.
-
-    All ranks gather every tensor, even after rank 0 has failed: a rank that left would hang the others.
-    """
-    writer = _is_writer()
-    failure = _attempt(_start, model, spec, template, partial) if writer else None
-    for file in files:
-        path = partial / file.name
-        if writer and failure is None:
-            failure = _attempt(path.write_bytes, _header(file, known))
-        for _, full in whole_tensors(tensors, file.tensors):
-            if full is not None and failure is None:
-                failure = _attempt(_append, path, full)
-            del full
-    if writer and failure is None and len(files) > 1:
-        failure = _attempt(_write_index, files, known, partial)
-    if writer and failure is None:
-        failure = _attempt(_sync, partial)
-    return failure
-
-
-def _start(model: nn.Module, spec: Model, template: Path | None, partial: Path) -> None:
+) -> None:
     """Makes the directory with everything but weights."""
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    source = Path(spec.model_name_or_path)
-    if hasattr(model, "config") and hasattr(model.config, "save_pretrained"):
-        _exported_config(model, source).save_pretrained(partial)
-    if (source / "generation_config.json").is_file():
-        shutil.copyfile(source / "generation_config.json", partial / "generation_config.json")
-    tokenizer = Path(spec.tokenizer_name_or_path or source)
-    for name in TOKENIZER_FILES:
-        if (tokenizer / name).is_file():
-            shutil.copyfile(tokenizer / name, partial / name)
-    if template is not None:
-        _set_chat_template(partial, template)
+    _companions(model, spec, tokenizer, chat_template, end_tokens).write(partial)
 
 
-def _set_chat_template(directory: Path, template: Path) -> None:
-    """Makes `template` the only chat template of the tokenizer in `directory`."""
-    (directory / "chat_template.json").unlink(missing_ok=True)
-    config = directory / "tokenizer_config.json"
-    if config.is_file():
-        values = json.loads(config.read_text(encoding="utf-8"))
-        if values.pop("chat_template", None) is not None:
-            config.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    shutil.copyfile(template, directory / "chat_template.jinja")
+def _companions(
+    model: nn.Module,
+    spec: Model,
+    tokenizer: Path | None,
+    chat_template: str | None,
+    end_tokens: Sequence[int],
+) -> Companions:
+    own = spec.tokenizer_name_or_path
+    return companions_of(
+        spec,
+        getattr(model, "config", None),
+        next(model.parameters()).dtype,
+        type(model).__name__.removeprefix("FSDP"),
+        tokenizer=tokenizer or (None if own is None else Path(own)),
+        template=None if chat_template is None else Path(chat_template),
+        end_tokens=end_tokens,
+    )
 
 
-def _exported_config(model: nn.Module, source: Path) -> Any:
-    """The config that the model was built from, with the cache as it was there."""
-    config: Any = copy.deepcopy(model.config)
-    config.architectures = [type(model).__name__.removeprefix("FSDP")]
-    config.dtype = next(model.parameters()).dtype
-    if hasattr(config, "use_cache"):
-        file = source / "config.json"
-        values = json.loads(file.read_text()) if file.is_file() else {}
-        config.use_cache = values.get("use_cache", type(config)().use_cache)
-    return config
+def _append_made(path: Path, origin: Origin, dtype: torch.dtype, parts: Mapping[str, Tensor]) -> None:
+    """Writes the tensor that `origin` makes of the whole tensors `parts`."""
+    if isinstance(origin, Stored):
+        append(path, parts[origin.name])
+        return
 
+    def read(name: str, box: Box, out: Tensor) -> None:
+        out.copy_(parts[name][box])
 
-def _header(file: _File, tensors: dict[str, Tensor]) -> bytes:
-    """Length and JSON of a safetensors file, padded with spaces to a multiple of 8 bytes."""
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name in file.tensors:
-        tensor = tensors[name]
-        end = offset + tensor.numel() * tensor.element_size()
-        entries[name] = {
-            "dtype": DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, end],
-        }
-        offset = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-def _append(path: Path, tensor: Tensor) -> None:
-    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-    with path.open("ab") as stream:
-        stream.write(flat.view(torch.uint8).numpy().data)
+    device = next(iter(parts.values())).device
+    made = torch.empty(origin.shape, dtype=dtype, device=device)
+    with torch.no_grad():
+        origin.fill(tuple(slice(0, size) for size in origin.shape), made, read)
+    append(path, made)
 
 
 def _sync(directory: Path) -> None:
@@ -208,36 +230,6 @@ def _sync(directory: Path) -> None:
     for path in directory.iterdir():
         with path.open("rb") as stream:
             os.fsync(stream.fileno())
-
-
-def _write_index(files: list[_File], tensors: dict[str, Tensor], partial: Path) -> None:
-    total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    index = {
-        "metadata": {"total_size": total},
-        "weight_map": {name: file.name for file in files for name in file.tensors},
-    }
-    (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-
-
-def _refusal(target: Path, spec: Model) -> str | None:
-    source = Path(spec.model_name_or_path)
-    if target.exists() and source.exists() and target.resolve() == source.resolve():
-        return "it is the directory that the model was read from"
-    if target.exists() and not target.is_dir():
-        return "there is a file of that name"
-    if target.is_dir() and any(target.iterdir()) and not any(target.glob("model*.safetensors")):
-        return "it holds something else than an earlier export"
-    return None
-
-
-def _replace(partial: Path, target: Path) -> None:
-    """Puts the finished directory in place; one that was there goes only when the new one is."""
-    old = target.with_name(f".{target.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if target.exists():
-        target.rename(old)
-    partial.rename(target)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def _attempt(function: Any, *args: Any) -> str | None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from shardwright.config.schema import Model
 from shardwright.errors import ModelError, did_you_mean
 from shardwright.models.adapters import tied_names
+from shardwright.models.hub_names import hub_names
 from shardwright.models.init import META, Recipe, Recorder, Whole, assign_owners, view_of
 from shardwright.models.weights import read_headers
 
@@ -280,8 +281,9 @@ def _attach_recipes(model: nn.Module, recorder: Recorder) -> None:
             names.setdefault(id(tensor), []).append(f"{path}.{leaf}" if path else leaf)
             places.append((module, leaf, tensor))
     groups = tuple(tuple(n for n in group if n in saved) for group in names.values())
+    optional = sorted(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
     whole = Whole(
-        tuple(group for group in groups if group), getattr(model, "base_model_prefix", ""), _ignored(model)
+        tuple(group for group in groups if group), hub_names(model), _ignored(model), tuple(optional)
     )
     recipes = {
         id(t): Recipe(tuple(names[id(t)]), view_of(t), recorder.last(t), whole)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -24,6 +24,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+from shardwright.models.hub_names import HubNames
 
 META = torch.device("meta")
 
@@ -95,12 +97,25 @@ class Whole:
     """What each recipe knows of the unsplit model. groups: names of each parameter and persistent buffer."""
 
     groups: tuple[tuple[str, ...], ...]
-    base_prefix: str = ""  # Transformers: the name of the model without its head, "model" or "transformer"
-    ignored: tuple[str, ...] = ()  # patterns of checkpoint names that old versions wrote and nobody needs
+    hub: HubNames | None = None  # of a Transformers model: what files call its tensors
+    ignored: tuple[str, ...] = ()  # patterns of names in files that old versions wrote and nobody needs
+    optional: tuple[str, ...] = ()  # patterns of names that files may lack
 
     @cached_property
     def names(self) -> frozenset[str]:
         return frozenset(name for group in self.groups for name in group)
+
+    @cached_property
+    def modules(self) -> frozenset[str]:
+        """Every module that holds one of the tensors, at any depth."""
+        return frozenset(module for name in self.names for module in modules_above(name))
+
+
+def modules_above(name: str) -> Iterator[str]:
+    """Names of the modules that a tensor stands in, from the innermost out."""
+    while "." in name:
+        name = name.rpartition(".")[0]
+        yield name
 
 
 class _Values(TorchFunctionMode):

@@ -14,8 +14,9 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from shardwright.config.schema import Model
 from shardwright.errors import ModelError
 from shardwright.models.build import RECIPES, model_directory, tensors_of
-from shardwright.models.init import Recipe, replay
-from shardwright.models.weights import Box, Weights, listed
+from shardwright.models.init import Recipe, Whole, replay
+from shardwright.models.traced import Box
+from shardwright.models.weights import Weights, listed
 
 
 @dataclass
@@ -56,6 +57,30 @@ def materialise(model: nn.Module, spec: Model, *, seed: int, device: torch.devic
         for module, leaf in slot.places:
             setattr(module, leaf, new)
     _tell_fully_shard(model)
+
+
+def check_weights(model: nn.Module, spec: Model) -> None:
+    """Raises the `ModelError` that `materialise` would raise of the weights. Nothing is allocated; headers alone are read."""
+    if spec.init == "pretrained":
+        slots = _slots(model)
+        _check(slots, Weights(model_directory(spec), slots[0].recipe.whole))
+
+
+def unused_weights(model: nn.Module, spec: Model) -> list[str]:
+    """A line that names the weights in the files which belong to no module of the model; empty where there are none."""
+    whole = whole_of(model)
+    if spec.init != "pretrained" or whole is None:
+        return []
+    unused = Weights(model_directory(spec), whole).unused
+    said = listed("weights in the files belong to no module of the model and are not used", unused)
+    return [f"{spec.model_name_or_path}: {said}".rstrip()] if unused else []
+
+
+def whole_of(model: nn.Module) -> Whole | None:
+    """The unsplit model of which `model`, or what a rank holds of it, was built; None where `build_model` did not build it."""
+    recipes = (recipe for module in model.modules() for recipe in vars(module).get(RECIPES, {}).values())
+    first: Recipe | None = next(recipes, None)
+    return None if first is None else first.whole
 
 
 def _slots(model: nn.Module) -> list[_Slot]:

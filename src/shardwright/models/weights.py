@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from shardwright.errors import ModelError
-from shardwright.models.init import Recipe, Whole
+from shardwright.models.init import Recipe, Whole, modules_above
+from shardwright.models.traced import Box, Origin, Stored
 
 BUFFER_BYTES = 8 * 2**20
 MAX_HEADER_BYTES = 100_000_000
@@ -30,7 +31,6 @@ DTYPES = {
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
     "BOOL": torch.bool,
 }  # fmt: skip
-Box = tuple[slice, ...]
 
 
 @dataclass(frozen=True)
@@ -46,23 +46,27 @@ class Entry:
 class Weights:
     """The tensors of a model directory, by the names of the whole model.
 
-    Raises `ModelError` on construction when there are no safetensors, or when their names are not those of
-    the model.
+    Raises `ModelError` on construction when there are no safetensors, when they lack a tensor of the model, or when they
+    hold more of one of its modules than the model has. `unused` names what belongs to no module of the model.
     """
 
     def __init__(self, directory: Path, whole: Whole) -> None:
-        self._entries = _with_model_names(read_headers(directory), whole)
-        self._directory = directory
-        unexpected = [n for n in self._entries if n not in whole.names and not _ignored(n, whole)]
+        self._directory, self._entries = directory, read_headers(directory)
+        self._origins = _origins(self._entries, whole)
+        extra = [n for n in self._origins if n not in whole.names and not _matches(n, whole.ignored)]
+        inside = [name for name in extra if _belongs(name, whole)]
         missing = sorted(
-            group[0] for group in whole.groups if not any(name in self._entries for name in group)
+            group[0]
+            for group in whole.groups
+            if not any(name in self._origins or _matches(name, whole.optional) for name in group)
         )
-        if missing or unexpected:
+        self.unused = sorted({name for n in extra for name in self._origins[n].stored()})
+        if missing or inside:
             raise ModelError(
                 f"{directory}: the weights are not those of this model. "
                 + listed("missing from the files", missing)
-                + listed("not in the model", unexpected),
-                "Every parameter must get a value and no weight may be dropped without a word.",
+                + listed("not in the model", inside),
+                "Every parameter must get a value, and a module cannot leave a part of its weights out.",
                 "Use the config.json that the weights were saved with, without config_overrides.",
             )
 
@@ -70,11 +74,18 @@ class Weights:
         """What is wrong with the entries of one tensor: shape or dtype; empty when nothing is."""
         wrong = []
         for name in self._names(recipe):
-            entry = self._entries[name]
-            if entry.shape != tuple(shape):
-                wrong.append(f"{name} is {list(entry.shape)} in the files and {list(shape)} in the model")
-            elif entry.dtype.is_floating_point != dtype.is_floating_point or _loses(entry.dtype, dtype):
-                wrong.append(f"{name} is {entry.dtype} in the files and {dtype} in the model")
+            origin = self._origins[name]
+            stored = {self._entries[part].dtype: part for part in origin.stored()}
+            made = "" if isinstance(origin, Stored) else f" (made of {len(list(origin.stored()))} tensors)"
+            if origin.shape != tuple(shape):
+                wrong.append(
+                    f"{name} is {list(origin.shape)} in the files{made} and {list(shape)} in the model"
+                )
+            wrong += [
+                f"{name} is {found} in the files and {dtype} in the model"
+                for found in stored
+                if found.is_floating_point != dtype.is_floating_point or _loses(found, dtype)
+            ]
         return wrong
 
     def has(self, recipe: Recipe) -> bool:
@@ -87,10 +98,10 @@ class Weights:
         Where a checkpoint holds both names of tied weights, they must be equal: raises `ModelError` if not.
         """
         first, *others = self._names(recipe)
-        _read(self._entries[first], box, out)
+        self._origins[first].fill(box, out, self._part)
         for other in others:
             twin = torch.empty_like(out)
-            _read(self._entries[other], box, twin)
+            self._origins[other].fill(box, twin, self._part)
             if not torch.equal(out, twin):
                 raise ModelError(
                     f"{self._directory}: {first} and {other} differ, but the model ties them.",
@@ -98,8 +109,18 @@ class Weights:
                     "Set tie_word_embeddings to false in config.json, or remove one from the files.",
                 )
 
+    def _part(self, name: str, box: Box, out: Tensor) -> None:
+        _read(self._entries[name], box, out)
+
     def _names(self, recipe: Recipe) -> list[str]:
-        return [name for name in recipe.names if name in self._entries]
+        return [name for name in recipe.names if name in self._origins]
+
+
+def _origins(entries: dict[str, Entry], whole: Whole) -> dict[str, Origin]:
+    """What the files hold, by the model's names."""
+    if whole.hub is not None:
+        return whole.hub.loaded({name: (entry.shape, entry.dtype) for name, entry in entries.items()})
+    return {name: Stored(name, entry.shape) for name, entry in entries.items()}
 
 
 def _loses(stored: torch.dtype, wanted: torch.dtype) -> bool:
@@ -115,18 +136,18 @@ def listed(what: str, names: Sequence[str], limit: int = 8) -> str:
     return f"{len(names)} {what}: {', '.join(names[:limit])}{more}. "
 
 
-def _ignored(name: str, whole: Whole) -> bool:
-    return any(re.search(pattern, name) for pattern in whole.ignored)
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(re.search(pattern, name) for pattern in patterns)
 
 
-def _with_model_names(entries: dict[str, Entry], whole: Whole) -> dict[str, Entry]:
-    """Entries by the model's names: a model saved without its head lacks the prefix `model.` or the like."""
-    prefix = f"{whole.base_prefix}."
-    if not whole.base_prefix or not any(name.startswith(prefix) for name in whole.names):
-        return entries
-    if any(name.startswith(prefix) for name in entries):
-        return entries
-    return {name if name in whole.names else prefix + name: entry for name, entry in entries.items()}
+def _belongs(name: str, whole: Whole) -> bool:
+    """Whether a tensor that the model lacks would be a part of one of its modules, below the model and its base.
+
+    A bias that the model has no place for, or one more layer, makes another model. A vision tower, or a head for tokens
+    further ahead, stands beside what the model computes.
+    """
+    bases = {whole.hub.base_model_prefix} if whole.hub is not None else set()
+    return any(module in whole.modules - bases for module in modules_above(name))
 
 
 def read_headers(directory: Path) -> dict[str, Entry]:

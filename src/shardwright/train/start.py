@@ -17,8 +17,10 @@ from shardwright.launch import finish, inside_a_launcher, own_job, owned, run_wo
 from shardwright.layout.legality import check_device, check_run, notices
 from shardwright.measure.record import check_sinks
 from shardwright.models.build import build_model
+from shardwright.models.materialise import check_weights, unused_weights
 from shardwright.parallel.apply import DTYPES, check_model
 from shardwright.parallel.process_group import device_kind
+from shardwright.train.exported import export_lines
 from shardwright.train.objective import own_loss
 from shardwright.train.optimizer import check_optimizer, learning_rate_factor
 from shardwright.train.rows_done import Former, go_on
@@ -36,7 +38,7 @@ def start_training(
     max_restarts: how often ranks that failed are started anew, from the newest good checkpoint.
     """
     if inside_a_launcher():
-        finish(worker_main(lambda: run_rank(loaded)))
+        finish(worker_main(lambda: run_rank(loaded, alone=True)))
     console = Console()
     counts = possible_counts(loaded, nproc_per_node, least or nproc_per_node, console)
     device = device_kind(loaded.run.hardware.device, counts[0])
@@ -45,7 +47,7 @@ def start_training(
         console.print(notice, highlight=False, soft_wrap=True)
     output_dir = Path(loaded.run.checkpoint.output_dir)
     with owned(output_dir, "train", lambda text: console.print(text, highlight=False, soft_wrap=True)):
-        prepare_run(loaded, console)
+        prepare_run(loaded, console, exported=True)
         return _start_ranks(loaded, counts, device, max_restarts, output_dir / "logs")
 
 
@@ -97,10 +99,14 @@ def possible_counts(loaded: Loaded, most: int, least: int, console: Console) -> 
     return found
 
 
-def prepare_run(loaded: Loaded, console: Console) -> Prepared:
-    """Refuses what would fail in a rank, and tokenises once for all of them; returns the training rows."""
+def prepare_run(loaded: Loaded, console: Console, exported: bool = False) -> Prepared:
+    """Refuses what would fail in a rank, and tokenises once for all of them; returns the training rows.
+
+    exported: the run ends with the export that it asks for, which is checked too.
+    """
     run = loaded.run
     model = build_model(run.model, DTYPES[run.precision.master_dtype])
+    check_weights(model, run.model)
     check_model(model, run)
     check_optimizer(run.training)
     own_loss(run.training.loss)
@@ -116,6 +122,8 @@ def prepare_run(loaded: Loaded, console: Console) -> Prepared:
                 console.print(line, highlight=False, soft_wrap=True)
     if train is None:
         raise ConfigError("data.train names no file.")
+    for line in (*unused_weights(model, run.model), *(export_lines(run, model, train) if exported else ())):
+        console.print(line, highlight=False, soft_wrap=True)
     order = make_order(run, train)
     if former is not None and not run.data.streaming:
         go_on(order, former, run, train.fingerprint)

@@ -14,7 +14,6 @@ from rich.console import Console
 from shardwright.checkpoint.hosts import everyone, from_rank
 from shardwright.config.load import Loaded
 from shardwright.errors import ConfigError
-from shardwright.export.huggingface import save_pretrained
 from shardwright.launch import OwnWatch, Pulse, finish, listen_for_dumps, own_job, worker_main
 from shardwright.launch.lock import PATIENCE_SECONDS, lock_of, owned, read_owner
 from shardwright.layout.legality import check_device, check_run
@@ -27,6 +26,7 @@ from shardwright.parallel.process_group import Connection, connect, second_store
 from shardwright.plan.answer import layout_name
 from shardwright.plan.of_run import layout_of
 from shardwright.train.exhausted import explaining_exhaustion
+from shardwright.train.exported import announce, export_model
 from shardwright.train.loop import Trainer
 from shardwright.train.run_data import RunData, open_data
 from shardwright.train.signals import StopFlag
@@ -36,8 +36,11 @@ WATCHDOG_SECONDS = 5
 """How much longer than a phase a collective may take: the watchdog, which can name the rank, comes first."""
 
 
-def run_rank(loaded: Loaded) -> int:
-    """Trains as one rank of the group that the environment names; returns the exit code."""
+def run_rank(loaded: Loaded, alone: bool = False) -> int:
+    """Trains as one rank of the group that the environment names; returns the exit code.
+
+    alone: no process of ours has started the ranks and said what should be known of the run.
+    """
     run, hardware = loaded.run, loaded.run.hardware
     quiet_transformers()
     stop, pulse = StopFlag(), Pulse.of_this_rank()
@@ -56,13 +59,13 @@ def run_rank(loaded: Loaded) -> int:
         console = Console(quiet=place.rank != 0)
         with explaining_exhaustion(loaded, axes, place.rank, connection.device, pulse) as watched:
             engine = watched.engine = Engine(run, axes, connection.device, data.updates)
+            if alone:
+                announce(run, engine.module, console)
             trainer = Trainer(loaded, engine, data, console, pulse)
             if place.rank == 0:
                 _describe(loaded, engine, connection, console)
             code = trainer.train(stop, own_job())
-        if code == 0 and run.checkpoint.export_hf == "final":
-            directory = Path(run.checkpoint.output_dir) / "model"
-            save_pretrained(engine.module, run.model, directory, chat_template=run.data.chat_template)
+        if code == 0 and (directory := export_model(run, engine.module)) is not None:
             console.print(f"Wrote {directory} (Hugging Face format).", highlight=False, soft_wrap=True)
         trainer.checkpoints.refuse_unsaved()
         watch.close()

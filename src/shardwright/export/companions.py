@@ -1,0 +1,203 @@
+"""What an exported directory holds beside weights: configs, tokenizer, templates, code, terms.
+
+All of it is known before training: `companions_of` reads the model's directory and says what will differ or be left out.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwright.config.schema import Model
+from shardwright.errors import ModelError
+from shardwright.models.directory import (
+    FOREIGN_WEIGHTS,
+    MODEL_FILES,
+    OTHER_FILES,
+    TOKENIZER_FILES,
+    matching,
+)
+
+
+@dataclass(frozen=True)
+class Companions:
+    """copied: source of each file, by its path in the export. config, generation: values to write; None: no such file.
+
+    template: in place of every chat template of the tokenizer. lines: what a person should know, one each.
+    """
+
+    copied: dict[str, Path]
+    config: Any
+    generation: dict[str, Any] | None
+    template: Path | None
+    lines: tuple[str, ...]
+
+    def write(self, directory: Path) -> None:
+        """Writes all of it into `directory`."""
+        for name, source in self.copied.items():
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, directory / name)
+        if self.config is not None:
+            self.config.save_pretrained(directory)
+        if self.generation is not None:
+            _write_json(directory / "generation_config.json", self.generation)
+        if self.template is not None:
+            _set_chat_template(directory, self.template)
+
+
+def companions_of(
+    spec: Model,
+    config: Any,
+    dtype: torch.dtype,
+    architecture: str,
+    *,
+    tokenizer: Path | None,
+    template: Path | None,
+    end_tokens: Sequence[int],
+) -> Companions:
+    """What is written for the model of `spec`, built from `config` (None: a model that has none).
+
+    tokenizer: its directory; None: the model's. end_tokens: with which the model is trained to stop.
+    """
+    source = Path(spec.model_name_or_path)
+    copied = {name: source / name for name in matching(source, OTHER_FILES)}
+    named = tokenizer or source
+    copied |= {name: named / name for name in matching(named, TOKENIZER_FILES)}
+    if tokenizer is not None:
+        copied |= {name: named / name for name in matching(named, ("*.py",)) if name not in copied}
+    lines = list(_left_out(source, copied))
+    if template is not None:
+        extra = [name for name in copied if name.startswith("additional_chat_templates/")]
+        for name in extra:
+            del copied[name]
+        if extra:
+            lines.append(
+                f"not exported: {', '.join(extra)}; data.chat_template takes the place of every template"
+            )
+    written, generation = None, None
+    if config is not None and hasattr(config, "save_pretrained"):
+        written = _written_config(config, source, dtype, architecture)
+        generation, more = _generation(source, written)
+        lines += [*more, *_with_ends(written, generation, end_tokens)]
+    return Companions(copied, written, generation, template, tuple(lines))
+
+
+def _left_out(source: Path, copied: dict[str, Path]) -> Iterator[str]:
+    if not source.is_dir():
+        return
+    known = {*copied, *matching(source, (*FOREIGN_WEIGHTS, *MODEL_FILES, *TOKENIZER_FILES))}
+    hidden = (path for path in source.iterdir() if not path.name.startswith("."))
+    names = sorted(path.name + ("/" if path.is_dir() else "") for path in hidden if path.name not in known)
+    if names := [n for n in names if not any(name.startswith(n) for name in known)]:
+        yield f"not exported from {source}: {', '.join(names)}"
+
+
+def _written_config(config: Any, source: Path, dtype: torch.dtype, architecture: str) -> Any:
+    """The config that the model was built from, with the cache as it was there."""
+    written: Any = copy.deepcopy(config)
+    written.architectures = [architecture]
+    written.dtype = dtype
+    if hasattr(written, "use_cache"):
+        file = source / "config.json"
+        values = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        written.use_cache = values.get("use_cache", type(written)().use_cache)
+    return written
+
+
+def _generation(source: Path, config: Any) -> tuple[dict[str, Any] | None, list[str]]:
+    """(values of generation_config.json or None, lines). Takes the settings of generation out of `config`.
+
+    Older models have them there. Transformers loads such a config, and refuses to write it.
+    """
+    file, lines = source / "generation_config.json", []
+    values: dict[str, Any] | None = None
+    if file.is_file():
+        values = _read_json(file)
+        idle = [
+            key for key in ("temperature", "top_p", "top_k") if values.get(key) not in (None, *_NEUTRAL[key])
+        ]
+        if idle and values.get("do_sample") is False:
+            lines.append(
+                f"{file} sets do_sample false and {', '.join(idle)}, which then have no effect; it is exported as it is"
+            )
+    moved = config._get_generation_parameters()
+    for key in moved:
+        delattr(config, key)
+    if moved and values is not None:
+        lines.append(
+            f"not exported: {', '.join(moved)} of {source / 'config.json'}; generation_config.json takes their place"
+        )
+    elif moved:
+        tokens = ("bos_token_id", "eos_token_id", "pad_token_id")
+        kept = {key: getattr(config, key, None) for key in tokens}
+        values = moved | {key: value for key, value in kept.items() if value is not None}
+        lines.append(f"exported in generation_config.json, out of config.json: {', '.join(moved)}")
+    return values, lines
+
+
+_NEUTRAL = {"temperature": (1.0,), "top_p": (1.0,), "top_k": (50,)}
+
+
+def _with_ends(config: Any, generation: dict[str, Any] | None, ends: Sequence[int]) -> Iterator[str]:
+    """Adds the end tokens that training teaches where generation looks for them; says so."""
+    text = config.get_text_config(decoder=True)
+    owner = config if getattr(config, "eos_token_id", None) is not None else text
+    stops = _stops(getattr(owner, "eos_token_id", None))
+    places = []
+    if missing := [end for end in ends if end not in stops]:
+        owner.eos_token_id = _joined(stops, missing)
+        places.append("config.json")
+    if generation is not None:
+        known = _stops(generation.get("eos_token_id"))
+        if lacking := [end for end in ends if end not in known]:
+            generation["eos_token_id"] = _joined(known, lacking)
+            missing = missing or lacking
+            places.append("generation_config.json")
+    if missing:
+        yield (
+            f"exported with end token {' and '.join(map(str, missing))} added to eos_token_id of {' and '.join(places)}: "
+            "training teaches the model to stop with it"
+        )
+
+
+def _stops(value: int | list[int] | None) -> list[int]:
+    return [] if value is None else value if isinstance(value, list) else [value]
+
+
+def _joined(known: list[int], more: list[int]) -> int | list[int]:
+    ends = [*known, *more]
+    return ends[0] if len(ends) == 1 else ends
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"{file} cannot be read: {error}.", "It is exported with the model.", "Mend it, or remove it."
+        ) from None
+    if not isinstance(values, dict):
+        raise ModelError(f"{file} is no JSON object.", "It is exported with the model.", "Mend or remove it.")
+    return values
+
+
+def _write_json(file: Path, values: dict[str, Any]) -> None:
+    file.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _set_chat_template(directory: Path, template: Path) -> None:
+    """Makes `template` the only chat template of the tokenizer in `directory`."""
+    (directory / "chat_template.json").unlink(missing_ok=True)
+    config = directory / "tokenizer_config.json"
+    if config.is_file():
+        values = _read_json(config)
+        if values.pop("chat_template", None) is not None:
+            _write_json(config, values)
+    shutil.copyfile(template, directory / "chat_template.jinja")

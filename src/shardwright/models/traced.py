@@ -1,0 +1,298 @@
+"""Tensors without values that know where each of their elements comes from.
+
+A conversion of weights (experts stacked, projections joined or cut) is run once on such tensors. What it gives is then read
+by parts: for a slice of the result only those slices of the stored tensors are read that it is made of. So a rank that holds
+some experts of a layer reads those experts alone. What is more than moving elements is computed from whole inputs, when it
+is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+Box = tuple[slice, ...]
+Read = Callable[[str, Box, Tensor], None]
+"""Fills a tensor with the part of a stored tensor, by its name there."""
+
+
+class Origin(Protocol):
+    """Where the elements of a tensor come from."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the tensor."""
+
+    def fill(self, box: Box, out: Tensor, read: Read) -> None:
+        """Fills `out` with the part `box`, in the dtype of `out`."""
+
+    def stored(self) -> Iterator[str]:
+        """Names of the stored tensors that it is made of; a name may come more than once."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor under its name in the files (or, when it is written, in the model)."""
+
+    name: str
+    shape: tuple[int, ...]
+
+    def fill(self, box: Box, out: Tensor, read: Read) -> None:
+        if out.numel():
+            read(self.name, box, out)
+
+    def stored(self) -> Iterator[str]:
+        yield self.name
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Parts one after the other along `dim`."""
+
+    parts: tuple[Origin, ...]
+    dim: int
+    shape: tuple[int, ...]
+
+    def fill(self, box: Box, out: Tensor, read: Read) -> None:
+        begin, wanted = 0, box[self.dim]
+        for part in self.parts:
+            end = begin + part.shape[self.dim]
+            start, stop = max(begin, wanted.start), min(end, wanted.stop)
+            if start < stop:
+                inner = (*box[: self.dim], slice(start - begin, stop - begin), *box[self.dim + 1 :])
+                part.fill(inner, out.narrow(self.dim, start - wanted.start, stop - start), read)
+            begin = end
+
+    def stored(self) -> Iterator[str]:
+        for part in self.parts:
+            yield from part.stored()
+
+
+@dataclass(frozen=True)
+class Cut:
+    """`of` from `start` on along `dim`."""
+
+    of: Origin
+    dim: int
+    start: int
+    shape: tuple[int, ...]
+
+    def fill(self, box: Box, out: Tensor, read: Read) -> None:
+        wanted = box[self.dim]
+        moved = slice(wanted.start + self.start, wanted.stop + self.start)
+        self.of.fill((*box[: self.dim], moved, *box[self.dim + 1 :]), out, read)
+
+    def stored(self) -> Iterator[str]:
+        return self.of.stored()
+
+
+@dataclass(frozen=True)
+class Without:
+    """Element `index` of `of` along `dim`, without that dim."""
+
+    of: Origin
+    dim: int
+    index: int
+    shape: tuple[int, ...]
+
+    def fill(self, box: Box, out: Tensor, read: Read) -> None:
+        one = slice(self.index, self.index + 1)
+        self.of.fill((*box[: self.dim], one, *box[self.dim :]), out.unsqueeze(self.dim), read)
+
+    def stored(self) -> Iterator[str]:
+        return self.of.stored()
+
+
+@dataclass(frozen=True)
+class With:
+    """`of` with a dim of size 1 put in at `dim`."""
+
+    of: Origin
+    dim: int
+    shape: tuple[int, ...]
+
+    def fill(self, box: Box, out: Tensor, read: Read) -> None:
+        if out.numel():
+            self.of.fill((*box[: self.dim], *box[self.dim + 1 :]), out.squeeze(self.dim), read)
+
+    def stored(self) -> Iterator[str]:
+        return self.of.stored()
+
+
+@dataclass(frozen=True)
+class Swapped:
+    """`of` with two dims exchanged."""
+
+    of: Origin
+    dims: tuple[int, int]
+    shape: tuple[int, ...]
+
+    def fill(self, box: Box, out: Tensor, read: Read) -> None:
+        first, second = self.dims
+        inner = list(box)
+        inner[first], inner[second] = inner[second], inner[first]
+        self.of.fill(tuple(inner), out.transpose(first, second), read)
+
+    def stored(self) -> Iterator[str]:
+        return self.of.stored()
+
+
+@dataclass(frozen=True)
+class Computed:
+    """Output `index` of an operation of torch, made from its whole inputs."""
+
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    index: int
+    shape: tuple[int, ...]
+
+    def fill(self, box: Box, out: Tensor, read: Read) -> None:
+        args, kwargs = tree_map_only(Traced, lambda t: whole(t, out, read), (self.args, self.kwargs))
+        kwargs |= {"device": out.device} if "device" in kwargs else {}
+        results = self.function(*args, **kwargs)
+        out.copy_((results if isinstance(results, (tuple, list)) else [results])[self.index][box])
+
+    def stored(self) -> Iterator[str]:
+        for leaf in tree_leaves((self.args, self.kwargs)):
+            if isinstance(leaf, Traced):
+                yield from leaf.origin.stored()
+
+
+class Traced(Tensor):
+    """A tensor on meta with its `origin`. Operations on it give such tensors; one that writes into it is refused."""
+
+    origin: Origin
+    meta: Tensor
+
+    @staticmethod
+    def __new__(cls, meta: Tensor, origin: Origin) -> Traced:
+        made: Traced = torch.Tensor._make_wrapper_subclass(
+            cls, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=meta.device
+        )
+        made.origin, made.meta = origin, meta
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            raise NotImplementedError(f"{func} writes into a tensor that has no values yet")
+        results = func(*tree_map_only(Traced, lambda t: t.meta, args), **kwargs)
+        several = isinstance(results, (tuple, list))
+        outputs = list(results) if several else [results]
+        rule = _RULES.get(func.overloadpacket)
+        origins = rule(outputs, *args, **kwargs) if rule is not None else None
+        if origins is None:
+            origins = [Computed(func, args, kwargs, index, tuple(o.shape)) for index, o in enumerate(outputs)]
+        made = [Traced(output, origin) for output, origin in zip(outputs, origins)]
+        return made if several else made[0]
+
+
+def traced(name: str, shape: Sequence[int], dtype: torch.dtype) -> Traced:
+    """The stored tensor `name`, to be given to a conversion."""
+    return Traced(torch.empty(tuple(shape), dtype=dtype, device="meta"), Stored(name, tuple(shape)))
+
+
+def whole(tensor: Traced, like: Tensor, read: Read) -> Tensor:
+    """All of `tensor` with its values, on the device of `like` and, where both are floating point, in its dtype."""
+    floating = tensor.is_floating_point() and like.is_floating_point()
+    out = torch.empty(tensor.shape, dtype=like.dtype if floating else tensor.dtype, device=like.device)
+    tensor.origin.fill(tuple(slice(0, size) for size in tensor.shape), out, read)
+    return out
+
+
+def _same(outputs: list[Tensor], tensor: Traced, *args: Any, **kwargs: Any) -> list[Origin]:
+    return [tensor.origin]
+
+
+def _converted(outputs: list[Tensor], tensor: Traced, *args: Any, **kwargs: Any) -> list[Origin] | None:
+    return [tensor.origin] if outputs[0].dtype == tensor.dtype else None
+
+
+def _cat(outputs: list[Tensor], tensors: Sequence[Traced], dim: int = 0) -> list[Origin] | None:
+    if not all(isinstance(t, Traced) for t in tensors):
+        return None
+    shape = tuple(outputs[0].shape)
+    return [Joined(tuple(t.origin for t in tensors), dim % len(shape), shape)]
+
+
+def _stack(outputs: list[Tensor], tensors: Sequence[Traced], dim: int = 0) -> list[Origin] | None:
+    if not all(isinstance(t, Traced) for t in tensors):
+        return None
+    shape = tuple(outputs[0].shape)
+    dim = dim % len(shape)
+    one = (*shape[:dim], 1, *shape[dim + 1 :])
+    return [Joined(tuple(With(t.origin, dim, one) for t in tensors), dim, shape)]
+
+
+def _split(outputs: list[Tensor], tensor: Traced, size: Any, dim: int = 0) -> list[Origin]:
+    dim, start = dim % tensor.dim(), 0
+    origins: list[Origin] = []
+    for output in outputs:
+        origins.append(Cut(tensor.origin, dim, start, tuple(output.shape)))
+        start += output.shape[dim]
+    return origins
+
+
+def _slice(
+    outputs: list[Tensor],
+    tensor: Traced,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+) -> list[Origin] | None:
+    if step != 1:
+        return None
+    begin = slice(start, end).indices(tensor.shape[dim])[0]
+    return [Cut(tensor.origin, dim % tensor.dim(), begin, tuple(outputs[0].shape))]
+
+
+def _select(outputs: list[Tensor], tensor: Traced, dim: int, index: int) -> list[Origin]:
+    dim = dim % tensor.dim()
+    return [Without(tensor.origin, dim, index % tensor.shape[dim], tuple(outputs[0].shape))]
+
+
+def _unbind(outputs: list[Tensor], tensor: Traced, dim: int = 0) -> list[Origin]:
+    dim = dim % tensor.dim()
+    return [Without(tensor.origin, dim, index, tuple(o.shape)) for index, o in enumerate(outputs)]
+
+
+def _squeeze(outputs: list[Tensor], tensor: Traced, dim: int | None = None) -> list[Origin] | None:
+    if dim is None:
+        return None
+    dim = dim % tensor.dim()
+    if tensor.shape[dim] != 1:
+        return [tensor.origin]
+    return [Without(tensor.origin, dim, 0, tuple(outputs[0].shape))]
+
+
+def _transpose(outputs: list[Tensor], tensor: Traced, first: int, second: int) -> list[Origin]:
+    dims = (first % tensor.dim(), second % tensor.dim())
+    return [Swapped(tensor.origin, dims, tuple(outputs[0].shape))]
+
+
+_ATEN = torch.ops.aten
+_RULES: dict[Any, Callable[..., list[Origin] | None]] = {
+    _ATEN.cat: _cat,
+    _ATEN.stack: _stack,
+    _ATEN.split: _split,
+    _ATEN.split_with_sizes: _split,
+    _ATEN.slice: _slice,
+    _ATEN.select: _select,
+    _ATEN.unbind: _unbind,
+    _ATEN.squeeze: _squeeze,
+    _ATEN.transpose: _transpose,
+    _ATEN.clone: _same,
+    _ATEN.alias: _same,
+    _ATEN.detach: _same,
+    _ATEN._to_copy: _converted,
+}
