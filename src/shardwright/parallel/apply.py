@@ -20,6 +20,7 @@ from shardwright.models.adapters import Parts, find_parts, is_transformers
 from shardwright.models.document_attention import isolate_documents
 from shardwright.models.materialise import materialise
 from shardwright.models.narrow_attention import speed_up_narrow_attention
+from shardwright.models.rotary import decide_by_document
 from shardwright.parallel.casting import compute_in
 from shardwright.parallel.chunked_loss import ChunkedHead, LossChunks, find_loss_chunks
 from shardwright.parallel.context import ContextPlace, split_attention
@@ -70,6 +71,7 @@ def parallelize(
         isolate_documents(model)
     elif device.type == "cpu" and run.precision.param_dtype == "bf16" and is_transformers(model):
         speed_up_narrow_attention(model)
+    decide_by_document(model)
     for name in parts.blocks:
         if run.memory.activation_checkpointing != "none":
             recompute_block(model.get_submodule(name), run.memory.activation_checkpointing)

@@ -20,6 +20,7 @@ from shardwright.parallel.apply import DTYPES, check_model
 from shardwright.parallel.process_group import device_kind
 from shardwright.train.objective import own_loss
 from shardwright.train.optimizer import check_optimizer, learning_rate_factor
+from shardwright.train.positions import check_positions
 from shardwright.train.worker import run_rank
 
 RUN_FILE = "config.yaml"
@@ -34,7 +35,7 @@ def start_training(
     max_restarts: how often ranks that failed are started anew, from the newest good checkpoint.
     """
     if inside_a_launcher():
-        finish(worker_main(lambda: run_rank(loaded)))
+        finish(worker_main(lambda: run_rank(loaded, prepared=False)))
     console = Console()
     counts = possible_counts(loaded, nproc_per_node, least or nproc_per_node, console)
     device = device_kind(loaded.run.hardware.device, counts[0])
@@ -93,13 +94,15 @@ def prepare_run(loaded: Loaded, console: Console) -> Prepared:
     check_sinks(run.logging.report_to)
     learning_rate_factor(run.training, run.training.max_steps or 1)
     train = prepare(run, "train")
-    for prepared in (train, prepare(run, "validation")):
-        if prepared is not None:
-            for line in (prepared.summary(), *prepared.notices):
-                console.print(line, highlight=False, soft_wrap=True)
+    splits = [prepared for prepared in (train, prepare(run, "validation")) if prepared is not None]
+    for prepared in splits:
+        for line in (prepared.summary(), *prepared.notices):
+            console.print(line, highlight=False, soft_wrap=True)
     if train is None:
         raise ConfigError("data.train names no file.")
     order = make_order(run, train)
+    for line in check_positions(model, run, [prepared.table for prepared in splits]):
+        console.print(line, highlight=False, soft_wrap=True)
     if order.dropped:
         console.print(
             f"data.drop_last: {order.dropped} of {order.positions + order.dropped:,} rows are left out, the part-filled "

@@ -10,17 +10,20 @@ import torch.distributed as dist
 from rich.console import Console
 
 from shardwright.config.load import Loaded
+from shardwright.config.schema import RunFile
 from shardwright.export.huggingface import save_pretrained
 from shardwright.launch import OwnWatch, Pulse, finish, listen_for_dumps, worker_main
 from shardwright.layout.legality import check_device, check_run
 from shardwright.measure import clock
 from shardwright.measure.record import device_facts, versions
-from shardwright.models.build import quiet_transformers
+from shardwright.models.build import build_model, quiet_transformers
+from shardwright.parallel.apply import DTYPES
 from shardwright.parallel.process_group import Connection, connect
 from shardwright.plan.answer import layout_name
 from shardwright.plan.of_run import layout_of
 from shardwright.train.exhausted import explaining_exhaustion
 from shardwright.train.loop import Trainer
+from shardwright.train.positions import check_positions
 from shardwright.train.run_data import RunData, open_data
 from shardwright.train.signals import StopFlag
 from shardwright.train.update import Engine
@@ -29,8 +32,11 @@ WATCHDOG_SECONDS = 5
 """How much longer than a phase a collective may take: the watchdog, which can name the rank, comes first."""
 
 
-def run_rank(loaded: Loaded) -> int:
-    """Trains as one rank of the group that the environment names; returns the exit code."""
+def run_rank(loaded: Loaded, prepared: bool = True) -> int:
+    """Trains as one rank of the group that the environment names; returns the exit code.
+
+    prepared: a parent has been through `prepare_run`.
+    """
     run, hardware = loaded.run, loaded.run.hardware
     quiet_transformers()
     stop, pulse = StopFlag(), Pulse.of_this_rank()
@@ -43,6 +49,8 @@ def run_rank(loaded: Loaded) -> int:
         check_device(run, connection.device.type)
         data = _data_in_turn(loaded, connection)
         console = Console(quiet=place.rank != 0)
+        for line in () if prepared else _check_positions(run, data):
+            console.print(line, highlight=False, soft_wrap=True)
         with explaining_exhaustion(loaded, axes, place.rank, connection.device, pulse) as watched:
             engine = watched.engine = Engine(run, axes, connection.device, data.updates)
             trainer = Trainer(loaded, engine, data, console, pulse)
@@ -63,6 +71,12 @@ def _data_in_turn(loaded: Loaded, connection: Connection) -> RunData:
     data = open_data(loaded.run, axes, place.rank) if place.local_rank == 0 else None
     dist.barrier()
     return data or open_data(loaded.run, axes, place.rank)
+
+
+def _check_positions(run: RunFile, data: RunData) -> list[str]:
+    model = build_model(run.model, DTYPES[run.precision.master_dtype])
+    loaders = [loader for loader in (data.loader, data.validation) if loader is not None]
+    return check_positions(model, run, [loader.table for loader in loaders])
 
 
 def _describe(loaded: Loaded, engine: Engine, connection: Connection, console: Console) -> None:
