@@ -1,8 +1,8 @@
 """Every causal family of Transformers, built tiny and run here against Transformers alone: `--write` makes docs/families.md.
 
-Three documents of unequal lengths, in float64. The reference is the family's own class with eager attention, given each document by
-itself, without padding. Ours is the engine of `train` on one rank, under pad, bucket and pack. What is compared is the loss and the
-norm of its gradient; what the gate before a run refuses is noted with its reason.
+Three documents of unequal lengths, in float64. The reference is the family's own class with eager attention, given each
+document by itself, without padding. Ours is the engine of `train` on one rank, under pad, bucket and pack. What is compared
+is the loss and the norm of its gradient; what the gate before a run refuses is noted with its reason.
 
     python benchmarks/families.py                  # all, as a table
     python benchmarks/families.py llama gpt_oss    # these
@@ -177,10 +177,10 @@ def alone(config: Any) -> tuple[float, float]:
     """(loss, gradient norm) of the documents one by one in Transformers' own model."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     if model._can_set_experts_implementation():
         model.set_experts_implementation("eager")
-    for p in model.parameters():  # some stay in float32 whatever is asked for
+    for p in model.parameters():  # buffers stay as float32 makes them, as in a run
         p.data = p.data.double()
     randomised(model)
     model.train()

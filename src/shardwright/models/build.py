@@ -92,21 +92,36 @@ def _from_directory(spec: Model, recorder: Recorder) -> nn.Module:
             "Take the config of its text model, or give a function as package.module:function.",
         )
     try:
-        with recorder:
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=torch.float32, attn_implementation=spec.attn_implementation
-            )
-            _run_transformers_rules(model)
+        return _recorded(config, spec.attn_implementation, recorder)
     except (ValueError, ImportError) as error:
-        eager = spec.attn_implementation != "eager" and "attention" in str(error)
-        raise ModelError(
-            f"{config.model_type} cannot be built: {str(error).splitlines()[0]}",
-            "",
-            "Set model.attn_implementation to eager."
-            if eager
-            else "Check config.json and model.config_overrides.",
-        ) from error
+        if spec.attn_implementation == "eager" or "attention" not in str(error):
+            raise ModelError(
+                f"{config.model_type} cannot be built: {str(error).splitlines()[0]}",
+                "",
+                "Check config.json and model.config_overrides.",
+            ) from error
+    # eager is what every family has; whoever leaves attention as it is refuses that (`check_own_attention`)
+    return _recorded(config, "eager", recorder)
+
+
+def _recorded(config: Any, attention: str, recorder: Recorder) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    with recorder:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+        _run_transformers_rules(model)
     return model
+
+
+def check_own_attention(model: nn.Module, spec: Model) -> None:
+    """Raises `ModelError` where `model`, which keeps its own core attention, does not have the one that `spec` asks for."""
+    built = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    if not _FUNCTION.match(spec.model_name_or_path) and built != spec.attn_implementation:
+        raise ModelError(
+            f"{type(model).__name__} does not have model.attn_implementation {spec.attn_implementation}.",
+            "Its attention does what that cannot, for example caps or shifts its scores.",
+            f"Set model.attn_implementation to {built}.",
+        )
 
 
 def _run_transformers_rules(model: Any) -> None:

@@ -17,6 +17,7 @@ from shardwright.layout.rules_pipeline import own_stages, schedule_of, stages_of
 from shardwright.layout.schedule import stage_rank
 from shardwright.layout.zero import PREFETCH, STAGES
 from shardwright.models.adapters import Parts, find_parts, is_transformers
+from shardwright.models.build import check_own_attention
 from shardwright.models.document_attention import isolate_documents
 from shardwright.models.materialise import materialise
 from shardwright.models.narrow_attention import speed_up_narrow_attention
@@ -69,8 +70,10 @@ def parallelize(
         split_attention(model, [model.get_submodule(name) for name in parts.blocks], place)
     elif run.data.batching == "pack" and is_transformers(model):
         isolate_documents(model)
-    elif device.type == "cpu" and run.precision.param_dtype == "bf16" and is_transformers(model):
-        speed_up_narrow_attention(model)
+    else:
+        check_own_attention(model, run.model)
+        if device.type == "cpu" and run.precision.param_dtype == "bf16" and is_transformers(model):
+            speed_up_narrow_attention(model)
     decide_by_document(model)
     for name in parts.blocks:
         if run.memory.activation_checkpointing != "none":
@@ -140,6 +143,8 @@ def check_model(model: nn.Module, run: RunFile) -> None:
         check_context_model(model, run)
     if run.data.batching == "pack":
         check_packed_model(model, p.cp_size)
+    elif p.cp_size == 1:
+        check_own_attention(model, run.model)
 
 
 def context_place(run: RunFile, mesh: DeviceMesh) -> ContextPlace | None:

@@ -19,7 +19,7 @@ _PACKED = Replacement(
     bypassed="Its tokens would see other documents of their row.",
     convolution="It would reach over the boundary of a document.",
     not_causal="The core attention of packed rows is.",
-    known=("softcap",),
+    known=("softcap", "s_aux"),
 )
 _CONTEXT = Replacement(**{**vars(_PACKED), "known": ()})
 
