@@ -35,7 +35,7 @@ from shardwright.parallel.replicated import BUCKET_BYTES, Replicated
 from shardwright.parallel.stages import Cut, Stage, cut_stages, plan_cut, stage_parts, tied_over_stages
 from shardwright.parallel.styles import divided
 from shardwright.parallel.tensor import TensorParallel
-from shardwright.parallel.tensor_plan import plan_tensor
+from shardwright.parallel.tensor_plan import attention_modules, plan_tensor
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -55,13 +55,14 @@ def parallelize(
     its part. `ddp` watches filled parameters.
     """
     whole, p = find_parts(model), run.parallelism
+    attention = _attention_for_pieces(model, whole, run)
     cut = plan_cut(model, run.model, stages_of(p)) if p.pp_size > 1 else None
     stages = cut_stages(model, cut, own_stages(p, mesh["pp"].get_local_rank())) if cut else ()
     in_row = [stage_parts(whole, cut, (stage.index,)) for stage in stages] if cut else [whole]
     parts = stage_parts(whole, cut, [stage.index for stage in stages]) if cut else whole
     tensor = None
     if p.tp_size > 1:
-        tensor = TensorParallel(model, parts, mesh["tp"], run, stages)
+        tensor = TensorParallel(model, parts, mesh["tp"], run, stages, attention)
     if chunks is not None and chunks.tokens and parts.head is not None:
         head: Any = model.get_submodule(parts.head)
         divided = tensor.peers if tensor is not None and tensor.divides(parts.head) else None
@@ -133,6 +134,7 @@ def check_model(model: nn.Module, run: RunFile) -> None:
     if p.tp_size > 1:
         parts = find_parts(model)
         styles = plan_tensor(model, parts, run).styles
+        _attention_for_pieces(model, parts, run)
         if run.training.loss != CROSS_ENTROPY and styles.get(parts.head or "") == "vocabulary":
             raise ModelError(
                 f"training.loss {run.training.loss} with parallelism.tp_size {p.tp_size}.",
@@ -145,6 +147,13 @@ def check_model(model: nn.Module, run: RunFile) -> None:
         check_packed_model(model, p.cp_size)
     elif p.cp_size == 1:
         check_own_attention(model, run.model)
+
+
+def _attention_for_pieces(model: nn.Module, parts: Parts, run: RunFile) -> tuple[str, ...]:
+    """The modules that attend, where sequence parallelism cuts sequences into pieces; see `attention_modules`."""
+    p = run.parallelism
+    divided = p.tp_size > 1 and p.sequence_parallel is not False
+    return attention_modules(model, parts) if divided and is_transformers(model) else ()
 
 
 def context_place(run: RunFile, mesh: DeviceMesh) -> ContextPlace | None:
