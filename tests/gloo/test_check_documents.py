@@ -14,6 +14,8 @@ PLANTS = [
     *(("tiny pack", layout, "") for layout in ("zero3+cp2", "ddp+cp2:ring", "zero2+tp2", "zero1+pp2")),
     ("tiny bucket", "zero3", ""),
     ("tiny bucket", "zero1+cp2", ""),
+    ("tiny bucket", "ddp+tp2", "depends_on_width"),
+    ("tiny pack", "zero3", "depends_on_neighbours"),
     ("tiny pack weighted", "zero2", ""),
     ("tiny pad weighted", "ddp+tp2", ""),
     ("gpt2-tiny pack", "zero3", "documents_see_each_other"),

@@ -59,6 +59,8 @@ PLANTS = [
     ("tiny", "zero3", "one_unit"),
     ("tiny", "ddp", "same_rows"),
     ("tiny", "hsdp2", "diverged_replicas"),
+    ("tiny", "zero3", "depends_on_neighbours"),
+    ("tiny", "ddp+pp2", "depends_on_width"),
     *(
         ("tiny weighted", "ddp", fault)
         for fault in (

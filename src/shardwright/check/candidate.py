@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from shardwright.check.changes import IGNORE, Changes, silence_dropout
+from shardwright.check.company import company
 from shardwright.check.gather import whole_on_first_rank
 from shardwright.check.plant import plant
 from shardwright.check.record import MicrobatchNote, Record, Scalars
@@ -222,6 +223,10 @@ def record_updates(spec: CandidateSpec, device: torch.device) -> None:
         recorder.before_step(number)
         result = engine.step()
         recorder.after_step(number, batch, result)
+    with float64_throughout(run):
+        found = company(engine, rows.update(0))
+    if recorder.record is not None:
+        recorder.record.write_company(found)
     dist.barrier()
     if dist.get_rank() == 0:
         (Path(spec.directory) / DONE).write_text(str(clock.now() - started))

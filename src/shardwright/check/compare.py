@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from shardwright.check.allowance import ParameterAllowance
-from shardwright.check.record import Record, Scalars
+from shardwright.check.record import Company, Record, Scalars
 from shardwright.check.tolerance import FLOOR, Tolerance
 
 STAGES = (
-    "start", "rows", "target_tokens", "loss", "grad", "grad_norm", "learning_rate", "state", "param", "replicas"
+    "start", "rows", "target_tokens", "loss", "grad", "grad_norm", "learning_rate", "state", "param", "replicas",
+    "company",
 )  # fmt: skip
 """What is compared, in the order in which an update computes it."""
 
@@ -75,6 +76,7 @@ class UpdateComparison:
     """One update compared.
 
     missing, extra: parameters that only one of the two has. missing_states: kinds that the candidate's optimizer lacks.
+    company: where a row's loss depends on the company it is in, with update 1.
     """
 
     update: int
@@ -86,6 +88,7 @@ class UpdateComparison:
     missing: tuple[str, ...] = ()
     extra: tuple[str, ...] = ()
     missing_states: tuple[str, ...] = ()
+    company: Company | None = None
 
     def failed_stages(self) -> Iterator[tuple[str, str]]:
         """(stage, kind) of everything that differs, in the order in which an update is computed."""
@@ -108,6 +111,8 @@ class UpdateComparison:
             yield "param", "param"
         if self.scalars["replicas"].differs:
             yield "replicas", "replicas"
+        if self.company is not None:
+            yield "company", "loss"
 
 
 @dataclass(frozen=True)
@@ -228,6 +233,7 @@ class _Comparer:
         names, own = (
             set(record.tensors(number, "param").names) for record in (self.reference, self.candidate)
         )
+        company = self.candidate.company() if number == 1 else None
         return UpdateComparison(
             number,
             ours,
@@ -238,6 +244,7 @@ class _Comparer:
             missing=tuple(sorted(names - own)),
             extra=tuple(sorted(own - names)),
             missing_states=tuple(kind for kind in kinds if kind not in held),
+            company=company if company and company.matters(self.tolerance.relative) else None,
         )
 
     def _scalars(

@@ -231,6 +231,27 @@ def _replicas(facts: Facts) -> Iterable[Diagnosis]:
     )
 
 
+def _company(facts: Facts) -> Iterable[Diagnosis]:
+    company = facts.update.company
+    if company is None:
+        return
+    if company.matters(facts.relative) == "neighbours":
+        yield Diagnosis(
+            "depends_on_neighbours",
+            f"a microbatch of {company.rows} rows has the loss sum {company.together:.9g}, its rows one by one "
+            f"{company.one_by_one:.9g}",
+            "what the model computes over the rows of a batch (statistics, experts that are full, routing): "
+            "per_device_train_batch_size and the layout change its objective",
+        )
+    else:
+        yield Diagnosis(
+            "depends_on_width",
+            f"rows as they are have the loss sum {company.one_by_one:.9g}, their documents alone {company.alone:.9g}",
+            "what the model computes over padding or other documents of a row (attention to them, positions counted over them, "
+            "tables chosen by the longest row): data.batching and the layout change its objective",
+        )
+
+
 _STAGES: dict[str, Callable[[Facts], Iterable[Diagnosis]]] = {
     "start": _start,
     "rows": _rows,
@@ -242,6 +263,7 @@ _STAGES: dict[str, Callable[[Facts], Iterable[Diagnosis]]] = {
     "state": state_faults,
     "param": parameter_faults,
     "replicas": _replicas,
+    "company": _company,
 }
 
 

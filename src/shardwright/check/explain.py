@@ -85,6 +85,7 @@ def _facts(
         fit_tolerance=tolerance.fit,
         unchanged=_unchanged(reference, candidate, update) if update else (),
         cp=axes.cp,
+        relative=tolerance.relative,
     )
 
 

@@ -24,7 +24,8 @@ class Facts:
     """Everything a diagnosis may rest on.
 
     numbers: the tensors of the failed kind. fits: hypotheses.collect_fits over those that differ. fit_tolerance: relative
-    agreement that counts as a match. unchanged: parameters that the candidate did not move although the reference did.
+    agreement that counts as a match. relative: how far numbers may differ. unchanged: parameters that the candidate did not
+    move although the reference did.
     """
 
     layout: str
@@ -41,6 +42,7 @@ class Facts:
     fit_tolerance: float
     unchanged: tuple[str, ...] = ()
     cp: int = 1
+    relative: float = 0.0
 
     @property
     def shards(self) -> int:

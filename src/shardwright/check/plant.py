@@ -54,7 +54,8 @@ def _scale_losses(factor: Callable[[Engine, Microbatch, UpdateBatch], float], va
 
         def loss_of(output: Any, microbatch: Microbatch) -> Tensor:
             loss = original(output, microbatch)
-            assert engine._batch is not None
+            if engine._batch is None:  # not within an update
+                return loss
             scale = factor(engine, microbatch, engine._batch)
             return loss * scale if value else loss.detach() + (loss - loss.detach()) * scale
 
@@ -281,6 +282,18 @@ def _one_unit(engine: Engine) -> None:
     _scale_gradients(lambda e: e.axes.data_ranks, only=f"{block}.")(engine)
 
 
+def _change_embedded(change: Callable[[Tensor], Tensor]) -> Fault:
+    """Changes what the embedding gives, [B, T, D], on the ranks that hold it."""
+
+    def fault(engine: Engine) -> None:
+        name = find_parts(engine.module).embedding
+        if name is None:
+            raise ConfigError("This fault needs a model with an embedding that Transformers knows.")
+        engine.module.get_submodule(name).register_forward_hook(lambda module, args, out: change(out))
+
+    return fault
+
+
 FAULTS: dict[str, Fault] = {
     "summed_twice": _scale_gradients(lambda e: e.axes.data_ranks),
     "averaged": _scale_gradients(lambda e: 1 / e.axes.data_ranks),
@@ -300,6 +313,8 @@ FAULTS: dict[str, Fault] = {
     "documents_see_each_other": _change_inputs(_one_document),
     "positions_run_on": _change_inputs(_positions_of_rows),
     "target_across_boundary": _targets_across,
+    "depends_on_neighbours": _change_embedded(lambda x: x + x.mean(0, keepdim=True)),
+    "depends_on_width": _change_embedded(lambda x: x * (1 + x.shape[1] / 1000)),
     "loss_report": _change_result(lambda e, result: replace(result, loss=result.loss / e.axes.data_ranks)),
     "norm_not_reduced": _change_norm(_local_norm),
     "norm_counted_twice": _change_norm(lambda e, norm: norm * e.axes.data_ranks**0.5),

@@ -61,6 +61,29 @@ class Scalars:
 
 
 @dataclass(frozen=True)
+class Company:
+    """Loss sums of one microbatch of every data rank, of as many `rows`, computed in three ways (see company.py).
+
+    alone: None where documents cannot be run without padding.
+    """
+
+    rows: int
+    together: float
+    one_by_one: float
+    alone: float | None
+
+    def matters(self, relative: float) -> str:
+        """What the loss depends on, `neighbours` or `width`: the sums differ by more than `relative`. Else nothing."""
+        if _differ(self.together, self.one_by_one, relative):
+            return "neighbours"
+        return "width" if self.alone is not None and _differ(self.one_by_one, self.alone, relative) else ""
+
+
+def _differ(a: float, b: float, relative: float) -> bool:
+    return not abs(a - b) <= relative * max(abs(a), abs(b))
+
+
+@dataclass(frozen=True)
 class Notes:
     """What the reference knows of the run beyond its updates; `diagnose` reads it.
 
@@ -121,6 +144,14 @@ class Record:
 
     def write_scalars(self, update: int, scalars: Scalars) -> None:
         (self.directory / f"update-{update}.json").write_text(json.dumps(asdict(scalars)))
+
+    def write_company(self, company: Company) -> None:
+        (self.directory / "company.json").write_text(json.dumps(asdict(company)))
+
+    def company(self) -> Company | None:
+        """What the candidate found of its first microbatch; None in a record of the reference."""
+        path = self.directory / "company.json"
+        return Company(**json.loads(path.read_text())) if path.exists() else None
 
     def write_notes(self, notes: Notes) -> None:
         (self.directory / "notes.json").write_text(json.dumps(asdict(notes)))

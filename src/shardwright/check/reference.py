@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import get_scheduler
 
-from shardwright.check.changes import IGNORE, Changes, silence_dropout
+from shardwright.check.changes import IGNORE, Changes, has_dropout, silence_dropout
 from shardwright.check.record import MicrobatchNote, Notes, Record, Scalars
 from shardwright.check.reference_documents import alone, mistaken_losses, target_weight, targets_inside
 from shardwright.check.reference_muon import ReferenceMuon
@@ -54,6 +54,9 @@ class Reference:
         self.model.train()
         if changes.no_dropout:
             silence_dropout(self.model)
+        # dropout masks are drawn for whole rows; padding may be part of the input of a module of a user's own
+        drawn = not is_transformers(self.model) or has_dropout(self.model)
+        self._whole_rows = run.data.batching == "pad" and drawn
         self.named = dict(self.model.named_parameters())
         self.trained = {name: p for name, p in self.named.items() if p.requires_grad}
         self.limit = self.training.max_grad_norm
@@ -133,10 +136,8 @@ class Reference:
         return output["logits"] if isinstance(output, dict) else output.logits
 
     def _microbatch_logits(self, microbatch: Microbatch) -> Tensor:
-        """[B, T, V]: with `pad` of the rows as they are, else of each document run alone, without padding."""
-        if self.run.data.batching == "pad":
-            return self._logits(microbatch.input_ids)
-        return alone(microbatch, self._logits)
+        """[B, T, V]: of each document run alone, without padding; of whole rows where `_whole_rows` says so."""
+        return self._logits(microbatch.input_ids) if self._whole_rows else alone(microbatch, self._logits)
 
     def _loss_sum(
         self, update: int, microbatch: Microbatch, labels: Tensor, weights: Tensor | None

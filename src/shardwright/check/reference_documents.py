@@ -22,8 +22,10 @@ Span = tuple[int, int, int]
 
 
 def spans(microbatch: Microbatch) -> list[Span]:
-    """Where each document stands. Without numbers a row is one: it ends one token behind its last target."""
+    """Where each document stands. Without numbers a row is one: of its length, or to one token behind its last target."""
     found: list[Span] = []
+    if microbatch.documents is None and microbatch.lengths is not None:
+        return [(row, 0, length) for row, length in enumerate(microbatch.lengths) if length]
     for row, labels in enumerate(microbatch.labels.tolist()):
         if microbatch.documents is None:
             last = max((t for t, label in enumerate(labels) if label != IGNORE), default=-1)

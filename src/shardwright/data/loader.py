@@ -45,6 +45,7 @@ class Microbatch:
     documents: [B, T] int32, for each position the number of its document within its row, counted from 0, and -1 for
     padding. None: a row is one document from its start, padded on the right.
     weights: [B, T] float32, what the loss of each target is multiplied with. None: 1.
+    lengths: tokens of each row that are not padding. None: not known.
     """
 
     index: int
@@ -53,6 +54,7 @@ class Microbatch:
     row_ids: tuple[int, ...]
     documents: Tensor | None = None
     weights: Tensor | None = None
+    lengths: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -155,6 +157,7 @@ class Loader:
 
     def _microbatch(self, index: int, rows: tuple[int, ...], width: int) -> Microbatch:
         block = self.table.block(rows, width, self.pad_id)
+        tokens = self.table.real_tokens(np.array([row for row in rows if row != FILLER], np.int64)).tolist()
         return Microbatch(
             index,
             torch.from_numpy(block.input_ids),
@@ -162,6 +165,7 @@ class Loader:
             rows,
             None if block.documents is None else torch.from_numpy(block.documents),
             None if block.weights is None else torch.from_numpy(block.weights),
+            tuple(0 if row == FILLER else tokens.pop(0) for row in rows),
         )
 
 

@@ -159,6 +159,11 @@ class Table:
         return len(self._rows)
 
     @property
+    def longest_piece(self) -> int:
+        """Tokens of the longest piece of a document in a row."""
+        return int(self._pieces[:, 1].max())
+
+    @property
     def weighted(self) -> bool:
         """Whether some target has a weight other than 1."""
         return self._row_weights is not None

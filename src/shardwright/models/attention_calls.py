@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardwright.errors import ModelError
 from shardwright.models.adapters import find_parts
+from shardwright.models.rotary import shapes_alone
 
 PROBE = "shardwright_probe"
 _TOKENS = 4
@@ -104,7 +105,7 @@ def look_into(model: nn.Module, documents: bool = False) -> Seen:
         return query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[-1])), None
 
     dropouts = _Dropouts()
-    with _attention(model, probe), torch.no_grad(), dropouts:
+    with _attention(model, probe), shapes_alone(model), torch.no_grad(), dropouts:
         _forward_on_meta(model, {"documents": _DOCUMENTS} if documents else {})
     return Seen(tuple(calls), tuple(sorted(dropouts.probabilities - {0.0})))
 
@@ -135,19 +136,24 @@ def _forward_on_meta(model: nn.Module, more: dict[str, object]) -> None:
 
 @contextmanager
 def _attention(model: nn.Module, function: Any) -> Iterator[None]:
-    """Within, `function` is the core attention of `model`, which is in training mode."""
+    """Within, `function` is the core attention of `model`, which is in training mode and groups products by expert."""
     from transformers import AttentionInterface
 
     setter: Any = model
-    before, training = setter.config._attn_implementation, model.training
+    config, training = setter.config, model.training
+    before, experts = config._attn_implementation, config._experts_implementation
     AttentionInterface.register(PROBE, function)
     setter.set_attn_implementation(PROBE)
+    if setter._can_set_experts_implementation():  # experts one by one follow the values of the router
+        setter.set_experts_implementation("grouped_mm")
     model.train()
     try:
         yield
     finally:
         model.train(training)
         setter.set_attn_implementation(before)
+        if setter._can_set_experts_implementation():
+            setter.set_experts_implementation(experts)
 
 
 def blocks_without_attention(model: nn.Module, calls: Iterable[AttentionCall]) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fnmatch
 import importlib
 import inspect
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,8 @@ from torch import Tensor, nn
 from shardwright.config.schema import Model
 from shardwright.errors import ModelError, did_you_mean
 from shardwright.models.adapters import tied_names
+from shardwright.models.config import model_directory as model_directory
+from shardwright.models.config import read_config as read_config
 from shardwright.models.hub_names import hub_names
 from shardwright.models.init import META, Recipe, Recorder, Whole, assign_owners, view_of
 from shardwright.models.weights import read_headers
@@ -67,73 +68,6 @@ def quiet_transformers() -> None:
     logging.set_verbosity_error()
 
 
-def read_config(spec: Model) -> Any:
-    """The Transformers config of the directory of `spec`, with `config_overrides` applied and checked."""
-    from transformers import CONFIG_MAPPING
-
-    directory = model_directory(spec)
-    try:
-        values: dict[str, Any] = json.loads((directory / "config.json").read_text())
-    except ValueError as error:
-        raise ModelError(f"{directory / 'config.json'} is not JSON: {error}.") from None
-    kind = values.get("model_type")
-    if kind not in CONFIG_MAPPING:
-        raise ModelError(
-            f"{directory / 'config.json'}: model_type {kind!r} is unknown to the installed Transformers.",
-            "",
-            did_you_mean(str(kind), CONFIG_MAPPING.keys())
-            or "Write a function that builds the model and give it as package.module:function.",
-        )
-    if "quantization_config" in values:
-        raise ModelError(
-            f"{directory} holds quantized weights.",
-            "They cannot be trained.",
-            "Use the weights before quantization.",
-        )
-    config_class = CONFIG_MAPPING[kind]
-    known = {*config_class().to_dict(), *values, *config_class.attribute_map}
-    for key in spec.config_overrides:
-        if key not in known:
-            raise ModelError(
-                f"model.config_overrides: `{key}` is no key of {config_class.__name__}.",
-                "It would have no effect.",
-                did_you_mean(key, known),
-            )
-    overrides = {
-        config_class.attribute_map.get(key, key): value for key, value in spec.config_overrides.items()
-    }
-    layers = overrides.get(config_class.attribute_map.get("num_hidden_layers", "num_hidden_layers"))
-    if layers is not None and "layer_types" in values and "layer_types" not in overrides:
-        kinds = values.pop(
-            "layer_types"
-        )  # one per layer: cut to the new number, or left to the config's own pattern
-        if kinds and layers <= len(kinds):
-            values["layer_types"] = kinds[:layers]
-    try:
-        return config_class.from_dict({**values, **overrides})
-    except Exception as error:  # Transformers validates in several ways; each says what is wrong
-        raise ModelError(f"{directory / 'config.json'} is refused: {error}") from error
-
-
-def model_directory(spec: Model) -> Path:
-    """The directory of `spec`; raises `ModelError` when it cannot be one."""
-    directory = Path(spec.model_name_or_path)
-    if not directory.is_dir():
-        raise ModelError(
-            f"model.model_name_or_path: there is no directory {spec.model_name_or_path}.",
-            "Nothing is downloaded.",
-            "Give a directory with config.json (`hf download NAME --local-dir DIR` makes one), or "
-            "package.module:function.",
-        )
-    if not (directory / "config.json").is_file():
-        raise ModelError(
-            f"model.model_name_or_path: {directory} has no config.json.",
-            "It says what the model is.",
-            "Give the directory that save_pretrained of Transformers wrote.",
-        )
-    return directory
-
-
 def _from_directory(spec: Model, recorder: Recorder) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
@@ -159,21 +93,36 @@ def _from_directory(spec: Model, recorder: Recorder) -> nn.Module:
             "Take the config of its text model, or give a function as package.module:function.",
         )
     try:
-        with recorder:
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=torch.float32, attn_implementation=spec.attn_implementation
-            )
-            _run_transformers_rules(model)
+        return _recorded(config, spec.attn_implementation, recorder)
     except (ValueError, ImportError) as error:
-        eager = spec.attn_implementation != "eager" and "attention" in str(error)
-        raise ModelError(
-            f"{config.model_type} cannot be built: {str(error).splitlines()[0]}",
-            "",
-            "Set model.attn_implementation to eager."
-            if eager
-            else "Check config.json and model.config_overrides.",
-        ) from error
+        if spec.attn_implementation == "eager" or "attention" not in str(error):
+            raise ModelError(
+                f"{config.model_type} cannot be built: {str(error).splitlines()[0]}",
+                "",
+                "Check config.json and model.config_overrides.",
+            ) from error
+    # eager is what every family has; whoever leaves attention as it is refuses that (`check_own_attention`)
+    return _recorded(config, "eager", recorder)
+
+
+def _recorded(config: Any, attention: str, recorder: Recorder) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    with recorder:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+        _run_transformers_rules(model)
     return model
+
+
+def check_own_attention(model: nn.Module, spec: Model) -> None:
+    """Raises `ModelError` where `model`, which keeps its own core attention, does not have the one that `spec` asks for."""
+    built = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    if not _FUNCTION.match(spec.model_name_or_path) and built != spec.attn_implementation:
+        raise ModelError(
+            f"{type(model).__name__} does not have model.attn_implementation {spec.attn_implementation}.",
+            "Its attention does what that cannot, for example caps or shifts its scores.",
+            f"Set model.attn_implementation to {built}.",
+        )
 
 
 def _run_transformers_rules(model: Any) -> None:

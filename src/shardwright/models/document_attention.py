@@ -41,12 +41,14 @@ def document_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     documents: PackedRows | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attention output [B, T, N, H] of queries [B, N, T, H]; zeros for padding.
 
     sliding_window: a query sees that many keys, its own among them. softcap: scores become softcap x tanh(score / softcap).
+    s_aux: [N], of each head a score that takes its share of the softmax and has no value (a sink).
     documents: None where each row is one document.
     """
     if attention_mask is not None:
@@ -54,12 +56,12 @@ def document_attention(
             f"{type(module).__name__} asks for a mask inside attention.", "It does not know of documents."
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    options: dict[str, Any] = {"scale": scale, "dropout": dropout, "softcap": softcap}
+    options: dict[str, Any] = {"scale": scale, "dropout": dropout, "softcap": softcap, "sinks": s_aux}
     if documents is None or documents.whole:
         return _causal(query, key, value, window=sliding_window, **options), None
     shape = query.shape[0], query.shape[2]
     rows = [t.transpose(1, 2).flatten(0, 1) for t in (query, key, value)]
-    if softcap is None and fits_flash(query, value):
+    if softcap is None and s_aux is None and fits_flash(query, value):
         order = documents.dense
         q, k, v = (order.take(t) for t in rows)
         out = flash_by_lengths(q, k, v, documents, scale, dropout, sliding_window)
@@ -89,16 +91,17 @@ def _causal(
     dropout: float,
     window: int | None,
     softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """[G, L, N, H]: each of the L queries [G, N, L, H] sees the keys [G, K, L, H] up to its own."""
     length, repeats = query.shape[2], query.shape[1] // key.shape[1]
-    mask = None
-    if softcap is not None or (window is not None and window < length):
+    mask, written_out = None, softcap is not None or sinks is not None
+    if written_out or (window is not None and window < length):
         mask = _band(length, window or length, query.device)
         key, value = (t.repeat_interleave(repeats, 1) if repeats > 1 else t for t in (key, value))
     if mask is None and not dropout and gains_from_wide(query, key, value):
         return Attention.apply(query, key, value, scale, True).transpose(1, 2)
-    if softcap is None:
+    if not written_out:
         out = F.scaled_dot_product_attention(
             query,
             key,
@@ -111,9 +114,14 @@ def _causal(
         )
         return out.transpose(1, 2)
     assert mask is not None
-    scores = softcap * torch.tanh(query @ key.mT * scale / softcap)
+    scores = query @ key.mT * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)], -1)
     # in float32 whatever the dtype, as models with a softcap compute it
-    weights = scores.masked_fill(~mask, float("-inf")).softmax(-1, dtype=torch.float32).to(value.dtype)
+    weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)[..., :length]
     return (F.dropout(weights, dropout) @ value).transpose(1, 2)
 
 

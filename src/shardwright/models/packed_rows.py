@@ -5,6 +5,7 @@ B rows, T tokens of a row, D documents of all rows, R = real tokens of all rows 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -23,6 +24,12 @@ class PackedRows:
 
     documents: Tensor
     device: torch.device
+
+    @classmethod
+    def of_lengths(cls, lengths: Sequence[int], width: int, device: torch.device) -> PackedRows:
+        """Rows of `width` tokens that hold one document each, of `lengths` tokens, and padding behind it."""
+        inside = torch.arange(width) < torch.tensor(lengths).unsqueeze(1)
+        return cls(inside.int() - 1, device)
 
     @cached_property
     def _spans(self) -> tuple[Tensor, Tensor]:

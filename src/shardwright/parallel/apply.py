@@ -17,9 +17,11 @@ from shardwright.layout.rules_pipeline import own_stages, schedule_of, stages_of
 from shardwright.layout.schedule import stage_rank
 from shardwright.layout.zero import PREFETCH, STAGES
 from shardwright.models.adapters import Parts, find_parts, is_transformers
+from shardwright.models.build import check_own_attention
 from shardwright.models.document_attention import isolate_documents
 from shardwright.models.materialise import materialise
 from shardwright.models.narrow_attention import speed_up_narrow_attention
+from shardwright.models.rotary import decide_by_document
 from shardwright.parallel.casting import compute_in
 from shardwright.parallel.chunked_loss import ChunkedHead, LossChunks, find_loss_chunks
 from shardwright.parallel.context import ContextPlace, split_attention
@@ -33,7 +35,7 @@ from shardwright.parallel.replicated import BUCKET_BYTES, Replicated
 from shardwright.parallel.stages import Cut, Stage, cut_stages, plan_cut, stage_parts, tied_over_stages
 from shardwright.parallel.styles import divided
 from shardwright.parallel.tensor import TensorParallel
-from shardwright.parallel.tensor_plan import plan_tensor
+from shardwright.parallel.tensor_plan import attention_modules, plan_tensor
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -53,13 +55,14 @@ def parallelize(
     its part. `ddp` watches filled parameters.
     """
     whole, p = find_parts(model), run.parallelism
+    attention = _attention_for_pieces(model, whole, run)
     cut = plan_cut(model, run.model, stages_of(p)) if p.pp_size > 1 else None
     stages = cut_stages(model, cut, own_stages(p, mesh["pp"].get_local_rank())) if cut else ()
     in_row = [stage_parts(whole, cut, (stage.index,)) for stage in stages] if cut else [whole]
     parts = stage_parts(whole, cut, [stage.index for stage in stages]) if cut else whole
     tensor = None
     if p.tp_size > 1:
-        tensor = TensorParallel(model, parts, mesh["tp"], run, stages)
+        tensor = TensorParallel(model, parts, mesh["tp"], run, stages, attention)
     if chunks is not None and chunks.tokens and parts.head is not None:
         head: Any = model.get_submodule(parts.head)
         divided = tensor.peers if tensor is not None and tensor.divides(parts.head) else None
@@ -68,8 +71,11 @@ def parallelize(
         split_attention(model, [model.get_submodule(name) for name in parts.blocks], place)
     elif run.data.batching == "pack" and is_transformers(model):
         isolate_documents(model)
-    elif device.type == "cpu" and run.precision.param_dtype == "bf16" and is_transformers(model):
-        speed_up_narrow_attention(model)
+    else:
+        check_own_attention(model, run.model)
+        if device.type == "cpu" and run.precision.param_dtype == "bf16" and is_transformers(model):
+            speed_up_narrow_attention(model)
+    decide_by_document(model)
     for name in parts.blocks:
         if run.memory.activation_checkpointing != "none":
             recompute_block(model.get_submodule(name), run.memory.activation_checkpointing)
@@ -128,6 +134,7 @@ def check_model(model: nn.Module, run: RunFile) -> None:
     if p.tp_size > 1:
         parts = find_parts(model)
         styles = plan_tensor(model, parts, run).styles
+        _attention_for_pieces(model, parts, run)
         if run.training.loss != CROSS_ENTROPY and styles.get(parts.head or "") == "vocabulary":
             raise ModelError(
                 f"training.loss {run.training.loss} with parallelism.tp_size {p.tp_size}.",
@@ -138,6 +145,15 @@ def check_model(model: nn.Module, run: RunFile) -> None:
         check_context_model(model, run)
     if run.data.batching == "pack":
         check_packed_model(model, p.cp_size)
+    elif p.cp_size == 1:
+        check_own_attention(model, run.model)
+
+
+def _attention_for_pieces(model: nn.Module, parts: Parts, run: RunFile) -> tuple[str, ...]:
+    """The modules that attend, where sequence parallelism cuts sequences into pieces; see `attention_modules`."""
+    p = run.parallelism
+    divided = p.tp_size > 1 and p.sequence_parallel is not False
+    return attention_modules(model, parts) if divided and is_transformers(model) else ()
 
 
 def context_place(run: RunFile, mesh: DeviceMesh) -> ContextPlace | None:

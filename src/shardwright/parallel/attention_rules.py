@@ -16,7 +16,6 @@ from shardwright.models.adapters import find_parts
 from shardwright.models.attention_calls import AttentionCall, Seen, blocks_without_attention
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
-LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,6 @@ class Replacement:
     fix: str
     bypassed: str
     convolution: str
-    rope: str
     not_causal: str
     known: tuple[str, ...] = ()
 
@@ -57,9 +55,6 @@ def _named(values: Any, key: str) -> Iterator[Any]:
 
 def check_config(name: str, values: dict[str, Any], by: Replacement) -> None:
     """Raises `ModelError` for what the config of model `name` says already, before the model is looked into."""
-    for rope in _named(values, "rope_type"):
-        if rope in LENGTH_DEPENDENT_ROPE:
-            raise ModelError(f"{name} has rope_type {rope}.", by.rope, by.fix)
     for kinds in _named(values, "layer_types"):
         for kind in kinds:
             if kind not in LAYER_TYPES:

@@ -11,6 +11,7 @@ from torch import nn
 from shardwright.config.schema import RunFile
 from shardwright.errors import ModelError
 from shardwright.models.attention_calls import AttentionCall, look_into
+from shardwright.models.rotary import follows_length
 from shardwright.parallel.attention_rules import Replacement, check_attention, check_config
 
 _ALONE = "Set parallelism.cp_size to 1."
@@ -19,7 +20,6 @@ _CONTEXT = Replacement(
     fix=_ALONE,
     bypassed="Its tokens would see this rank's part of the row only.",
     convolution="At the edges of this rank's part it would miss its neighbours.",
-    rope="Its frequencies follow the highest position in the input, which differs between ranks.",
     not_causal="The split of a row follows from causality.",
 )
 
@@ -44,6 +44,12 @@ def check_context_model(model: nn.Module, run: RunFile) -> None:
             _ALONE,
         )
     values: dict[str, Any] = config.to_dict()
+    if follows_length(model):
+        raise ModelError(
+            f"{name} has rotary frequencies that follow the length of a document (rope_type longrope or dynamic).",
+            "Each rank holds part of every row, and does not see where its documents end.",
+            _ALONE,
+        )
     check_config(name, values, _CONTEXT)
     seen = look_into(model)
     _check_dropout(name, values, seen.calls)

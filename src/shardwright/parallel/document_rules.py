@@ -18,9 +18,8 @@ _PACKED = Replacement(
     fix=_FIX,
     bypassed="Its tokens would see other documents of their row.",
     convolution="It would reach over the boundary of a document.",
-    rope="Its frequencies follow the highest position in the input, which other documents change.",
     not_causal="The core attention of packed rows is.",
-    known=("softcap",),
+    known=("softcap", "s_aux"),
 )
 _CONTEXT = Replacement(**{**vars(_PACKED), "known": ()})
 

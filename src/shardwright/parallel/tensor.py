@@ -49,10 +49,15 @@ class TensorParallel:
         mesh: DeviceMesh,
         run: RunFile,
         stages: Sequence[Stage] = (),
+        attention: Sequence[str] = (),
     ) -> None:
-        """Divides `model` (on meta) in place; `stages`: what this rank has of a pipeline. Raises as `plan_tensor`."""
+        """Divides `model` (on meta) in place; raises as `plan_tensor`.
+
+        stages: what this rank has of a pipeline. attention: the modules that attend, of the unsplit model.
+        """
         plan = plan_tensor(model, parts, run, whole=run.parallelism.pp_size == 1)
         self.model, self.sequence = model, run.parallelism.sequence_parallel is not False
+        self._undivided = self._attention_on_wholes(attention, plan.regions)
         self.peers = Peers(mesh.size(), mesh.get_local_rank(), mesh.get_group())
         self._styles, self._blocks = plan.styles, parts.blocks
         self.partial = self._partial_names(plan.regions)
@@ -66,6 +71,9 @@ class TensorParallel:
         parallelize_module(model, mesh, styles)
         for name in sorted(plan.regions):
             self._on_input(name, self._enter)
+        for name in self._undivided:
+            self._on_input(name, partial(exchange.gather_same, dim=1, peers=self.peers))
+            self.model.get_submodule(name).register_forward_hook(self._leave_undivided)
         for name in parts.blocks if self._streams is not None else ():
             block = model.get_submodule(name)
             block.forward = partial(self._run_block, block.forward)
@@ -82,6 +90,23 @@ class TensorParallel:
         """Whether the output features of the module `name` are divided, so that each rank has some rows of its weight."""
         return self._styles.get(name) in COLUMN
 
+    def _attention_on_wholes(self, attention: Sequence[str], regions: frozenset[str]) -> tuple[str, ...]:
+        """The modules here that attend and are not divided: every rank does their work alike, on whole sequences."""
+        if not self.sequence:
+            return ()
+        here = {name for name, module in self.model.named_modules() if any(True for _ in module.parameters())}
+        return tuple(
+            name
+            for name in attention
+            if name in here and not any(f"{name}.".startswith(f"{region}.") for region in regions)
+        )
+
+    def _leave_undivided(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Whole [B, T, D], equal on all ranks, -> [B, T / tp, D]."""
+        if isinstance(output, Tensor):
+            return exchange.cut(output, 1, self.peers)
+        return (exchange.cut(output[0], 1, self.peers), *output[1:])
+
     def _in_block(self, name: str) -> bool:
         return any(name.startswith(f"{block}.") for block in self._blocks)
 
@@ -96,7 +121,8 @@ class TensorParallel:
             if divided:
                 continue
             region = any(name.startswith(f"{parent}.") for parent in regions)
-            on_pieces = self._in_block(name) and (not region or style in ROW)
+            alike = any(name.startswith(f"{module}.") for module in self._undivided)
+            on_pieces = self._in_block(name) and (not region or style in ROW) and not alike
             if any(name.startswith(f"{m}.") for m, s in self._styles.items() if s == SUMMED) or (
                 self.sequence and on_pieces
             ):

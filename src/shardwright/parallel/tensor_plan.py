@@ -19,6 +19,7 @@ from shardwright.errors import ModelError, did_you_mean
 from shardwright.layout.axes import Axes
 from shardwright.layout.rules_tensor import check_tensor
 from shardwright.models.adapters import Parts
+from shardwright.models.attention_calls import blocks_without_attention, look_into
 from shardwright.parallel.streams import drops
 from shardwright.parallel.styles import fan
 
@@ -59,6 +60,30 @@ def plan_tensor(model: nn.Module, parts: Parts, run: RunFile, whole: bool = True
     check_plan(model, parts, styles, p.tp_size)
     _check_compiled(model, run)
     return TensorPlan(styles, frozenset(_regions(model, parts, styles, strict=not p.tp_plan)))
+
+
+def attention_modules(model: nn.Module, parts: Parts) -> tuple[str, ...]:
+    """The modules of `model` (on meta) that attend; nothing where the model cannot be looked into.
+
+    Raises `ModelError` where blocks mix tokens in another way, which pieces of a sequence would cut off.
+    """
+    try:
+        calls = look_into(model).calls
+    except ModelError:
+        return ()
+    convolutions = [
+        f"{block}.{path}"
+        for block in parts.blocks
+        for path, module in model.get_submodule(block).named_modules()
+        if isinstance(module, nn.Conv1d)
+    ]
+    if mixing := [*convolutions, *blocks_without_attention(model, calls)]:
+        raise ModelError(
+            f"`{mixing[0]}` of {type(model).__name__} mixes tokens by something else than attention.",
+            "With sequence_parallel each rank holds a piece of the sequence there.",
+            "Set parallelism.sequence_parallel to false.",
+        )
+    return tuple(dict.fromkeys(call.module for call in calls))
 
 
 def _shape_of(config: Any) -> Any:

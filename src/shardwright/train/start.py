@@ -23,6 +23,7 @@ from shardwright.parallel.process_group import device_kind
 from shardwright.train.exported import export_lines
 from shardwright.train.objective import own_loss
 from shardwright.train.optimizer import check_optimizer, learning_rate_factor
+from shardwright.train.positions import check_positions
 from shardwright.train.rows_done import Former, go_on
 from shardwright.train.worker import run_rank
 
@@ -116,10 +117,10 @@ def prepare_run(loaded: Loaded, console: Console, exported: bool = False) -> Pre
     check_sinks(run.logging.report_to)
     learning_rate_factor(run.training, run.training.max_steps or 1)
     train = prepare(run, "train")
-    for prepared in (train, prepare(run, "validation")):
-        if prepared is not None:
-            for line in (prepared.summary(), *prepared.notices):
-                console.print(line, highlight=False, soft_wrap=True)
+    splits = [prepared for prepared in (train, prepare(run, "validation")) if prepared is not None]
+    for prepared in splits:
+        for line in (prepared.summary(), *prepared.notices):
+            console.print(line, highlight=False, soft_wrap=True)
     if train is None:
         raise ConfigError("data.train names no file.")
     for line in (*unused_weights(model, run.model), *(export_lines(run, model, train) if exported else ())):
@@ -129,6 +130,8 @@ def prepare_run(loaded: Loaded, console: Console, exported: bool = False) -> Pre
         go_on(order, former, run, train.fingerprint)
     check_length(run.training, order.total_updates)
     learning_rate_factor(run.training, order.total_updates)
+    for line in check_positions(model, run, [prepared.table for prepared in splits]):
+        console.print(line, highlight=False, soft_wrap=True)
     if order.dropped:
         console.print(
             f"data.drop_last: {order.dropped} of {order.stretch.end + order.dropped:,} rows are left out, the part-filled "

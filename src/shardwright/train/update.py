@@ -25,6 +25,7 @@ from shardwright.models.adapters import find_parts, is_transformers
 from shardwright.models.build import build_model
 from shardwright.models.head import Deferred
 from shardwright.models.packed_rows import PackedRows
+from shardwright.models.rotary import follows_length
 from shardwright.parallel.apply import DTYPES, context_place, parallelize
 from shardwright.parallel.chunked_loss import chunked_head, find_loss_chunks
 from shardwright.parallel.data_parallel import Sharded
@@ -88,6 +89,7 @@ class Engine:
         self.factor = learning_rate_factor(t, updates)
         self._place = context_place(run, self.mesh)
         self._arguments = forward_arguments(self.module)
+        self._by_length = follows_length(model)
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
         self._own_loss = own_loss(run.training.loss)
         self._count = torch.zeros_like(self._loss)  # targets, as a loss of the user's own counts them
@@ -119,7 +121,8 @@ class Engine:
     def _inputs(self, microbatch: Microbatch) -> tuple[Tensor, dict[str, Any]]:
         """This rank's token ids [B, T / cp] of a microbatch, and what else the model is given.
 
-        Packed rows: positions [B, T / cp] within documents, and the documents of whole rows, on every stage and rank.
+        Packed rows: positions [B, T / cp] within documents, and the documents of whole rows, on every stage and rank. A model
+        whose rotary frequencies follow the length of a document is told where each row ends, by positions of 0 behind it.
         """
         ids, arguments = microbatch.input_ids, dict(self._arguments)
         place, documents = self._place, self._documents(microbatch)
@@ -129,6 +132,9 @@ class Engine:
             arguments["documents"] = documents if is_transformers(self.module) else documents.on_device
         elif place is not None:
             arguments["position_ids"] = place.position_ids(ids.shape[1], self.device)
+        elif self._by_length and microbatch.lengths is not None:
+            rows = PackedRows.of_lengths(microbatch.lengths, ids.shape[1], self.device)
+            arguments["position_ids"] = rows.position_ids
         ids = ids if place is None else place.part(ids)
         return ids.to(self.device, non_blocking=True), arguments
 

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from shardwright.checkpoint.hosts import everyone, from_rank
 from shardwright.config.load import Loaded
+from shardwright.config.schema import RunFile
 from shardwright.errors import ConfigError
 from shardwright.launch import OwnWatch, Pulse, finish, listen_for_dumps, own_job, worker_main
 from shardwright.launch.lock import PATIENCE_SECONDS, lock_of, owned, read_owner
@@ -21,13 +22,15 @@ from shardwright.layout.placement import Placement
 from shardwright.measure import clock
 from shardwright.measure.outstanding import count_transfers, issued
 from shardwright.measure.record import device_facts, versions
-from shardwright.models.build import quiet_transformers
+from shardwright.models.build import build_model, quiet_transformers
+from shardwright.parallel.apply import DTYPES
 from shardwright.parallel.process_group import Connection, connect, second_store
 from shardwright.plan.answer import layout_name
 from shardwright.plan.of_run import layout_of
 from shardwright.train.exhausted import explaining_exhaustion
 from shardwright.train.exported import announce, export_model
 from shardwright.train.loop import Trainer
+from shardwright.train.positions import check_positions
 from shardwright.train.run_data import RunData, open_data
 from shardwright.train.signals import StopFlag
 from shardwright.train.update import Engine
@@ -57,6 +60,8 @@ def run_rank(loaded: Loaded, alone: bool = False) -> int:
         check_device(run, connection.device.type)
         data = _data_in_turn(loaded, connection)
         console = Console(quiet=place.rank != 0)
+        for line in _check_positions(run, data) if alone else ():
+            console.print(line, highlight=False, soft_wrap=True)
         with explaining_exhaustion(loaded, axes, place.rank, connection.device, pulse) as watched:
             engine = watched.engine = Engine(run, axes, connection.device, data.updates)
             if alone:
@@ -108,6 +113,12 @@ def _data_in_turn(loaded: Loaded, connection: Connection) -> RunData:
     data = open_data(loaded.run, axes, place.rank) if place.local_rank == 0 else None
     dist.barrier()
     return data or open_data(loaded.run, axes, place.rank)
+
+
+def _check_positions(run: RunFile, data: RunData) -> list[str]:
+    model = build_model(run.model, DTYPES[run.precision.master_dtype])
+    loaders = [loader for loader in (data.loader, data.validation) if loader is not None]
+    return check_positions(model, run, [loader.table for loader in loaders])
 
 
 def _describe(loaded: Loaded, engine: Engine, connection: Connection, console: Console) -> None:
