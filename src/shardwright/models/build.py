@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwright.arch.families import refuse_quantized
 from shardwright.config.schema import Model
 from shardwright.errors import ModelError, did_you_mean
 from shardwright.models.adapters import tied_names
@@ -83,12 +84,7 @@ def read_config(spec: Model) -> Any:
             did_you_mean(str(kind), CONFIG_MAPPING.keys())
             or "Write a function that builds the model and give it as package.module:function.",
         )
-    if "quantization_config" in values:
-        raise ModelError(
-            f"{directory} holds quantized weights.",
-            "They cannot be trained.",
-            "Use the weights before quantization.",
-        )
+    refuse_quantized(values, directory)
     config_class = CONFIG_MAPPING[kind]
     known = {*config_class().to_dict(), *values, *config_class.attribute_map}
     for key in spec.config_overrides:
