@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from shardwright import __version__
-from shardwright.errors import ConfigError, ExitCode, ShardwrightError
+from shardwright.errors import ConfigError, ExitCode, ModelError, ShardwrightError
 from shardwright.launch.output import keep_going_without_output
 
 app = typer.Typer(
@@ -153,13 +153,15 @@ def plan(
     raise typer.Exit(run_plan(request, as_json=as_json, compare=compare, explain=explain, write=typer.echo))
 
 
-def _inventory(name: str, overrides: dict[str, Any]) -> dict[str, Any]:
-    """The parameters of a model that the planner has no shape for, from a meta build in a process of its own."""
+def _inventory(section: dict[str, Any]) -> dict[str, Any]:
+    """What the model of a `model` section is made of, from a meta build in a process of its own."""
     from shardwright.launch.module import output_of
 
-    purpose = f"Building `{name}` to count its parameters"
-    text = output_of("shardwright.models.inventory", [name, json.dumps(overrides)], purpose)
-    result: dict[str, Any] = json.loads(text)
+    purpose = f"Building `{section['model_name_or_path']}` to count its parameters"
+    text = output_of("shardwright.models.inventory", [json.dumps(section)], purpose)
+    result: dict[str, Any] = json.loads(text.splitlines()[-1])
+    if "refused" in result:
+        raise ModelError(*result["refused"])
     return result
 
 

@@ -10,10 +10,10 @@ import torch
 import transformers
 
 from shardwright.arch import counts, generic_shape, parameters, shape_from_config
+from shardwright.arch.counted import shape_from_inventory
 from shardwright.arch.families import FAMILIES
 from shardwright.arch.flops import block_matmul_weights
 from shardwright.arch.inventory import named_sizes
-from shardwright.arch.measured import shape_from_inventory
 from shardwright.errors import ConfigError
 
 SMALL = {

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shardwright.errors import ConfigError, did_you_mean
+from shardwright.errors import ConfigError, ModelError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,8 @@ class Family:
     the attention output. keeps_fused_qkv: V is a view, so all of a fused Q, K, V is kept beside rotated Q and K. All three
     as Transformers writes the family; measured by a test.
     qkv: three modules, or one that holds all three. up: the matrices from hidden to ffn; one name in a gated
-    family holds gate and up. norms: the norms in a block over the hidden width.
+    family holds gate and up. norms: the norms in a block over the hidden width. plain: key of config.json -> the value
+    under which all of this holds; under another one the model is built to be counted.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Family:
     mlp_tensors: int = 2
     copies_attention: bool = False
     keeps_fused_qkv: bool = False
+    plain: Mapping[str, Any] = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
@@ -195,6 +197,7 @@ _FAMILIES = (
         mlp_bias=True,
         matrix_in_first=True,
         mlp_tensors=5,
+        plain={"add_cross_attention": False},
         keys={
             "hidden_size": "n_embd",
             "num_hidden_layers": "n_layer",
@@ -241,6 +244,7 @@ _FAMILIES = (
         down="ffn.down_proj",
         norms=("norm_1", "norm_2"),
         gated=False,
+        plain={"expansion_ratio": 4},
         keys={
             "hidden_size": "d_model",
             "num_hidden_layers": "n_layers",
@@ -273,6 +277,12 @@ _FAMILIES = (
         mlp_bias=True,
         extra_positions=2,
         mlp_tensors=1,
+        plain={
+            "do_layer_norm_before": True,
+            "_remove_final_layer_norm": False,
+            "enable_bias": True,
+            "layer_norm_elementwise_affine": True,
+        },
         keys={"intermediate_size": "ffn_dim"},
         defaults={
             **_defaults(50272, 768, 0, 12, 12, None, 2048, tie_word_embeddings=True),
@@ -300,33 +310,43 @@ _FAMILIES = (
 )
 FAMILIES: dict[str, Family] = {family.name: family for family in _FAMILIES}
 
-# A multimodal or renamed model type whose language model is one of the families above.
-ALIASES = {"gemma3": "gemma3_text", "mistral3": "mistral", "ministral": "mistral"}
+_GENERIC = "gpt"
+"""The names of a shape that comes from flags or from counted parameters; no config.json is of this family."""
+_WRAPPED = ("text_config", "vision_config", "audio_config")
+_QUANTIZED = ("quantization_config", "compression_config")
 
 
-def family_of(model_type: str) -> Family:
-    """The family of a config.json's `model_type`. Raises `ConfigError` for one that is not known."""
-    name = ALIASES.get(model_type, model_type)
+def family_of(name: str) -> Family:
+    """The family `name` (a config.json's `model_type`). Raises `ConfigError` for one that is not known."""
     if name not in FAMILIES:
         raise ConfigError(
-            f"model_type = {model_type!r} is not a family whose parameters are known without building the model.",
-            did_you_mean(model_type, FAMILIES),
+            f"model_type = {name!r} is not a family whose parameters are known without building the model.",
+            did_you_mean(name, FAMILIES),
             "Give the shape as flags (--layers, --hidden, --heads, --ffn, --vocab), or name a model of shardwright.arch.known.",
         )
     return FAMILIES[name]
 
 
 def is_known(config: Mapping[str, Any]) -> bool:
-    """Whether the parameters of this config.json follow from its family, without building the model."""
-    kind = str(config.get("model_type"))
-    return ALIASES.get(kind, kind) in FAMILIES
+    """Whether the parameters of this config.json follow from its family, without building the model.
+
+    They do not where the config wraps that of a language model: what stands around the language model counts too.
+    """
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is None or family.name == _GENERIC or any(key in config for key in _WRAPPED):
+        return False
+    projected = config.get("word_embed_proj_dim")  # OPT: a matrix between a narrower embedding and the blocks
+    if projected not in (None, config.get("hidden_size", projected)):
+        return False
+    return all(config.get(key, value) == value for key, value in family.plain.items())
 
 
-def refuse_experts(config: Mapping[str, Any]) -> None:
-    """Raises `ConfigError` for a mixture-of-experts model: its parameters do not all multiply every token."""
-    for key in ("num_experts", "num_local_experts", "n_routed_experts"):
-        if config.get(key):
-            raise ConfigError(
-                f"{key} = {config[key]}: mixture-of-experts models are not planned.",
-                "A token meets few of the experts, and they are split by an axis of their own.",
-            )
+def refuse_quantized(config: Mapping[str, Any], place: object) -> None:
+    """Raises `ModelError` where the config.json at `place`, or a config inside of it, describes quantized weights."""
+    inside = [config, *(config[key] for key in _WRAPPED if isinstance(config.get(key), Mapping))]
+    if any(part.get(key) for part in inside for key in _QUANTIZED):
+        raise ModelError(
+            f"{place} holds quantized weights.",
+            "They cannot be trained.",
+            "Use the weights before quantization.",
+        )

@@ -23,8 +23,10 @@ UTILISATION = (
 
 
 @lru_cache(maxsize=256)
-def block_matmul_weights(shape: Shape) -> int:
-    """Weights of one block that multiply every token."""
+def block_matmul_weights(shape: Shape) -> float:
+    """Weights of one block that multiply every token; in a model that was counted, the mean of its blocks."""
+    if shape.counted:
+        return (shape.counted.products - head_matmul_weights(shape)) / shape.layers
     return sum(product.fan_in * product.fan_out for product in matmuls(shape))
 
 
@@ -33,7 +35,7 @@ def head_matmul_weights(shape: Shape) -> int:
     return shape.vocab * shape.hidden
 
 
-def matmul_weights(shape: Shape) -> int:
+def matmul_weights(shape: Shape) -> float:
     """Weights that multiply every token: all blocks and the head, without the input embedding."""
     return shape.layers * block_matmul_weights(shape) + head_matmul_weights(shape)
 
@@ -59,7 +61,7 @@ def attention_keys(shape: Shape, length: float, causal: bool) -> float:
 
 def attention_forward_flops(shape: Shape, length: float, causal: bool) -> float:
     """FLOPs of QK^T and of the product with V, per token over all layers, forward only."""
-    return 4 * shape.query_width * attention_keys(shape, length, causal)
+    return 4 * shape.attention_width * attention_keys(shape, length, causal)
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from shardwright.arch.families import Family, family_of, refuse_experts
+from shardwright.arch.families import Family, family_of, is_known
 from shardwright.arch.shape import Group, Matmul, Part, Shape, Split
 from shardwright.errors import ConfigError
+
+_WINDOW = ("sliding_window", "attention_chunk_size", "window_size")
+_LAYER_KINDS = ("layer_types", "attention_layers")
+_WINDOWED = ("sliding_attention", "chunked_attention", "local")
 
 
 def _value(config: Mapping[str, Any], family: Family, key: str) -> Any:
@@ -27,13 +31,23 @@ def _trait(config: Mapping[str, Any], family: Family, trait: bool | str) -> bool
     return bool(_value(config, family, trait)) if isinstance(trait, str) else trait
 
 
+def windows(config: Mapping[str, Any], layers: int) -> tuple[int | None, int]:
+    """(window, number of windowed layers) that a config which Transformers has completed says."""
+    window = next((config[key] for key in _WINDOW if config.get(key)), None)
+    kinds = next((config[key] for key in _LAYER_KINDS if isinstance(config.get(key), list)), None)
+    count = layers if kinds is None else sum(kind in _WINDOWED for kind in kinds)
+    if window is None or count == 0 or config.get("use_sliding_window") is False:
+        return None, 0
+    return int(window), count
+
+
 def _windows(config: Mapping[str, Any], family: Family, layers: int) -> tuple[int | None, int]:
-    """(window, number of windowed layers), by the rules of each Transformers configuration class."""
+    """(window, number of windowed layers) of a config.json that leaves keys out, by the rules of the family's class."""
     window = config["sliding_window"] if "sliding_window" in config else family.defaults.get("sliding_window")
     if window is None or config.get("use_sliding_window") is False:
         return None, 0
     if isinstance(config.get("layer_types"), list):
-        return int(window), sum(kind == "sliding_attention" for kind in config["layer_types"])
+        return windows({**config, "sliding_window": window}, layers)
     pattern = config.get("sliding_window_pattern", family.defaults.get("sliding_window_pattern"))
     if pattern:
         return int(window), layers - layers // int(pattern)
@@ -67,7 +81,7 @@ def shape_from_config(source: str | Path | Mapping[str, Any]) -> Shape:
     """The shape that a Hugging Face config.json describes.
 
     `source` is the file, its directory, or the mapping itself. Raises `ConfigError` for a family that is not known, for
-    mixture-of-experts models, and for heads that do not divide.
+    one with parts that do not follow from it, and for heads that do not divide.
     """
     config = read_config(source)
     if "model_type" not in config:
@@ -76,9 +90,12 @@ def shape_from_config(source: str | Path | Mapping[str, Any]) -> Shape:
         )
     family = family_of(str(config["model_type"]))
     name = str(config.get("_name_or_path") or "")
-    if isinstance(config.get("text_config"), Mapping):
-        config = config["text_config"]
-    refuse_experts(config)
+    if not is_known(config):
+        raise ConfigError(
+            f"The parameters of this {family.name} do not follow from its config.json alone.",
+            "It has parts beside a plain language model.",
+            "The model is built to count them where torch and Transformers are installed.",
+        )
     numbers = {
         key: _value(config, family, key)
         for key in ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
@@ -95,11 +112,7 @@ def shape_from_config(source: str | Path | Mapping[str, Any]) -> Shape:
         raise ConfigError(
             f"num_attention_heads = {heads} is not a multiple of num_key_value_heads = {kv_heads}."
         )
-    if config.get("word_embed_proj_dim", hidden) != hidden:
-        raise ConfigError(
-            f"word_embed_proj_dim = {config['word_embed_proj_dim']} differs from hidden_size = {hidden}: not planned."
-        )
-    ffn = _value(config, family, "intermediate_size") or int(config.get("expansion_ratio", 4)) * hidden
+    ffn = _value(config, family, "intermediate_size") or 4 * hidden
     positions = int(_value(config, family, "max_position_embeddings") or 0)
     window, window_layers = _windows(config, family, layers)
     return Shape(
@@ -238,8 +251,8 @@ def parameters(shape: Shape) -> tuple[Group, ...]:
 
     A tied head is the embedding and is not listed again. Names and sizes equal those of the Transformers model.
     """
-    if shape.measured is not None:
-        return shape.measured
+    if shape.counted is not None:
+        return shape.counted.groups
     s, family = shape, family_of(shape.family)
     groups = [Group(f"{family.embedding}.weight", (s.vocab, s.hidden), 1, "embedding", "vocabulary", s.vocab)]
     if s.learned_positions:

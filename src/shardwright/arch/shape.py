@@ -34,13 +34,26 @@ class Group:
 
 
 @dataclass(frozen=True)
+class Counted:
+    """What was counted of a model that was built, in place of what follows from a family.
+
+    groups: its parameters. products: weights that multiply every token, the head's among them. attention_width: of queries
+    and values, the mean of both, summed over the layers.
+    """
+
+    groups: tuple[Group, ...]
+    products: float
+    attention_width: float
+
+
+@dataclass(frozen=True)
 class Shape:
     """What decides a decoder-only model's parameters, activations and FLOPs.
 
     ffn is the inner width of the MLP; gated: two matrices go up (gate and up). vocab is the number of rows of the
     embedding as stored. learned_positions is the number of rows of the position table, 0 with rotary or ALiBi.
-    window: keys that a windowed layer sees; window_layers: how many layers are windowed. measured: the parameters of a model
-    that was built to be counted, in place of those that follow from the family.
+    window: keys that a windowed layer sees; window_layers: how many layers are windowed. counted: of a model that was built
+    for it.
     """
 
     family: str
@@ -66,7 +79,7 @@ class Shape:
     parallel_block: bool = False
     max_positions: int = 0
     name: str = ""
-    measured: tuple[Group, ...] | None = None
+    counted: Counted | None = None
 
     @property
     def query_width(self) -> int:
@@ -77,6 +90,11 @@ class Shape:
     def kv_width(self) -> int:
         """kv_heads x head_dim: the width of K, and of V."""
         return self.kv_heads * self.head_dim
+
+    @property
+    def attention_width(self) -> float:
+        """What a key costs a token in a layer, in multiply-adds for each of attention's two products."""
+        return self.counted.attention_width / self.layers if self.counted else self.query_width
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,9 @@ def _called(model: nn.Module, method: str) -> nn.Module | None:
 def _blocks(model: nn.Module) -> list[nn.Module]:
     unsplit = set(getattr(model, "_no_split_modules", None) or ())
     lists = [m for m in model.modules() if isinstance(m, (nn.ModuleList, nn.Sequential)) and len(m)]
-    for candidate in lists:
+    decoder = _called(model, "get_decoder") or model
+    own = {id(module) for module in decoder.modules()}  # not those of a vision tower, which may come first
+    for candidate in sorted(lists, key=lambda one: id(one) not in own):
         if unsplit and all(_class_name(child) in unsplit for child in candidate):
             return list(candidate)
     sizes = [sum(p.numel() for p in candidate.parameters()) for candidate in lists]

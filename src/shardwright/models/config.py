@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from shardwright.arch.families import refuse_quantized
 from shardwright.config.schema import Model
 from shardwright.errors import ModelError, did_you_mean
 
@@ -85,12 +86,7 @@ def read_config(spec: Model) -> Any:
             did_you_mean(str(kind), CONFIG_MAPPING.keys())
             or "Write a function that builds the model and give it as package.module:function.",
         )
-    if "quantization_config" in values:
-        raise ModelError(
-            f"{path.parent} holds quantized weights.",
-            "They cannot be trained.",
-            "Use the weights before quantization.",
-        )
+    refuse_quantized(values, path.parent)
     config = _built(CONFIG_MAPPING[kind], values, path)
     if not spec.config_overrides:
         return config

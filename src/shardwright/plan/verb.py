@@ -5,13 +5,12 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwright.arch.inventory import generic_shape, shape_from_config
-from shardwright.arch.known import known_shape
-from shardwright.arch.measured import shape_from_inventory
+from shardwright.arch.inventory import generic_shape
+from shardwright.arch.of_model import Inventory, built_by, shape_of_model
 from shardwright.errors import ConfigError, ExitCode
 from shardwright.plan.advice import first_to_test
 from shardwright.plan.answer import answer, describe, layout_keys, layout_name
@@ -58,10 +57,8 @@ class Request:
     compiled: bool = False
     offload: bool = False
     overrides: tuple[str, ...] = ()
-    inventory: Callable[[str, dict[str, Any]], dict[str, Any]] | None = None
-    """Builds a model of another kind in a process of its own and returns what `shardwright.models.inventory`
-    prints, given its name and config_overrides; None where that is not possible.
-    """
+    inventory: Inventory | None = None
+    """Builds a model of another kind, in a process of its own; None where that is not possible."""
 
 
 def _generic(request: Request, layers: int) -> Shape:
@@ -94,24 +91,9 @@ def _shape(request: Request, run: Any) -> Shape:
             "Give a run file, --model (a known name, config.json or its directory) or --layers --hidden "
             "--heads --vocab.",
         )
-    if Path(name).exists():
-        from shardwright.arch.families import is_known
-        from shardwright.arch.inventory import read_config
-
-        config = dict(read_config(name))
-        overrides = run.model.config_overrides if run is not None and not request.model else {}
-        if request.inventory is not None and not is_known(config):
-            return shape_from_inventory(request.inventory(name, overrides))
-        return replace(shape_from_config(config | overrides), name=name)
-    if ":" in name and request.inventory is not None:
-        return shape_from_inventory(request.inventory(name, {}))
-    if ":" in name:
-        raise ConfigError(
-            f"`{name}` is Python code.",
-            "plan loads no torch and runs no model.",
-            "Give its sizes: --layers --hidden --heads --vocab --ffn.",
-        )
-    return known_shape(name)
+    if request.model or run is None:
+        return shape_of_model(name, request.inventory, {"attn_implementation": "eager"})
+    return shape_of_model(name, request.inventory, built_by(run.model.model_dump()))
 
 
 def make_search(request: Request) -> tuple[Search, Any]:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
 from typing import Any
 
-from shardwright.arch.families import is_known
-from shardwright.arch.inventory import matrix_weights, read_config, shape_from_config
-from shardwright.arch.measured import shape_from_inventory
+from shardwright.arch.inventory import matrix_weights
+from shardwright.arch.of_model import Inventory, built_by, shape_of_model
 from shardwright.arch.shape import Shape
 from shardwright.config.schema import RunFile
-from shardwright.errors import ConfigError
+from shardwright.errors import ConfigError, ShardwrightError
 from shardwright.layout.axes import resolve_axes
 from shardwright.layout.schedule import Action, actions, head_blocks, legality, stage_rank
 from shardwright.layout.traffic import Traffic
@@ -30,7 +29,6 @@ from shardwright.plan.step_time import Clock, StepTime
 from shardwright.plan.traffic import traffic
 from shardwright.report.read import Directory
 
-Inventory = Callable[[str, dict[str, Any]], dict[str, Any]]
 SECONDS = "planned seconds"
 DRAWN_ACTIONS = 800
 """Longer schedules are drawn with fewer microbatches."""
@@ -74,14 +72,12 @@ class Forecast:
 
 def shape_of(run: RunFile, inventory: Inventory | None) -> Shape:
     """The planner's shape of the run's model. Raises `ConfigError` where it cannot be known."""
-    name, overrides = run.model.model_name_or_path, run.model.config_overrides
-    if ":" not in name and Path(name).exists() and is_known(config := dict(read_config(name))):
-        return shape_from_config(config | overrides)
-    if inventory is None or not (":" in name or Path(name).exists()):
+    name = run.model.model_name_or_path
+    if not (":" in name or Path(name).exists()):
         raise ConfigError(
             f"the model `{name}` is not to be found from here.", "", "Run report where the run was started."
         )
-    return shape_from_inventory(inventory(name, {} if ":" in name else overrides))
+    return shape_of_model(name, inventory, built_by(run.model.model_dump()))
 
 
 def forecast(
@@ -101,7 +97,7 @@ def forecast(
         if directory.environment.get("loss_chunk_tokens"):
             job = replace(job, loss="chunked")
         return _forecast(run, job, layout, device)
-    except ConfigError as error:
+    except ShardwrightError as error:
         return str(error)
 
 

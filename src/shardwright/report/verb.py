@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from shardwright.arch.of_model import Inventory
 from shardwright.errors import ConfigError, ExitCode
 from shardwright.measure import clock
 from shardwright.plan.hardware import find_device
 from shardwright.report.page import render
-from shardwright.report.predict import Inventory, device_of, forecast
+from shardwright.report.predict import device_of, forecast
 from shardwright.report.read import Directory, read_directory
 
 PAGE = "report.html"

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
-from shardwright.arch.families import is_known
-from shardwright.arch.inventory import read_config, shape_from_config
-from shardwright.arch.measured import shape_from_inventory
+from shardwright.arch.of_model import built_by, shape_of_model
 from shardwright.arch.shape import Shape
 from shardwright.config.schema import RunFile
 from shardwright.errors import ShardwrightError
@@ -40,13 +37,9 @@ class Planned:
 
 def shape_of(run: RunFile) -> Shape | None:
     """The model's shape as the planner sees it; None for a model that it cannot read."""
-    name, overrides = run.model.model_name_or_path, run.model.config_overrides
+    section = built_by(run.model.model_dump())
     try:
-        if ":" not in name:
-            config: dict[str, Any] = dict(read_config(name)) | overrides
-            if is_known(config):
-                return shape_from_config(config)
-        return shape_from_inventory(inventory(run.model))
+        return shape_of_model(run.model.model_name_or_path, lambda _: inventory(run.model), section)
     except ShardwrightError:
         return None
 

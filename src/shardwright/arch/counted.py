@@ -1,0 +1,142 @@
+"""A shape from what a model really has, for architectures whose names and sizes do not follow from their config.json.
+
+The inventory comes from `shardwright.models.inventory`, which builds the model on the meta device, in a process of its own
+where torch is not loaded. Parameters and FLOPs are exact; activations are those of a transformer block with as many products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+from shardwright.arch.families import FAMILIES, is_known
+from shardwright.arch.inventory import named_sizes, shape_from_config, windows
+from shardwright.arch.shape import Counted, Group, Part, Shape, Split
+from shardwright.errors import ConfigError
+
+_WIDTH = ("hidden_size", "n_embd", "d_model", "dim")
+_HEADS = ("num_attention_heads", "n_head", "n_heads")
+_LENGTH = ("max_position_embeddings", "n_positions", "max_seq_len")
+
+Sizes = Mapping[str, tuple[int, ...]]
+
+
+def _first(config: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:
+    return next((int(config[key]) for key in keys if isinstance(config.get(key), int)), None)
+
+
+def _is_matrix(size: tuple[int, ...]) -> bool:
+    return sum(length > 1 for length in size) >= 2
+
+
+def _block_groups(sizes: Sizes, blocks: list[str]) -> list[Group]:
+    """One group for each parameter of a block; what blocks do not share is spread evenly over them."""
+    block = FAMILIES["gpt"].block
+    found: dict[str, list[tuple[int, ...]]] = {}
+    for name, size in sizes.items():
+        home = next((one for one in blocks if name.startswith(one + ".")), None)
+        if home is not None:
+            found.setdefault(name[len(home) + 1 :], []).append(size)
+    groups = []
+    for rest, own in found.items():
+        part: Part = "attention" if "att" in rest else "norm" if len(own[0]) < 2 else "mlp"
+        alike = len(own) == len(blocks) and len(set(own)) == 1
+        each, left = divmod(sum(map(prod, own)), len(blocks))
+        size = own[0] if alike else (each,)
+        split: Split | None = "column" if len(size) >= 2 or not alike else None
+        name = f"{block}.{rest}"
+        if prod(size):
+            groups.append(Group(name, size, len(blocks), part, split, size[0] if split else 0))
+        if left and not alike:
+            groups.append(Group(rest, (left,), 1, "positions"))
+    return groups
+
+
+def _refuse_other_products(inventory: Mapping[str, Any], sizes: Sizes) -> None:
+    """Raises `ConfigError` where the forward is not products of every weight with every token, and attention."""
+    name, products, width = inventory["name"], inventory["products"], inventory["attention_width"]
+    if products is None:
+        raise ConfigError(
+            f"The matrix products of {name} cannot be counted: its forward fails on tensors without values "
+            f"({inventory['uncounted']}).",
+            "plan would have to guess FLOPs and time.",
+            "`shardwright bench` measures the model as it is.",
+        )
+    blocks = tuple(f"{block}." for block in inventory["blocks"])
+    held = sum(prod(size) for name, size in sizes.items() if name.startswith(blocks) and _is_matrix(size))
+    if products < held or width < 0 or products != int(products) or width != int(width):
+        experts = any("expert" in key and value for key, value in inventory["config"].items())
+        raise ConfigError(
+            f"{name} is not planned: its forward is more than products of each token with every matrix, and attention.",
+            f"A token meets few of the experts: about {max(products, 0):,.0f} weights a token, where blocks hold {held:,}."
+            if experts and products < held
+            else "It has recurrences, experts, or parts that do not run; their memory and time are not known to plan.",
+            "`shardwright bench` measures the model as it is.",
+        )
+
+
+def _other_groups(inventory: Mapping[str, Any], sizes: Sizes) -> list[Group]:
+    """Groups of the parameters outside of blocks."""
+    groups, blocks = [], tuple(f"{block}." for block in inventory["blocks"])
+    for name, size in sizes.items():
+        if name.startswith(blocks):
+            continue
+        if name.startswith(f"{inventory['embedding']}."):
+            groups.append(Group(name, size, 1, "embedding", "vocabulary", size[0]))
+        elif name.startswith(f"{inventory['head']}."):
+            groups.append(Group(name, size, 1, "head", "vocabulary", size[0]))
+        else:
+            groups.append(Group(name, size, 1, "norm" if len(size) < 2 else "positions"))
+    return groups
+
+
+def shape_from_inventory(inventory: Mapping[str, Any]) -> Shape:
+    """The shape of a model from its inventory (`models.inventory.inventory`).
+
+    Raises `ConfigError` without blocks or a width, and for a model whose FLOPs are not those of products with every weight and
+    attention: mixtures of experts, recurrences.
+    """
+    config, blocks = inventory["config"], list(inventory["blocks"])
+    sizes = {name: tuple(size) for name, size in inventory["parameters"].items()}
+    if is_known(config):
+        known = shape_from_config(config)
+        if named_sizes(known) == sizes:
+            return known
+    if not blocks:
+        raise ConfigError("The model has no repeated blocks.", "A layout groups and splits blocks.")
+    _refuse_other_products(inventory, sizes)
+    embedding, head = (sizes.get(f"{inventory[key]}.weight") for key in ("embedding", "head"))
+    table = embedding or head
+    hidden = _first(config, _WIDTH) or (table[1] if table and len(table) > 1 else None)
+    if hidden is None:
+        raise ConfigError(
+            "The width of the model is not known.", "It has no embedding and its config no hidden_size."
+        )
+    heads = _first(config, _HEADS) or 1
+    kv_heads = _first(config, ("num_key_value_heads",)) or heads
+    head_dim = _first(config, ("head_dim",)) or hidden // heads
+    vocab = _first(config, ("vocab_size",)) or (table[0] if table else 1)
+    groups = _block_groups(sizes, blocks) + _other_groups(inventory, sizes)
+    gated = any("gate" in group.name for group in groups)
+    products = inventory["products"]
+    attention = 2 * hidden * head_dim * (heads + kv_heads)
+    mlp = (products - vocab * hidden) / len(blocks) - attention
+    window, window_layers = windows(config, len(blocks))
+    return Shape(
+        family="gpt",
+        layers=len(blocks),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        ffn=max(round(mlp / ((3 if gated else 2) * hidden)), 1),
+        gated=gated,
+        vocab=vocab,
+        tied=head is None,
+        window=window,
+        window_layers=window_layers,
+        max_positions=_first(config, _LENGTH) or 0,
+        name=str(inventory["name"]),
+        counted=Counted(tuple(groups), products, inventory["attention_width"]),
+    )
