@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.matrix import environment, run
+from tests.matrix import VARIATIONS, environment, run
 from tests.started import LIMIT
 
 CODE = "import sys; print('torch' in sys.modules); import torch; print(torch.backends.mkldnn.enabled, torch.get_num_threads())"
@@ -14,12 +14,12 @@ CODE = "import sys; print('torch' in sys.modules); import torch; print(torch.bac
 
 def test_onednn_is_off_in_a_program_that_imports_torch(tmp_path: Path) -> None:
     """And a program that does not, stays without torch."""
-    threads = {"OMP_NUM_THREADS": "3", "MKL_NUM_THREADS": "3"}
+    both = environment("onednn_off") | VARIATIONS["4_threads"]
     done = subprocess.run(
-        [sys.executable, "-c", CODE], env=environment("onednn_off") | threads, capture_output=True, text=True,
+        [sys.executable, "-c", CODE], env=both, capture_output=True, text=True,
         timeout=LIMIT, check=True,
     )  # fmt: skip
-    assert done.stdout.split() == ["False", "False", "3"]
+    assert done.stdout.split() == ["False", "False", "4"]
 
 
 def test_a_row_tells_what_failed_and_under_which_variables(tmp_path: Path) -> None:
