@@ -77,7 +77,7 @@ def environment(variation: str) -> dict[str, str]:
 
 def run(python: str, variation: str, arguments: list[str]) -> Row:
     """One run of pytest with `arguments`."""
-    asked = [python, "-c", "import torch; print(torch.__version__)"]
+    asked = [python, "-c", "from importlib.metadata import version; print(version('torch'))"]
     torch = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="matrix-") as directory:

@@ -23,7 +23,7 @@ RANK = int(os.environ.get("RANK", "0"))
 
 def _child() -> int:
     """Starts a child that outlives its parent and is deaf to SIGTERM; returns its process id."""
-    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(FOREVER)"
+    code = f"import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep({FOREVER})"
     return subprocess.Popen([sys.executable, "-S", "-c", code]).pid
 
 

@@ -217,7 +217,7 @@ def test_a_killed_launcher_takes_all_with_it(launchers: Launchers, tmp_path: Pat
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
 def test_a_request_to_stop_reaches_all_ranks(launchers: Launchers, tmp_path: Path, name: str) -> None:
     """A101: ranks that need a second to save get it, and the code says that they did."""
-    launcher = launchers.start("stop_when_asked", str(tmp_path), "1", grace_seconds=30)
+    launcher = launchers.start("stop_when_asked", str(tmp_path), "1", grace_seconds=LIMIT)
     _wait(lambda: len(list(tmp_path.glob("*.ready"))) == 2)
     launcher.send_signal(signal.Signals[name])
     launcher.communicate(timeout=LIMIT)

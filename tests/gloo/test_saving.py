@@ -8,6 +8,7 @@ from __future__ import annotations
 import resource
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +23,7 @@ from tests.gloo.ranks import run_ranks
 from tests.gloo.saved_runs import STEPS, files_of, make_trainer, names, raised, train
 from tests.gloo.test_checkpoint import Data, Flag, _differences, _metrics, _shared, _whole
 from tests.odd_models import OddModel
+from tests.started import LIMIT
 from torch import Tensor, nn
 
 from shardwright.arch.inventory import shape_from_config
@@ -274,7 +276,7 @@ def _running(directory: Path) -> str:
 
 
 def _alone(directory: Path) -> str:
-    """Rank 0 saves and rank 1 does not."""
+    """Rank 0 saves; rank 1 does not, and stays until rank 0 has given up."""
     trainer, _ = make_trainer(directory / "alone")
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), dist.group.WORLD)
     error = ""
@@ -283,8 +285,10 @@ def _alone(directory: Path) -> str:
             trainer.save()
         except RuntimeError as failure:
             error = str(failure)
-    else:
-        threading.Event().wait(4)
+        (directory / "given up").touch()
+    deadline = time.monotonic() + LIMIT
+    while not (directory / "given up").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
     return error
 
 

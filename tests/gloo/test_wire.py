@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -189,21 +188,17 @@ def test_few_units_are_in_flight_and_gloo_reduces_nothing(ranks: list[dict[str, 
         assert set(kinds) == {"all-gather", "all-to-all"}
 
 
-def _dies(seconds: float) -> float:
-    """How long rank 0 waits for a rank that ends before its backward."""
+def _dies() -> None:
+    """Rank 1 ends before its backward."""
     engine = make_engine(case("zero2"))
     batch = batches_for(engine, 0)
     if dist.get_rank() == 1:
         engine.loss_sum(batch.microbatches[0])
         os._exit(7)
-    start = time.monotonic()
-    try:
-        engine.forward_backward(batch)
-    except RuntimeError as error:
-        raise AssertionError(f"waited {time.monotonic() - start < seconds}: {error}") from error
-    raise AssertionError("no error")
+    engine.forward_backward(batch)
 
 
 def test_a_rank_that_is_gone_is_an_error_at_once() -> None:
-    with pytest.raises(AssertionError, match=r"rank 0 failed[\s\S]*waited True: [\s\S]*[Cc]onnection"):
-        run_ranks(partial(_dies, 20.0), 2)
+    """It says that the connection is gone, not that waiting has taken too long."""
+    with pytest.raises(AssertionError, match=r"rank 0 failed[\s\S]*RuntimeError: .*[Cc]onnection"):
+        run_ranks(_dies, 2)
