@@ -75,7 +75,7 @@ def test_when_a_branch_begins() -> None:
     assert continued(A, members[1], members) and not continued(A, members[0], members)
     assert continued(B, members[0], members), "nothing was saved on b yet: the checkpoint it began from"
     assert not continued(B, members[1], members), "4 was left"
-    assert not continued(B, Member(Path(), 1, A), members), "before the place where b begins"
+    assert not continued(B, Member(Path(), 1, A), []), "before the place where b begins"
     assert not continued(A, None, []) and not continued((), Member(Path(), 2, ()), [])
     assert branched(members[0], 5, "x") == (*A, Branch(5, "x", 2)) and branched(None, 1, "y")[0].begin == 0
     assert line_of(None, [Member(Path(), 6, A), Member(Path(), 3, B)]) == B, (
