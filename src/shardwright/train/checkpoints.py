@@ -188,7 +188,7 @@ class Checkpoints:
         job: of these ranks; where it was started before and chose a branch, they go on from the newest of that.
         """
         looked = everyone(self._look_around() if self.hosts.leads else [])
-        bad, named = set[Path](), {path.name for lines in looked for path, _ in lines}
+        bad, passed = set[Path](), {path.name for lines in looked for path, _ in lines}
         for _, line in (line for lines in looked for line in lines):
             self._say(line)
         job, choice = job or Job(), choice_across(self.hosts, self.output_dir)
@@ -206,9 +206,10 @@ class Checkpoints:
         members = [
             m for own in everyone(members_of(self.output_dir) if self.hosts.leads else []) for m in own
         ]
-        followed = follow(choice, members, chosen, from_rank(0, origin_text(self.output_dir, path)), job.name)
-        self._begin(from_rank(0, followed), manifest)
-        self._say_left([m for m in members if m.path.name not in named | {p.name for p in bad}])
+        passed |= {path.name for path in bad}
+        origin = from_rank(0, origin_text(self.output_dir, path))
+        self._begin(from_rank(0, follow(choice, members, chosen, origin, job.name, passed)), manifest)
+        self._say_left([member for member in members if member.path.name not in passed])
         return path
 
     def _look_around(self) -> list[tuple[Path, str]]:
