@@ -11,7 +11,7 @@ import xxhash
 from tests.checkpoints import flip, written
 
 from shardwright.checkpoint import lineage as lineage_module
-from shardwright.checkpoint.choose import asked, begin
+from shardwright.checkpoint.choose import asked, begin, follow
 from shardwright.checkpoint.keep import Retention
 from shardwright.checkpoint.lineage import (
     LINEAGE,
@@ -75,8 +75,19 @@ def test_when_a_branch_begins() -> None:
     assert continued(A, members[1], members) and not continued(A, members[0], members)
     assert continued(B, members[0], members), "nothing was saved on b yet: the checkpoint it began from"
     assert not continued(B, members[1], members), "4 was left"
-    assert not continued(B, Member(Path(), 1, A), members), "before the place where b begins"
+    assert not continued(B, Member(Path(), 1, A), []), "before the place where b begins"
     assert not continued(A, None, []) and not continued((), Member(Path(), 2, ()), [])
+    (same,) = {
+        follow(None, members, members[1], "checkpoint-4", "j", passed).lineage
+        for passed in ((), ("checkpoint-3", "x"))
+    }
+    assert same == A
+    new = follow(None, members, members[1], "checkpoint-4", "j", ("checkpoint-6",))
+    assert new.lineage[:1] == A and new.lineage[1].begin == 4, "something newer is there that cannot be read"
+    assert (
+        new.origin == "checkpoint-4"
+        and follow(None, members, members[1], "/else/checkpoint-4", "j").lineage != A
+    )
     assert branched(members[0], 5, "x") == (*A, Branch(5, "x", 2)) and branched(None, 1, "y")[0].begin == 0
     assert line_of(None, [Member(Path(), 6, A), Member(Path(), 3, B)]) == B, (
         "the highest number was chosen last"
@@ -146,6 +157,7 @@ def test_the_same_job_does_not_choose_twice() -> None:
     assert asked("run/checkpoint-2", mine, "slurm 7") == "auto" == asked("never", mine, "slurm 7")
     assert asked("run/checkpoint-2", mine, "slurm 8") == "run/checkpoint-2", "another job"
     assert asked("run/checkpoint-2", mine, "") == "run/checkpoint-2", "started for the first time"
+    assert asked("run/checkpoint-2", Choice(B, None, ""), "") == "run/checkpoint-2", "a job without a name"
     assert asked("run/checkpoint-2", None, "slurm 7") == "run/checkpoint-2", "it had not chosen yet"
 
 
@@ -176,8 +188,22 @@ def test_what_goes_of_a_branch_that_was_left(left: Path) -> None:
     )
     written(left, 7, lineage=B, retention=retention, notes=notes)
     assert names(left) == ["checkpoint-4", "checkpoint-7"]
-    assert [note for note in notes if "checkpoint-5 is removed: it is not on the branch" in note]
-    assert [note for note in notes if "checkpoint-6 is removed: it is not on the branch" in note]
+    assert [note for note in notes if "checkpoint-5 is removed: it belongs to a branch" in note]
+    assert [note for note in notes if "checkpoint-6 is removed: it belongs to a branch" in note]
+
+
+def test_what_cannot_be_read_does_not_count(tmp_path: Path) -> None:
+    """And goes only when all that is kept is newer: the manifest may be readable again a moment later."""
+    for update in (2, 4, 6):
+        written(tmp_path, update, lineage=A)
+    (tmp_path / "checkpoint-4" / "manifest.json").write_text("{")
+    written(tmp_path, 8, lineage=A, retention=Retention(3))
+    assert names(tmp_path) == [f"checkpoint-{n}" for n in (2, 4, 6, 8)]
+    written(tmp_path, 10, lineage=A, retention=Retention(3), notes=(notes := []))
+    assert names(tmp_path) == [f"checkpoint-{n}" for n in (6, 8, 10)]
+    assert notes == [
+        f"{tmp_path / 'checkpoint-4'} is removed: it cannot be read (checkpoint.save_total_limit)."
+    ]
 
 
 def test_best_is_of_the_branch(tmp_path: Path) -> None:

@@ -33,12 +33,31 @@ def test_a_resumed_file_reads_like_one_run(tmp_path: Path) -> None:
     first.close()
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
         file.write('3\n{"update": 5, "train/lo')
-    second = Record(tmp_path / "run", [], 3)
+    said: list[str] = []
+    second = Record(tmp_path / "run", [], 3, said.append)
     for update in (3, 4):
         second.log(update, {"train/loss": 1.0 / (update + 1)})
     second.close()
     assert read(tmp_path / "run") == [{"update": u, "train/loss": 1.0 / (u + 1)} for u in range(5)]
     assert [p.name for p in (tmp_path / "run").iterdir()] == ["metrics.jsonl"]
+    assert (
+        len(said) == 1
+        and "metrics.jsonl: 5 entries of an earlier attempt, of update 4 on, are dropped." in said[0]
+    )
+
+
+def test_tensorboard_drops_what_is_trained_again(tmp_path: Path) -> None:
+    """By its own reader: of two attempts at updates 3 and 4 the later one counts."""
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    for first, loss in ((0, 1.0), (3, 2.0)):
+        record = Record(tmp_path, ["tensorboard"], first)
+        for update in range(first, 5):
+            record.log(update, {"train/loss": loss})
+        record.close()
+    reader = events.EventAccumulator(str(tmp_path / "tensorboard"))
+    reader.Reload()
+    found = [(event.step, event.value) for event in reader.Scalars("train/loss")]
+    assert found == [(0, 1.0), (1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0)]
 
 
 def test_what_json_cannot_hold_is_null(tmp_path: Path) -> None:

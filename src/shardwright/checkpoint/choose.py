@@ -12,8 +12,10 @@ from shardwright.checkpoint.directory import (
     LATEST,
     complete_checkpoints,
     finish_removals,
+    is_named,
     members_of,
     point_best,
+    update_of,
 )
 from shardwright.checkpoint.files import MANIFEST
 from shardwright.checkpoint.lineage import (
@@ -135,20 +137,26 @@ def _reason(path: Path) -> str:
 
 
 def follow(
-    choice: Choice | None, members: Sequence[Member], chosen: Member | None, origin: str | None, job: str
+    choice: Choice | None,
+    members: Sequence[Member],
+    chosen: Member | None,
+    origin: str | None,
+    job: str,
+    passed: Collection[str] = (),
 ) -> Choice:
     """What a run goes on with that goes on from `chosen`, or from nothing: the branch that is followed, or a new one.
 
-    choice: the one before. members: what the directory holds. origin: of `chosen`, see `Choice`. A new branch begins
-    where something newer of the branch is left behind, and where `chosen` lies in another directory.
+    choice: the one before. members: what the directory holds. origin: of `chosen`, see `Choice`. passed: names of what is
+    there and not good. A new branch begins where something newer of the branch is left behind, and where `chosen` lies in
+    another directory.
     """
     line = line_of(choice, members)
     before = choice.origin if choice is not None else None
-    if (
-        origin is not None
-        and (origin == before or not os.path.isabs(origin))
-        and continued(line, chosen, members)
-    ):
+    own = origin is not None and (origin == before or not os.path.isabs(origin))
+    newer = chosen is not None and any(
+        update_of(Path(name)) > chosen.update for name in passed if is_named(name)
+    )
+    if own and not newer and continued(line, chosen, members):
         return Choice(line, before, job)
     known = [line, *(m.lineage for m in members), chosen.lineage if chosen else ()]
     return Choice(branched(chosen, 1 + max(map(number_of, known)), secrets.token_hex(4)), origin, job)

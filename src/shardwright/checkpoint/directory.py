@@ -120,32 +120,35 @@ def publish(output_dir: Path, manifest: Manifest) -> list[str]:
     return notes + point(output_dir / LATEST, final.name)
 
 
-def _on_line(line: Lineage, path: Path) -> bool:
+def _on_line(line: Lineage, path: Path) -> bool | None:
+    """Whether the checkpoint at `path` is on `line`; None where its manifest cannot be read."""
     try:
         return follows(line, member_of(path))
     except CheckpointError:
-        return False
+        return None
 
 
 def retain(output_dir: Path, manifest: Manifest, retention: Retention) -> list[str]:
     """Removes what `retention` does not keep, now that the checkpoint of `manifest` is there; points `best` to the best.
 
-    Checkpoints off the line of `manifest` do not count, and go as soon as the line has reached their update. Returns what a
-    person should know; nothing here ends a save.
+    Only checkpoints on the line of `manifest` count. Those of a branch that was left go as soon as the line has passed them,
+    unreadable ones when all that is kept is newer. Returns what a person should know; nothing here ends a save.
     """
     try:
-        there = complete_checkpoints(output_dir)
-        line = [path for path in there if _on_line(manifest.lineage, path)]
-        notes = point_best(output_dir, line, manifest) if retention.best else []
-        by_update = {update_of(path): path for path in line}
-        losses = _losses(line, manifest) if retention.best else {}
-        for update in surplus(list(by_update), manifest.update, losses, retention):
-            notes += retire(by_update[update])
+        on = {path: _on_line(manifest.lineage, path) for path in complete_checkpoints(output_dir)}
+        line = {update_of(path): path for path in on if on[path]}
+        notes = point_best(output_dir, list(line.values()), manifest) if retention.best else []
+        losses = _losses(list(line.values()), manifest) if retention.best else {}
+        gone = surplus(list(line), manifest.update, losses, retention)
+        for update in gone:
+            notes += retire(line[update])
         if retention.newest is not None:
-            for path in there:
-                if path not in line and update_of(path) < manifest.update:
-                    off = f"{path} is removed: it is not on the branch that the run follows (checkpoint.save_total_limit)."
-                    notes += retire(path) or [off]
+            oldest = min(line.keys() - set(gone), default=0)
+            left = [p for p in on if on[p] is False and update_of(p) < manifest.update]
+            unread = [p for p in on if on[p] is None and update_of(p) < oldest]
+            for path in (*left, *unread):
+                why = "belongs to a branch that was left" if path in left else "cannot be read"
+                notes += retire(path) or [f"{path} is removed: it {why} (checkpoint.save_total_limit)."]
         return notes + sync_directories(output_dir, output_dir)
     except OSError as error:
         return [f"Older checkpoints in {output_dir} were not looked through: {error}. The next save does it."]
@@ -174,13 +177,14 @@ def update_of(path: Path) -> int:
     return int(path.name.split("-")[1])
 
 
+def is_named(name: str) -> bool:
+    """Whether this is the name of a checkpoint."""
+    return re.fullmatch(r"checkpoint-\d+", name) is not None
+
+
 def complete_checkpoints(output_dir: Path) -> list[Path]:
     """Directories of `output_dir` that hold a complete checkpoint, oldest first."""
-    found = [
-        p
-        for p in output_dir.glob("checkpoint-*")
-        if re.fullmatch(r"checkpoint-\d+", p.name) and (p / MANIFEST).is_file()
-    ]
+    found = [p for p in output_dir.glob("checkpoint-*") if is_named(p.name) and (p / MANIFEST).is_file()]
     return sorted(found, key=update_of)
 
 
@@ -191,7 +195,7 @@ def skipped(output_dir: Path, whole: bool = True) -> list[tuple[Path, str]]:
     """
     found = [(p, "it was not completed") for p in sorted(output_dir.glob(".checkpoint-*.incomplete"))]
     for p in sorted(output_dir.glob("checkpoint-*")):
-        if re.fullmatch(r"checkpoint-\d+", p.name):
+        if is_named(p.name):
             reasons = problems_of(p, whole) if (p / MANIFEST).is_file() else [f"it has no {MANIFEST}"]
             found += [(p, reasons[0].rstrip("."))] if reasons else []
     return found

@@ -14,7 +14,7 @@ from shardwright.checkpoint.across import Across, choice_across, find_across
 from shardwright.checkpoint.choose import begin, follow
 from shardwright.checkpoint.directory import members_of
 from shardwright.checkpoint.hosts import Hosts, everyone, find_hosts, from_rank
-from shardwright.checkpoint.lineage import Choice, Lineage, Member, follows, origin_text
+from shardwright.checkpoint.lineage import Choice, Lineage, Member, follows, line_of, origin_text
 from shardwright.checkpoint.parts import Value
 from shardwright.checkpoint.reader import Directory, Source
 from shardwright.checkpoint.restore import current_state, restore
@@ -70,6 +70,7 @@ class Checkpoints:
         )  # fmt: skip
         self._eval_data = eval_data
         self._lineage: Lineage = ()
+        self._later: tuple[Choice, store.Manifest | None] | None = None
         self.unsaved: SaveError | None = None
         """Why the newest save has failed, where the run went on (`checkpoint.on_save_error` warn); None since one is good."""
         self._settings = c = loaded.run.checkpoint
@@ -128,6 +129,9 @@ class Checkpoints:
     def start(self) -> None:
         """Writes a checkpoint, or has the writing begin; `saver` ends it."""
         check_buffers(self._engine.module)
+        if self._later is not None:
+            self._begin(*self._later)
+            self._later = None
         manifest = store.Manifest(
             update=self._at.update,
             target_tokens=self._at.target_tokens,
@@ -186,7 +190,7 @@ class Checkpoints:
         job: of these ranks; where it was started before and chose a branch, they go on from the newest of that.
         """
         looked = everyone(self._look_around() if self.hosts.leads else [])
-        bad, named = set[Path](), {path.name for lines in looked for path, _ in lines}
+        bad, passed = set[Path](), {path.name for lines in looked for path, _ in lines}
         for _, line in (line for lines in looked for line in lines):
             self._say(line)
         job, choice = job or Job(), choice_across(self.hosts, self.output_dir)
@@ -204,9 +208,18 @@ class Checkpoints:
         members = [
             m for own in everyone(members_of(self.output_dir) if self.hosts.leads else []) for m in own
         ]
-        followed = follow(choice, members, chosen, from_rank(0, origin_text(self.output_dir, path)), job.name)
-        self._begin(from_rank(0, followed), manifest)
-        self._say_left([m for m in members if m.path.name not in named | {p.name for p in bad}])
+        passed |= {path.name for path in bad}
+        origin = from_rank(0, origin_text(self.output_dir, path))
+        followed = from_rank(0, follow(choice, members, chosen, origin, job.name, passed))
+        self._lineage = followed.lineage
+        if wanted == "auto" and chosen is not None and followed.lineage != line_of(choice, members):
+            self._later = (
+                followed,
+                manifest,
+            )  # damage is nobody's choice: mended before the next save, it is undone
+        else:
+            self._begin(followed, manifest)
+        self._say_left([member for member in members if member.path.name not in passed])
         return path
 
     def _look_around(self) -> list[tuple[Path, str]]:
@@ -218,8 +231,7 @@ class Checkpoints:
         return [(path, f"{path} {where}is not used: {reason}.") for path, reason in found]
 
     def _begin(self, followed: Choice, manifest: store.Manifest | None) -> None:
-        """Goes on as `followed` says, from the checkpoint of `manifest` or from nothing."""
-        self._lineage = followed.lineage
+        """Notes on each host that the run goes on as `followed` says, from the checkpoint of `manifest` or from nothing."""
         notes, problem = [], None
         if self.hosts.leads:
             try:
