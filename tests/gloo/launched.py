@@ -158,6 +158,54 @@ def read_rows() -> None:
     time.sleep(FOREVER)
 
 
+def stuck_in_a_chain() -> int:
+    """Rank 2 sleeps in code of its own, rank 1 waits for a message of it, rank 0 for rank 1 in a group of both.
+
+    All are in the same phase. Rank 2 has begun to receive from rank 0, which has not sent, and does not wait for it.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from shardwright.measure.outstanding import count_transfers, issued
+    from shardwright.parallel.process_group import connect
+
+    count_transfers()
+    listen_for_dumps(issued)
+    with connect("cpu", 60, 1):
+        pair = dist.new_group([0, 1])
+        given = torch.ones(3)
+        if RANK == 0:
+            dist.recv(torch.empty(3), 2, tag=4)
+        if RANK == 2:
+            dist.send(given, 0, tag=4)
+        pulse = Pulse.of_this_rank()
+        pulse.begin(3)
+        pulse.update = 4
+        pulse.enter("forward_backward")
+        if RANK == 2:
+            held = dist.irecv(given, 0, tag=5)
+            assert held is not None
+            read_rows()
+        if RANK == 1:
+            dist.recv(given, 2, tag=4)
+        dist.all_reduce(given, group=pair)
+    return 0
+
+
+def tell(directory: str) -> int:
+    """Prints to both streams until it is asked to stop, then saves."""
+    with StopFlag() as stop:
+        (Path(directory) / f"{RANK}.ready").touch()
+        while not stop.requested:
+            print("update 3", flush=True)
+            print("a warning", file=sys.stderr, flush=True)
+            time.sleep(0.01)
+        for stream in (sys.stdout, sys.stderr):
+            print("Saved.", file=stream, flush=True)
+        (Path(directory) / f"{RANK}.saved").write_text(str(stop.signal_name))
+    return 75
+
+
 def stuck_in_save() -> int:
     """Rank 1 does not come back from a save, which may be long; a collective of rank 0 times out."""
     listen_for_dumps()
@@ -235,6 +283,8 @@ MODES = {
         record,
         train,
         stuck,
+        stuck_in_a_chain,
+        tell,
         stuck_in_save,
         slow_but_alive,
         needs_two,

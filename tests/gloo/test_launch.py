@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -28,6 +31,8 @@ LAUNCHER = """
 import json, signal, sys
 from pathlib import Path
 from shardwright.launch import run_workers
+from shardwright.launch.output import keep_going_without_output
+keep_going_without_output()
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored when the tests run in a shell's background
 arguments, options = json.loads(sys.argv[1])
 options["log_dir"] = Path(options["log_dir"])
@@ -48,19 +53,20 @@ class Launchers:
     directory: Path
     started: list[subprocess.Popen[str]] = field(default_factory=list)
 
-    def start(self, *arguments: str, ranks: int = 2, **options: Any) -> subprocess.Popen[str]:
+    def start(
+        self, *arguments: str, ranks: int = 2, how: dict[str, Any] | None = None, **options: Any
+    ) -> subprocess.Popen[str]:
+        """how: what the launcher itself is started with, where it differs."""
         options |= {"nproc_per_node": ranks, "log_dir": str(self.directory / "logs")}
         command = [sys.executable, "-c", LAUNCHER, json.dumps([arguments, options])]
+        given = {
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.PIPE,
+            "start_new_session": True,
+            **(how or {}),
+        }
         self.started.append(
-            subprocess.Popen(
-                command,
-                cwd=self.directory,
-                env=_environment(),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                start_new_session=True,
-            )
+            subprocess.Popen(command, cwd=self.directory, env=_environment(), text=True, **given)
         )
         return self.started[-1]
 
@@ -180,6 +186,17 @@ def test_a_rank_for_which_a_collective_has_waited_too_long_is_named(launchers: L
     assert "waiting for others in a collective, for too long" in lines[1] and "read_rows" in lines[2]
 
 
+def test_the_rank_at_the_root_of_a_chain_is_named(launchers: Launchers) -> None:
+    """By what each has begun: all are in one phase, and the ranks that wait stand in no code that tells of it alone."""
+    code, errors = launchers.run("stuck_in_a_chain", ranks=3, hang_seconds=2)
+    lines = errors.splitlines()
+    assert code == 1, errors
+    assert lines[0].startswith("shardwright: rank 2 of 3 is stuck in forward_backward of update 4 (")
+    assert "launched.py:" in lines[0] and lines[0].endswith(" read_rows.")
+    assert "    begun: all_reduce (3) of ranks 0, 1: rank 1 has not begun it" in lines
+    assert "    begun: a message from rank 2: rank 2 has not begun it" in lines
+
+
 def test_what_goes_forward_is_no_hang(launchers: Launchers) -> None:
     assert launchers.run("slow_but_alive", hang_seconds=3) == (0, "")
 
@@ -214,7 +231,47 @@ def test_a_killed_launcher_takes_all_with_it(launchers: Launchers, tmp_path: Pat
     _wait(lambda: not any(_alive(pid) for pid in pids))
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
+def _in_a_terminal(number: int) -> Callable[[], None]:
+    """Makes the terminal `number` that of a new session, as a login does."""
+
+    def begin() -> None:
+        os.setsid()
+        fcntl.ioctl(number, termios.TIOCSCTTY, 0)
+
+    return begin
+
+
+def test_a_terminal_that_is_closed_is_a_request_to_stop(launchers: Launchers, tmp_path: Path) -> None:
+    """Ranks and launcher print on both streams all the time; each print fails once the terminal is gone."""
+    master, terminal = pty.openpty()
+    how = {
+        "start_new_session": False,
+        "preexec_fn": _in_a_terminal(terminal),
+        "stdout": terminal,
+        "stderr": terminal,
+    }
+    launcher = launchers.start("tell", str(tmp_path), how=how, hold_signals=True)
+    os.close(terminal)
+    _wait(lambda: len(list(tmp_path.glob("*.ready"))) == 2 and b"a warning" in os.read(master, 4096))
+    os.close(master)
+    assert launcher.wait(timeout=30) == 75
+    assert [(tmp_path / f"{rank}.saved").read_text() for rank in range(2)] == ["SIGHUP", "SIGHUP"]
+    log = (tmp_path / "logs/0/rank_0/stderr.log").read_text()
+    assert log.count("standard output cannot be written (Input/output error)") == 1 and "Saved." in log
+
+
+def test_a_terminal_that_nohup_has_set_aside_stops_nothing(launchers: Launchers, tmp_path: Path) -> None:
+    ignoring = {"preexec_fn": lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)}
+    launcher = launchers.start("stop_when_asked", str(tmp_path), "0", how=ignoring)
+    _wait(lambda: len(list(tmp_path.glob("*.ready"))) == 2)
+    launcher.send_signal(signal.SIGHUP)
+    launcher.send_signal(signal.SIGTERM)
+    launcher.communicate(timeout=30)
+    assert launcher.returncode == 75
+    assert [(tmp_path / f"{rank}.saved").read_text() for rank in range(2)] == ["SIGTERM", "SIGTERM"]
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP"])
 def test_a_request_to_stop_reaches_all_ranks(launchers: Launchers, tmp_path: Path, name: str) -> None:
     """A101: ranks that need a second to save get it, and the code says that they did."""
     launcher = launchers.start("stop_when_asked", str(tmp_path), "1", grace_seconds=LIMIT)

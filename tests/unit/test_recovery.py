@@ -9,18 +9,21 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
+from torch._C._distributed_c10d import HashStore
 
 from shardwright.config import load_run_file
 from shardwright.drill.compare import compare_metrics, first_difference
 from shardwright.drill.moments import stage_of_save
 from shardwright.drill.verb import parse_trials
 from shardwright.errors import ConfigError, SpikeError
-from shardwright.launch.hang import main_stack
+from shardwright.launch.hang import OwnWatch, main_stack
 from shardwright.launch.pulse import LONG_FACTOR, Pulse, read_pulse
+from shardwright.layout.placement import STARTED_HERE
 from shardwright.measure import clock
 from shardwright.train.anomaly import LEAST, SLOW_ENTRIES, SlowRanks, Spikes, slow_rank
 from shardwright.train.start import possible_counts
@@ -197,3 +200,26 @@ def test_trials_are_known_by_name() -> None:
     assert "kill" in parse_trials("all") and parse_trials("kill, save") == ("kill", "save")
     with pytest.raises(ConfigError, match="Did you mean `kill`"):
         parse_trials("kil")
+
+
+def test_ranks_without_a_launcher_name_the_one_that_is_stuck(capsys: Any, monkeypatch: Any) -> None:
+    """Two ranks of torchrun: each leaves what it has issued in the store, and the first of them says who is to blame."""
+    monkeypatch.delenv(STARTED_HERE, raising=False)
+    store = HashStore()
+    done = {"ranks": [0, 1], "collectives": [[1, "all_reduce", [[[8]], [[8]]], True]]}
+    left = {"ranks": [0, 1], "collectives": [*done["collectives"], [2, "all_reduce", [[[8]], [[8]]], False]]}
+    watches = []
+    for rank, group in enumerate((left, done)):
+        pulse = Pulse()
+        pulse.enter("reduce")
+        issued = {"groups": {"dp": group}, "sent": [], "received": []}
+        watches.append(OwnWatch(pulse, rank, 2, 0.0, lambda: store, lambda issued=issued: issued))
+    said = ""
+    while "is stuck in" not in said:
+        said += capsys.readouterr().err
+    for watch in watches:
+        watch.close()
+        watch._thread.join()
+    said += capsys.readouterr().err
+    assert said.count("shardwright: rank 1 of 2 is stuck in reduce of update 0") == 1
+    assert "begun: all_reduce (8) of ranks 0, 1: rank 1 has not begun it" in said

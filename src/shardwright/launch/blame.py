@@ -22,6 +22,8 @@ STOPPED, OWN_CODE, BACKWARD, WAITING = range(4)
 
 _WAITS = re.compile(r"\b(wait|synchronize|item|tolist|cpu|numpy)\(")
 """Calls that wait for work given to a device or to other ranks. A wait for a thread ends in threading.py instead."""
+_TORCH_WAITS = ("torch/distributed/", "torch/_ops.py")
+"""Python code around torch's collectives, and around the operators that some of them are."""
 _EQUAL_SIZES = ("allreduce", "allgather", "reducescatter")
 """Collectives in which every rank gives tensors of the same size."""
 _LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
@@ -58,7 +60,7 @@ class Sight:
         if not self.stack:
             return STOPPED
         file, line, _ = _split(self.stack[0])
-        if "torch/distributed" in file or _WAITS.search(linecache.getline(file, line)):
+        if any(part in file for part in _TORCH_WAITS) or _WAITS.search(linecache.getline(file, line)):
             return WAITING
         return BACKWARD if self.stack[0].endswith("_engine_run_backward") else OWN_CODE
 
@@ -150,13 +152,14 @@ def to_blame(sights: Sequence[Sight]) -> list[Sight]:
 
 
 def _odd_ones(awaited: Sequence[Sight], waits: Mapping[int, list[Wait]]) -> list[Sight]:
-    """Of ranks in different collectives: those in another one than most, or that handle an error."""
+    """Of ranks in different collectives: those in another than most, that handle an error, or that are in the user's code."""
     seen = Counter({rank: sum(len(wait.others) for wait in found) for rank, found in waits.items()})
     most = max(seen.values(), default=0)
     odd = [sight for sight in awaited if most and seen[sight.rank] == most]
     if len(odd) < len(awaited):
         return odd
-    return [sight for sight in awaited if sight.note]
+    noted = [sight for sight in awaited if sight.note]
+    return noted or [sight for sight in awaited if sight.place and not sight.place.startswith(_PACKAGE)]
 
 
 def _innocence(sight: Sight) -> tuple[int, Sequence[int]]:
@@ -167,26 +170,28 @@ def describe(sights: Sequence[Sight]) -> list[str]:
     """The lines of a report: who is stuck and where, then every rank with what it waits for."""
     blamed, waits = to_blame(sights), waits_of(sights)
     first, numbers = blamed[0], [sight.rank for sight in blamed]
-    verb = "is" if len(blamed) == 1 else "are"
+    alone = len(blamed) == 1
     lines = [
-        f"shardwright: {_ranks(numbers)} of {first.world_size} {verb} stuck in {first.doing} "
-        f"({first.seconds:.0f} s without progress){f', at {first.place}' if first.place else ''}."
+        f"shardwright: {_ranks(numbers)} of {first.world_size} {'is' if alone else 'are'} stuck in {first.doing} "
+        f"({first.seconds:.0f} s without progress){f', at {first.place}' if alone and first.place else ''}."
     ]
-    lines += [_line(sight, waits.get(sight.rank, [])) for sight in sorted(sights, key=lambda s: s.rank)]
+    for sight in sorted(sights, key=lambda sight: sight.rank):
+        lines += _lines(sight, waits.get(sight.rank, []), sight in blamed)
     if first.stack:
         lines += [f"Stack of rank {first.rank}, innermost first:", *(f"  | {f}" for f in first.stack[:12])]
     return lines
 
 
-def _line(sight: Sight, waits: Sequence[Wait]) -> str:
+def _lines(sight: Sight, waits: Sequence[Wait], blamed: bool) -> list[str]:
     text = f"  rank {sight.rank}: {sight.doing} for {sight.seconds:.1f} s, "
     if sight.ended:
-        return f"{text}waiting for others in a collective, for too long"
+        return [f"{text}waiting for others in a collective, for too long"]
     if sight.standing == STOPPED:
-        return text + ("stopped by a signal" if sight.stopped else "deaf to signals")
-    doing = {OWN_CODE: "in", BACKWARD: "in backward at", WAITING: "waiting for others in"}[sight.standing]
-    lines = [f"{text}{doing} {sight.place}{f', {sight.note}' if sight.note else ''}"]
-    return "\n".join([*lines, *(f"    begun: {wait}" for wait in waits[:3])])
+        return [text + ("stopped by a signal" if sight.stopped else "deaf to signals")]
+    standing = WAITING if waits and not blamed else sight.standing
+    doing = {OWN_CODE: "in", BACKWARD: "in backward at", WAITING: "waiting for others in"}[standing]
+    note = f", {sight.note}" if sight.note else ""
+    return [f"{text}{doing} {sight.place}{note}", *(f"    begun: {wait}" for wait in waits[:3])]
 
 
 def _same(operation: str, sizes: Any, other_operation: str, other_sizes: Any) -> bool:
