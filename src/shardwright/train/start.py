@@ -113,7 +113,6 @@ def prepare_run(loaded: Loaded, console: Console) -> Prepared:
     if former is not None and not run.data.streaming:
         go_on(order, former, run, train.fingerprint)
     check_length(run.training, order.total_updates)
-    learning_rate_factor(run.training, order.total_updates)
     if order.dropped:
         console.print(
             f"data.drop_last: {order.dropped} of {order.stretch.end + order.dropped:,} rows are left out, the part-filled "
