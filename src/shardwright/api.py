@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from shardwright.checkpoint import store
 from shardwright.checkpoint.parts import Value
 from shardwright.checkpoint.restore import current_state, restore
+from shardwright.checkpoint.settings import changes, refuse_unaccepted
 from shardwright.config.load import Loaded, load_run_file
 from shardwright.data.loader import Microbatch, UpdateBatch
 from shardwright.errors import ConfigError
@@ -39,6 +40,7 @@ from shardwright.parallel.pipeline import Pipelined
 from shardwright.parallel.process_group import connect
 from shardwright.parallel.replicated import Replicated
 from shardwright.train import update
+from shardwright.train.optimizer import OPTIMIZER_KEYS, optimizer_change
 from shardwright.train.update import UpdateResult
 
 __all__ = ["Engine", "UpdateResult", "connect", "parallelize"]
@@ -171,7 +173,17 @@ class Engine:
         found = store.find(Path(directory), "auto")
         if found is None:
             raise ConfigError(f"{directory} holds no complete checkpoint.")
-        restore(found, self.module, self._engine.optimizer, self._engine.locals)
+        changed = [
+            change
+            for change in changes(store.read_config(found), self._loaded)
+            if change.key in OPTIMIZER_KEYS
+        ]
+        refuse_unaccepted(str(found), changed, self._loaded.run.checkpoint.accept_changes)
+        engine = self._engine
+        kind = optimizer_change(changed, self._loaded.run.training.optimizer)
+        restored = restore(found, self.module, engine.optimizer, engine.locals, change=kind)
+        for line in restored.fitted.lines(found.name) if engine.rank == 0 else ():
+            print(line)
         self.update = store.read_manifest(found).update
 
     def _state(self) -> dict[str, Value]:

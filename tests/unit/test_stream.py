@@ -23,6 +23,7 @@ from shardwright.data.stream_rows import StreamOrder
 from shardwright.data.updates import open_updates
 from shardwright.errors import CheckpointError, ConfigError, DataError
 from shardwright.layout.legality import check_run
+from shardwright.train.rows_done import Former, go_on
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 EOS = 256
@@ -152,6 +153,59 @@ def test_any_update_is_a_place_to_go_on_from(tmp_path: Path, kind: str, batching
         again = loader(run)
         seek(again, update, json.loads(json.dumps(batches[update - 1].cursor)))
         assert [documents([batch]) for batch in prefetch(again, update)] == expected[update:]
+
+
+def _former(update: int, cursor: Any, **settings: Any) -> Former:
+    values = {
+        "training.max_steps": 30,
+        "training.global_batch_size": 4,
+        "training.seed": 42,
+        "data.shuffle": True,
+    }
+    return Former(update, cursor, "stream", values | settings)
+
+
+def test_a_stream_goes_on_with_another_batch_size(tmp_path: Path) -> None:
+    """A50: 5 updates of 4 rows, then updates of 3: the rows one after the other, and the line says so."""
+    entries = write(tmp_path, "jsonl")
+    whole = loader(run_file(tmp_path, entries, batch=1, steps=60))
+    one_by_one = [text for number in range(38) for text in documents([whole.update(number)])]
+    first = loader(run_file(tmp_path, entries))
+    cursor = [first.update(number) for number in range(5)][-1].cursor
+    run = run_file(tmp_path, entries, batch=3, steps=11)
+    again = loader(run)
+    said = go_on(again.order, _former(5, json.loads(json.dumps(cursor))), run, "stream")
+    assert [text for number in range(5, 11) for text in documents([again.update(number)])] == one_by_one[
+        20:38
+    ]
+    assert (
+        "20 rows are done, and update 5 begins in window 1 of the stream; none of its rows comes again"
+        in said[0]
+    )
+    assert said[1].startswith("The run has 11 updates where it had 30, and lr_scheduler_type linear follows")
+
+
+def test_what_another_seed_repeats_of_a_window_is_counted(tmp_path: Path) -> None:
+    """The window under way is read in another order: as many of its rows come twice as do not come."""
+    entries = write(tmp_path, "jsonl")
+    first = loader(run_file(tmp_path, entries))
+    batches = [first.update(number) for number in range(6)]
+    run = run_file(tmp_path, entries, shuffle=False)
+    again = loader(run)
+    (line,) = go_on(again.order, _former(6, batches[-1].cursor), run, "stream")
+    done = [text for batch in batches for text in documents([batch])]
+    rest = [text for number in range(6, 15) for text in documents([again.update(number)])]
+    twice = len(set(done) & set(rest))
+    assert 0 < twice == 60 - len({*done, *rest})
+    assert f"Its order is another one: {twice} of its rows come again, and {twice} are passed over" in line
+
+
+def test_a_checkpoint_of_rows_on_disk_does_not_stand_in_a_stream(tmp_path: Path) -> None:
+    run = run_file(tmp_path, write(tmp_path, "jsonl"), shuffle=False)
+    again = loader(run)
+    (line,) = go_on(again.order, _former(3, {"rows": 12, "stretches": []}), run, "stream")
+    assert line == "The stream is read from its beginning: the checkpoint was trained on other data."
+    assert documents([again.update(3)]) == TEXTS[:4]
 
 
 def test_a_resumed_stream_reads_nothing_before_its_window(

@@ -23,9 +23,11 @@ from shardwright.check.shrink import (
     shrunk_config,
     shrunk_rows,
 )
+from shardwright.config.rates import check_length
 from shardwright.config.schema import Precision, RunFile
 from shardwright.models import build_model
 from shardwright.models.build import read_config
+from shardwright.train.optimizer import learning_rate_factor
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ def adjust(
     layouts: how many are recorded. split: some layout splits the model or its rows, and draws other random numbers.
     """
     lines = []
+    learning_rate_factor(run.training, run.training.max_steps or 1)
     if dtype == "fp64":
         run = run.model_copy(
             update={"precision": Precision(param_dtype="fp64", reduce_dtype="fp64", master_dtype="fp64")}
@@ -69,6 +72,7 @@ def adjust(
     run, accumulated = _accumulating(run, data_ranks)
     lines += accumulated
     rows = CheckedRows(run, changes, data_rank=0, data_ranks=1)
+    check_length(run.training, rows.order.total_updates)
     if updates > rows.order.total_updates:
         updates = rows.order.total_updates
         lines.append(f"The run has {updates} updates only; all of them are compared.")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -36,6 +37,12 @@ class LocalParameter(Protocol):
     def wrap(self, local: Tensor) -> Tensor:
         """The local tensor as a DTensor of the unsplit shape, where the parameter is one."""
         ...
+
+
+def named(key: str, prefix: str) -> tuple[str, str]:
+    """(parameter, entry) of a key of an optimizer's state."""
+    name, _, entry = key.removeprefix(prefix).rpartition(".")
+    return name, entry
 
 
 def model_state(module: nn.Module) -> dict[str, Tensor]:
@@ -156,7 +163,7 @@ def restore_numbers(
     of_parameter: dict[str, dict[str, int | float]] = {}
     for key, value in numbers.items():
         if key.startswith(STATE_GROUP):
-            name, _, entry = key.removeprefix(STATE_GROUP).rpartition(".")
+            name, entry = named(key, STATE_GROUP)
             of_parameter.setdefault(name, {})[entry] = value
     for group in optimizer.param_groups:
         found = [of_parameter.get(names[id(tensor)], {}) for tensor in group["params"]]
@@ -179,17 +186,19 @@ def allocate_optimizer_state(
     parameters: Sequence[LocalParameter],
     shapes: Shapes,
     numbers: Mapping[str, int | float],
+    zeros: Mapping[str, torch.dtype] = MappingProxyType({}),
 ) -> None:
     """Gives a fresh optimizer the entries that the checkpoint has, for loading to fill; replaces what it had.
 
-    An entry of the parameter's shape is divided as the parameter is; `step` lies on the CPU unless the optimizer is fused
-    or capturable, as in torch. Where parameters are DTensors to the optimizer and it keeps other shapes (rows and
-    columns), only the optimizer knows how these are divided: then it makes them in a step (`materialise_optimizer_state`).
+    zeros: keys of more entries, of their parameter's shape, that begin with 0. An entry of the parameter's shape is divided as
+    the parameter is; `step` lies on the CPU unless the optimizer is fused or capturable, as in torch. Where parameters are
+    DTensors to the optimizer and it keeps other shapes (rows and columns), only the optimizer knows how these are divided:
+    then it makes them in a step (`materialise_optimizer_state`).
     """
     entries: dict[str, list[str]] = {}
-    for key in (*shapes, *numbers):
+    for key in (*shapes, *numbers, *zeros):
         if key.startswith(STATE_OPTIMIZER):
-            name, _, entry = key.removeprefix(STATE_OPTIMIZER).rpartition(".")
+            name, entry = named(key, STATE_OPTIMIZER)
             entries.setdefault(name, []).append(entry)
     optimizer.state.clear()
     groups = {id(tensor): group for group in optimizer.param_groups for tensor in group["params"]}
@@ -201,6 +210,9 @@ def allocate_optimizer_state(
             key = f"{STATE_OPTIMIZER}{local.name}.{entry}"
             if key in numbers:
                 state[entry] = numbers[key]
+                continue
+            if key in zeros:
+                state[entry] = torch.zeros_like(tensor, dtype=zeros[key], requires_grad=False)
                 continue
             dtype, shape = shapes[key]
             if shape == whole and shape:

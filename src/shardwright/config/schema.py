@@ -152,7 +152,10 @@ class Training(Section):
     adam_epsilon: PositiveFloat = 1e-8
     lr_scheduler_type: str = "linear"
     lr_scheduler_kwargs: dict[str, Any] = {}
-    warmup_steps: NonNegative = 0
+    warmup_steps: NonNegative = Field(
+        0,
+        description="Updates before learning_rate is reached, fewer than the run has; the first has a rate of 0",
+    )
     max_grad_norm: PositiveFloat | None = Field(
         1.0, description="Gradient norm limit over all parameters; null: no clipping"
     )
@@ -287,7 +290,9 @@ class Checkpoint(Section):
         description="Patterns of names that the checkpoint may lack, have too much, or have in another shape",
     )
     accept_changes: list[str] = Field(
-        [], description="Keys of the objective that may differ from those the checkpoint was saved with"
+        [],
+        description="Keys of the objective that may differ from those the checkpoint was saved with; rows that are done and "
+        "state that the optimizer has in common are kept",
     )
     export_hf: Literal["none", "final"] = Field(
         "final", description="Write a Hugging Face directory at the end"

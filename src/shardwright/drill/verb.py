@@ -12,6 +12,7 @@ from rich.console import Console
 
 from shardwright.checkpoint import store
 from shardwright.config.load import Loaded
+from shardwright.config.rates import check_length
 from shardwright.drill.chain import Row, judge, run_chain, run_damaged, run_reference
 from shardwright.drill.damage import unnoticed
 from shardwright.drill.disk import bytes_below, small_disk
@@ -106,6 +107,13 @@ def _adjusted(loaded: Loaded, plan: Plan, device: str) -> tuple[Loaded, str]:
     }
     if t.warmup_steps > updates // 2:
         shown["training.warmup_steps"] = updates // 2
+    plain: dict[str, Any] = {}
+    try:
+        check_length(t.model_copy(update={"warmup_steps": min(t.warmup_steps, updates // 2)}), updates)
+    except ConfigError:  # phases of a schedule that so few updates cannot hold
+        shown.pop("training.warmup_steps", None)
+        plain = {"training.warmup_steps": 0, "training.lr_scheduler_kwargs": {}}
+        shown["training.lr_scheduler_type"] = "constant"
     if t.eval_steps and t.eval_steps > updates // 3:
         shown["training.eval_steps"] = updates // 3
     silent: dict[str, Any] = {
@@ -119,7 +127,7 @@ def _adjusted(loaded: Loaded, plan: Plan, device: str) -> tuple[Loaded, str]:
         "logging.report_to": [],
     }
     text = ", ".join(f"{key} {value}" for key, value in shown.items() if value is not None)
-    return loaded.replaced({**silent, **shown}, "drill"), text
+    return loaded.replaced({**silent, **shown}, "drill").replaced(plain, "default"), text
 
 
 class _Drill:

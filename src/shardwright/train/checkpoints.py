@@ -25,6 +25,7 @@ from shardwright.data.order import Cursor
 from shardwright.errors import CheckpointError, DamagedCheckpointError, SaveError, ShardwrightError
 from shardwright.layout.placement import Job
 from shardwright.parallel.process_group import transfer_group
+from shardwright.train.optimizer import optimizer_change
 from shardwright.train.rows_done import Former, accepts_other_data
 from shardwright.train.update import Engine
 
@@ -284,17 +285,27 @@ class Checkpoints:
                 f"Update {manifest.update} would hold other rows than it would have held.",
                 "Restore these values, or confirm with checkpoint.accept_changes.",
             )
-        changed = changes(source.config(), self._loaded)
+        config = source.config()
+        changed = changes(config, self._loaded)
         refuse_unaccepted(str(path), changed, accepted)
         engine, at = self._engine, self._at
-        left = restore(source, engine.module, engine.optimizer, engine.locals, self._settings.partial)
-        self.former = Former.of(manifest, source.config())
+        restored = restore(
+            source,
+            engine.module,
+            engine.optimizer,
+            engine.locals,
+            self._settings.partial,
+            optimizer_change(changed, engine.run.training.optimizer),
+        )
+        left, self.former = restored.left, Former.of(manifest, config)
         at.update, at.target_tokens = manifest.update, manifest.target_tokens
         at.eval_loss, at.best, at.cursor = manifest.eval_loss, manifest.best, manifest.cursor
         for note in source.notes if isinstance(source, Across) else ():
             self._say(note)
         if changed:
             self._say(f"Changed since {path.name}: {'; '.join(map(str, changed))}.")
+        for line in restored.fitted.lines(path.name):
+            self._say(line)
         if left:
             more = " ..." if len(left) > 5 else ""
             self._say(f"Not from {path.name} (checkpoint.partial): {', '.join(left[:5])}{more}.")

@@ -19,13 +19,22 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from shardwright.checkpoint.other_optimizer import OptimizerChange
+from shardwright.checkpoint.settings import Change
 from shardwright.config.schema import Training
 from shardwright.errors import ConfigError, did_you_mean
 from shardwright.models.adapters import canonical_name
 from shardwright.parallel.mesh import FLATTENED
 from shardwright.train.muon import Muon
 
-LOCAL = ("adamw", "sgd", "muon")
+_CLASSES: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "sgd": torch.optim.SGD,
+    "muon": Muon,
+}
+LOCAL = tuple(_CLASSES)
+OPTIMIZER_KEYS = {"training.optimizer", "training.optimizer_kwargs", "model.freeze"}
+"""Keys of the run file on which it depends what state the optimizer keeps, and of which parameters."""
 _OURS = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}
 """Arguments of schedules that other keys of the run file set."""
 _ROUNDING = 8 * sys.float_info.epsilon
@@ -119,18 +128,14 @@ def make_optimizer(
         if t.optimizer == "muon":
             groups[-1]["orthogonal"] = orthogonal
     options: dict[str, Any] = {"lr": t.learning_rate}
+    kind = class_of(t.optimizer)
     if t.optimizer == "adamw":
-        kind: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
         options |= {"betas": (t.adam_beta1, t.adam_beta2), "eps": t.adam_epsilon, "fused": True}
     elif t.optimizer == "sgd":
-        kind = torch.optim.SGD
         options |= {"fused": True}
     elif t.optimizer == "muon":
         by_tensor = {id(p.tensor): p for p in parameters}
-        kind = Muon
         options |= {"wrap": lambda tensor, local: by_tensor[id(tensor)].wrap(local)}
-    else:
-        kind = imported(t.optimizer)
     try:
         return kind(groups, **{**options, **t.optimizer_kwargs})
     except (TypeError, ValueError, RuntimeError) as error:
@@ -145,8 +150,22 @@ def check_optimizer(training: Training) -> None:
     make_optimizer(training, [Local("matrix", matrix, matrix, True), Local("vector", vector, vector, True)])
 
 
-def imported(path: str) -> Callable[..., torch.optim.Optimizer]:
-    """The class at `package.module:Class`. Raises `ConfigError` when there is none."""
+def optimizer_change(changed: Iterable[Change], now: str) -> OptimizerChange:
+    """What `changed` settings mean for the state of the optimizer, which is called `now`."""
+    keys = {change.key: change for change in changed}
+    if name := keys.get("training.optimizer"):
+        try:
+            if class_of(name.before) is not class_of(now):
+                return "class"
+        except ConfigError:  # what the checkpoint names is not here any more
+            return "class"
+    return "options" if OPTIMIZER_KEYS & keys.keys() else "none"
+
+
+def class_of(path: str) -> Callable[..., torch.optim.Optimizer]:
+    """The class of an optimizer: of our own list, or at `package.module:Class`. Raises `ConfigError` when there is none."""
+    if path in _CLASSES:
+        return _CLASSES[path]
     module, _, name = path.partition(":")
     if not name:
         known = [*LOCAL]

@@ -129,7 +129,6 @@ def prepare_run(loaded: Loaded, console: Console, exported: bool = False) -> Pre
     if former is not None and not run.data.streaming:
         go_on(order, former, run, train.fingerprint)
     check_length(run.training, order.total_updates)
-    learning_rate_factor(run.training, order.total_updates)
     for line in check_positions(model, run, [prepared.table for prepared in splits]):
         console.print(line, highlight=False, soft_wrap=True)
     if order.dropped:
