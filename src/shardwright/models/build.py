@@ -135,8 +135,6 @@ def model_directory(spec: Model) -> Path:
 
 
 def _from_directory(spec: Model, recorder: Recorder) -> nn.Module:
-    from transformers import AutoModelForCausalLM
-
     if spec.kwargs:
         raise ModelError(
             "model.kwargs has no effect on a Transformers directory.",
@@ -152,15 +150,10 @@ def _from_directory(spec: Model, recorder: Recorder) -> nn.Module:
             "It is a mean over the tokens of one forward, so that microbatches and layouts would change the objective.",
             "Set output_router_logits to false in config.json or model.config_overrides.",
         )
-    if type(config) not in AutoModelForCausalLM._model_mapping:
-        raise ModelError(
-            f"{config.model_type} has no causal language model in Transformers.",
-            "",
-            "Take the config of its text model, or give a function as package.module:function.",
-        )
+    kind = _model_kind(config)
     try:
         with recorder:
-            model = AutoModelForCausalLM.from_config(
+            model = kind.from_config(
                 config, dtype=torch.float32, attn_implementation=spec.attn_implementation
             )
             _run_transformers_rules(model)
@@ -174,6 +167,24 @@ def _from_directory(spec: Model, recorder: Recorder) -> nn.Module:
             else "Check config.json and model.config_overrides.",
         ) from error
     return model
+
+
+def _model_kind(config: Any) -> Any:
+    """What of Transformers builds a model from `config` that reads and writes text, also where it may read images too."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    if type(config) in AutoModelForCausalLM._model_mapping:
+        return AutoModelForCausalLM
+    if type(config) in AutoModelForImageTextToText._model_mapping and not config.is_encoder_decoder:
+        found = AutoModelForImageTextToText._model_mapping[type(config)]
+        images = inspect.signature(found.forward).parameters.get("pixel_values")
+        if images is None or images.default is None:  # text alone will do
+            return AutoModelForImageTextToText
+    raise ModelError(
+        f"{config.model_type} has no causal language model in Transformers.",
+        "",
+        "Take the config of its text model, or give a function as package.module:function.",
+    )
 
 
 def _run_transformers_rules(model: Any) -> None:
