@@ -10,14 +10,15 @@ import torch
 import transformers
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 _ROPE: dict[str, Any] = {
     "vocab_size": 97, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 2, "max_position_embeddings": 32, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
 }  # fmt: skip
 _VISION: dict[str, Any] = {
-    "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
+    "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+    "patch_size": 14,
 }  # fmt: skip
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 
@@ -66,12 +67,15 @@ HUB_FAMILIES: dict[str, Callable[[], Any]] = {
 }  # fmt: skip
 
 
+def auto(family: str) -> Any:
+    """The class of Transformers that builds and loads `family`."""
+    return AutoModelForImageTextToText if family == "mistral3" else AutoModelForCausalLM
+
+
 def filled(family: str, seed: int = 0) -> nn.Module:
     """The model of `family` with a random value in each element of each parameter and saved buffer."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(
-        HUB_FAMILIES[family](), dtype=torch.float32, attn_implementation="eager"
-    )
+    model = auto(family).from_config(HUB_FAMILIES[family](), dtype=torch.float32, attn_implementation="eager")
     held = model.state_dict()
     with torch.no_grad():
         for tensor in held.values():
