@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from tests import tolerance
+from tests.gloo.engine import run_file
 from tests.gloo.ranks import run_ranks
+from tests.hub_models import assert_same, filled, stored
 from tests.tiny_models import spec_of, write_model
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,8 +25,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from shardwright.errors import ModelError
 from shardwright.export import save_pretrained
+from shardwright.layout.legality import check_run
 from shardwright.models import build_model, find_parts, materialise
 from shardwright.models.adapters import canonical_parameters
+from shardwright.train.update import Engine
 
 pytestmark = pytest.mark.gloo
 CPU = torch.device("cpu")
@@ -163,3 +167,31 @@ def test_the_chat_template_of_the_data_is_the_one_that_is_exported(tmp_path: Pat
     assert rendered(None) == "older"
     assert rendered(str(template)) == "[hello]"
     assert "chat_template" not in json.loads((tmp_path / "export" / "tokenizer_config.json").read_text())
+
+
+def _through_layouts(root: str) -> None:
+    """Reads files of the hub's names into each layout and writes them again, untrained."""
+    for number, (family, layout) in enumerate(LAYOUTS):
+        loaded = run_file(str(Path(root) / family), **layout, model__init="pretrained", **FP32)
+        engine = Engine(loaded.run, check_run(loaded, 2), CPU, updates=1)
+        save_pretrained(
+            engine.module, loaded.run.model, Path(root) / f"{family}-{number}", max_shard_bytes=20_000
+        )
+
+
+FP32 = {f"precision__{name}_dtype": "fp32" for name in ("param", "reduce", "master")}
+LAYOUTS: tuple[tuple[str, dict[str, object]], ...] = (
+    ("qwen3_moe", {"parallelism.data_parallel": "zero3"}),
+    ("qwen3_moe", {"parallelism.data_parallel": "ddp", "parallelism.pp_size": 2}),
+    ("gemma3", {"parallelism.data_parallel": "ddp", "parallelism.tp_size": 2}),
+    ("gemma3", {"parallelism.data_parallel": "zero2"}),
+)
+
+
+def test_files_of_the_hub_pass_through_every_layout_bit_for_bit(tmp_path: Path) -> None:
+    """Experts divided and on two stages, a text model divided inside a wrapped one; the oracle is what Transformers wrote."""
+    for family in ("qwen3_moe", "gemma3"):
+        filled(family).save_pretrained(tmp_path / family)
+    run_ranks(_through_layouts, 2, str(tmp_path))
+    for number, (family, _) in enumerate(LAYOUTS):
+        assert_same(stored(tmp_path / f"{family}-{number}"), stored(tmp_path / family))

@@ -5,13 +5,11 @@ The oracle is Transformers alone: the parameters of its model, and the FLOPs tha
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
-import transformers
+from tests.causal_configs import KINDS, NOT_BUILT, small_config
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
@@ -22,9 +20,8 @@ from shardwright.arch.inventory import named_sizes
 from shardwright.arch.of_model import shape_of_model
 from shardwright.arch.shape import Shape
 from shardwright.config.schema import Model
-from shardwright.errors import ConfigError, ModelError, ShardwrightError
+from shardwright.errors import ConfigError, ModelError
 from shardwright.models.inventory import inventory
-from tests.causal_configs import KINDS, NOT_BUILT, small_config
 
 LENGTH = 37
 LARGEST = 20_000_000

@@ -127,9 +127,7 @@ def _generation(source: Path, config: Any) -> tuple[dict[str, Any] | None, list[
             lines.append(
                 f"{file} sets do_sample false and {', '.join(idle)}, which then have no effect; it is exported as it is"
             )
-    moved = config._get_generation_parameters()
-    for key in moved:
-        delattr(config, key)
+    moved = _settings_in(config, source / "config.json")
     if moved and values is not None:
         lines.append(
             f"not exported: {', '.join(moved)} of {source / 'config.json'}; generation_config.json takes their place"
@@ -140,6 +138,25 @@ def _generation(source: Path, config: Any) -> tuple[dict[str, Any] | None, list[
         values = moved | {key: value for key, value in kept.items() if value is not None}
         lines.append(f"exported in generation_config.json, out of config.json: {', '.join(moved)}")
     return values, lines
+
+
+def _settings_in(config: Any, file: Path) -> dict[str, Any]:
+    """Settings of generation in the config.json of the model, those that do nothing aside; takes them out of `config`."""
+    from transformers import GenerationConfig
+
+    stored = _read_json(file) if file.is_file() else {}
+    found = config._get_generation_parameters()
+    for key in found:
+        delattr(config, key)
+    own, known, plain = (
+        config.to_dict(),
+        GenerationConfig().to_dict(),
+        GenerationConfig._get_default_generation_params(),
+    )
+    found |= {key: stored[key] for key in stored if key in known and key not in own}
+    return {
+        key: value for key, value in sorted(found.items()) if value is not None and value != plain.get(key)
+    }
 
 
 _NEUTRAL = {"temperature": (1.0,), "top_p": (1.0,), "top_k": (50,)}

@@ -227,7 +227,7 @@ def _append_made(path: Path, origin: Origin, dtype: torch.dtype, parts: Mapping[
 
 def _sync(directory: Path) -> None:
     """Returns when the contents of every file are on the disk."""
-    for path in directory.iterdir():
+    for path in (path for path in directory.rglob("*") if path.is_file()):
         with path.open("rb") as stream:
             os.fsync(stream.fileno())
 

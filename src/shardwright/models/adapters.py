@@ -99,10 +99,8 @@ def _called(model: nn.Module, method: str) -> nn.Module | None:
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
     unsplit = set(getattr(model, "_no_split_modules", None) or ())
-    lists = [m for m in model.modules() if isinstance(m, (nn.ModuleList, nn.Sequential)) and len(m)]
-    decoder = _called(model, "get_decoder") or model
-    own = {id(module) for module in decoder.modules()}  # not those of a vision tower, which may come first
-    for candidate in sorted(lists, key=lambda one: id(one) not in own):
+    lists = _lists(model)
+    for candidate in lists:
         if unsplit and all(_class_name(child) in unsplit for child in candidate):
             return list(candidate)
     sizes = [sum(p.numel() for p in candidate.parameters()) for candidate in lists]
@@ -110,6 +108,20 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
         # the first of the largest: an outer list holds at least as much as a list inside it
         return list(lists[sizes.index(max(sizes))])
     return [child for child in model.children() if any(True for _ in child.parameters())]
+
+
+def _lists(model: nn.Module) -> list[nn.ModuleList | nn.Sequential]:
+    """Lists of modules around the embedding of tokens, those nearest to it: a vision tower has blocks of its own."""
+    named = [
+        (n, m) for n, m in model.named_modules() if isinstance(m, (nn.ModuleList, nn.Sequential)) and len(m)
+    ]
+    embedding = _called(model, "get_input_embeddings")
+    path = next((name for name, module in model.named_modules() if module is embedding), "")
+    while path:
+        path = path.rpartition(".")[0]
+        if inside := [module for name, module in named if name.startswith(f"{path}." if path else "")]:
+            return inside
+    return [module for _, module in named]
 
 
 def _class_name(module: nn.Module) -> str:

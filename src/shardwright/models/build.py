@@ -69,8 +69,6 @@ def quiet_transformers() -> None:
 
 
 def _from_directory(spec: Model, recorder: Recorder) -> nn.Module:
-    from transformers import AutoModelForCausalLM
-
     if spec.kwargs:
         raise ModelError(
             "model.kwargs has no effect on a Transformers directory.",
@@ -86,14 +84,9 @@ def _from_directory(spec: Model, recorder: Recorder) -> nn.Module:
             "It is a mean over the tokens of one forward, so that microbatches and layouts would change the objective.",
             "Set output_router_logits to false in config.json or model.config_overrides.",
         )
-    if type(config) not in AutoModelForCausalLM._model_mapping:
-        raise ModelError(
-            f"{config.model_type} has no causal language model in Transformers.",
-            "",
-            "Take the config of its text model, or give a function as package.module:function.",
-        )
+    kind = _model_kind(config)
     try:
-        return _recorded(config, spec.attn_implementation, recorder)
+        return _recorded(kind, config, spec.attn_implementation, recorder)
     except (ValueError, ImportError) as error:
         if spec.attn_implementation == "eager" or "attention" not in str(error):
             raise ModelError(
@@ -102,14 +95,12 @@ def _from_directory(spec: Model, recorder: Recorder) -> nn.Module:
                 "Check config.json and model.config_overrides.",
             ) from error
     # eager is what every family has; whoever leaves attention as it is refuses that (`check_own_attention`)
-    return _recorded(config, "eager", recorder)
+    return _recorded(kind, config, "eager", recorder)
 
 
-def _recorded(config: Any, attention: str, recorder: Recorder) -> nn.Module:
-    from transformers import AutoModelForCausalLM
-
+def _recorded(kind: Any, config: Any, attention: str, recorder: Recorder) -> nn.Module:
     with recorder:
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+        model: nn.Module = kind.from_config(config, dtype=torch.float32, attn_implementation=attention)
         _run_transformers_rules(model)
     return model
 
@@ -123,6 +114,24 @@ def check_own_attention(model: nn.Module, spec: Model) -> None:
             "Its attention does what that cannot, for example caps or shifts its scores.",
             f"Set model.attn_implementation to {built}.",
         )
+
+
+def _model_kind(config: Any) -> Any:
+    """What of Transformers builds a model from `config` that reads and writes text, also where it may read images too."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    if type(config) in AutoModelForCausalLM._model_mapping:
+        return AutoModelForCausalLM
+    if type(config) in AutoModelForImageTextToText._model_mapping and not config.is_encoder_decoder:
+        found = AutoModelForImageTextToText._model_mapping[type(config)]
+        images = inspect.signature(found.forward).parameters.get("pixel_values")
+        if images is None or images.default is None:  # text alone will do
+            return AutoModelForImageTextToText
+    raise ModelError(
+        f"{config.model_type} has no causal language model in Transformers.",
+        "",
+        "Take the config of its text model, or give a function as package.module:function.",
+    )
 
 
 def _run_transformers_rules(model: Any) -> None:
