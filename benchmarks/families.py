@@ -45,7 +45,7 @@ LENGTHS = (12, 30, 40)
 WIDTH, BUCKET = 48, 40
 VOCABULARY = 320
 BATCHINGS = ("pad", "bucket", "pack")
-GROUP = 12
+GROUP = 28
 """Families that one process runs, one after the other: what they leave in memory goes with it."""
 LAYERS = 4
 PAGE = Path(__file__).parents[1] / "docs" / "families.md"
@@ -110,6 +110,8 @@ def _small(key: str, value: Any, heads: Any) -> Any:
         return (
             1 if isinstance(value, int) and key == "pad_token_id" else 2 if isinstance(value, int) else None
         )
+    if key == "is_decoder":
+        return True
     if isinstance(value, float):
         return 0.0 if "drop" in key or "noise" in key or "jitter" in key else value
     if isinstance(value, bool) or not isinstance(value, int):
@@ -236,16 +238,19 @@ def outcomes(family: str, directory: Path) -> Iterator[tuple[str, Outcome]]:
         directory.mkdir(parents=True)
         (directory / "config.json").write_text(json.dumps(tiny_config(family)))
         expected = alone(directory)
-        training = expected == alone(directory, seed=1)
-        if not training:  # what it draws is no matter of batching
-            expected = alone(directory, training=False)[0], 0.0
         if not all(map(math.isfinite, expected)):
             raise ValueError(f"the loss is {expected[0]}, the norm of its gradient {expected[1]}")
     except Exception as error:  # whatever a family's code may raise
         yield from ((batching, Outcome("not built", _line(error))) for batching in BATCHINGS)
         return
+    training = True
     for batching in BATCHINGS:
-        yield batching, _outcome(directory, batching, expected, training)
+        found = _outcome(directory, batching, expected, training)
+        if found.verdict == "differs" and training and expected != alone(directory, seed=1):
+            # what it draws in training is no matter of batching
+            training, expected = False, (alone(directory, training=False)[0], 0.0)
+            found = _outcome(directory, batching, expected, training)
+        yield batching, found
 
 
 def _outcome(directory: Path, batching: str, expected: tuple[float, float], training: bool) -> Outcome:
@@ -300,13 +305,14 @@ def page(found: dict[str, dict[str, Outcome]]) -> str:
     lines = [
         "# Families",
         "",
-        f"Every causal family of Transformers {transformers.__version__}, {len(found)} of them, built tiny with random weights. Three "
-        "documents are trained in one microbatch and compared with Transformers alone, each document by itself and with eager "
-        f"attention: loss and gradient norm in float64, equal to {tolerance():.0e}. Made by `python benchmarks/families.py --write`.",
+        f"Every causal family of Transformers {transformers.__version__}, {len(found)} of them, built tiny with random weights."
+        " Three documents are trained in one microbatch and compared with Transformers alone, each document by itself and with "
+        f"eager attention: loss and gradient norm in float64, equal to {tolerance():.0e}. Encoders are built with "
+        "`is_decoder: true`. Made by `python benchmarks/families.py --write`.",
         "",
-        f"Equal under pad: {counts['pad']}, bucket: {counts['bucket']}, pack: {counts['pack']}. `refused`: the gate before a run says "
-        "so, with the reason below the table. `not built`: Transformers itself does not build or run such a small model of that "
-        "family from a config (reason below). `eager`: it needs `model.attn_implementation: eager`.",
+        f"Equal under pad: {counts['pad']}, bucket: {counts['bucket']}, pack: {counts['pack']}. `refused`: the gate before a "
+        "run says so, with the reason below the table. `not built`: such a small model of that family cannot be built or run "
+        "by Transformers itself (reason below). `eager`: it needs `model.attn_implementation: eager`.",
         "",
         "| family | pad | bucket | pack |",
         "|---|---|---|---|",

@@ -115,7 +115,7 @@ def test_more_layers_go_on_where_the_config_knows_how(tmp_path: Path) -> None:
     file = {**GEMMA, "layer_types": ["sliding_attention"] * 4}
     kinds = read_config(spec_of(file, {"num_hidden_layers": 8}, tmp_path)).layer_types
     assert [kind == "full_attention" for kind in kinds] == [place == 5 for place in range(8)]
-    with pytest.raises(ModelError, match="8 layers where `layer_types` of config.json lists 4"):
+    with pytest.raises(ModelError, match=r"8 layers where `layer_types` of config\.json lists 4"):
         read_config(spec_of(GEMMA, {"num_hidden_layers": 8}, tmp_path))
 
 

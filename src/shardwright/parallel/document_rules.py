@@ -66,15 +66,17 @@ def check_causal(model: nn.Module) -> None:
         return
     if config._attn_implementation not in ("sdpa", "eager"):
         return  # a core attention of ours, which is causal
+    decoder = getattr(config, "is_decoder", None)
     try:
         ahead = next((call.module for call in look_into(model).calls if not call.causal), "")
     except ModelError:
         reads = "is_decoder" in inspect.getsource(inspect.getmodule(type(model)) or type(model))
-        ahead = name if reads and getattr(config, "is_decoder", None) is False else ""
-    if ahead:
-        key = hasattr(config, "is_decoder")
+        ahead = name if reads and decoder is False else ""
+    if ahead and not decoder:  # a decoder may say it in the mask that it makes
         raise ModelError(
             f"`{ahead}` is not causal: each token sees those behind it.",
             "A model that is to predict the next token would see it, and the padding behind its row.",
-            "Set model.config_overrides to {is_decoder: true}." if key else "Take a causal model.",
+            "Set model.config_overrides to {is_decoder: true}."
+            if decoder is False
+            else "Take a causal model.",
         )
