@@ -230,7 +230,7 @@ def test_these_families_are_accepted(family: str, tmp_path: Path) -> None:
         (lambda: transformers.BertConfig(**SIZES, is_decoder=False, hidden_dropout_prob=0.0,
                                          attention_probs_dropout_prob=0.0), {}, "is not causal."),
         (lambda: transformers.Phi3Config(**SIZES, rope_parameters=LONG, eos_token_id=0, bos_token_id=0), {},
-         "Phi3ForCausalLM has rope_type longrope."),
+         "Phi3ForCausalLM has rotary frequencies that follow the length of a document"),
         (lambda: transformers.Lfm2Config(**SIZES, layer_types=["conv", "full_attention"]), {}, "layers of type conv."),
         (lambda: transformers.FalconConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4,
                                            pad_token_id=0, eos_token_id=0, bos_token_id=0), {}, "cannot be replaced"),

@@ -25,11 +25,12 @@ from shardwright.layout.legality import check_run
 from shardwright.layout.rules_context import chunks
 from shardwright.models import build_model, document_attention
 from shardwright.models.attention import Attention, backward_is_wide
+from shardwright.models.build import check_own_attention
 from shardwright.models.document_attention import isolate_documents
 from shardwright.models.narrow_attention import speed_up_narrow_attention
 from shardwright.models.packed_rows import PackedRows
 from shardwright.parallel.context_documents import as_one_row, as_rows, document_blocks
-from shardwright.parallel.document_rules import check_packed_model
+from shardwright.parallel.document_rules import check_causal, check_packed_model
 
 CPU = torch.device("cpu")
 WIDTH = 12
@@ -313,6 +314,13 @@ MODELS: dict[str, Callable[[], Any]] = {
     "gemma": lambda: transformers.GemmaConfig(**SIZES, head_dim=8),
     "olmo2": lambda: transformers.Olmo2Config(**SIZES),
     "opt": lambda: transformers.OPTConfig(**NO_GROUPS, ffn_dim=48, word_embed_proj_dim=32, dropout=0.0),
+    "gpt_oss": lambda: transformers.GptOssConfig(
+        **SIZES, head_dim=8, sliding_window=3, num_local_experts=4, num_experts_per_tok=2
+    ),
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(
+        **NO_GROUPS, moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1,
+        first_k_dense_replace=1, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=12
+    ),
     "gptj": lambda: transformers.GPTJConfig(**GPTJ, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0),
 }  # fmt: skip
 
@@ -366,10 +374,8 @@ def test_documents_reach_attention_in_these_families(family: str, tmp_path: Path
         (lambda: transformers.Lfm2Config(**SIZES, layer_types=["conv", "full_attention"]), "layers of type conv."),
         (lambda: transformers.FalconConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4,
                                            pad_token_id=0, eos_token_id=0, bos_token_id=0), "cannot be replaced"),
-        (lambda: transformers.LlamaConfig(**SIZES, rope_parameters={"rope_type": "dynamic", "factor": 2.0,
-                                                                   "rope_theta": 1e4}), "has rope_type dynamic."),
     ],
-    ids=["stablelm", "bloom", "lfm2", "falcon", "dynamic rope"],
+    ids=["stablelm", "bloom", "lfm2", "falcon"],
 )  # fmt: skip
 def test_these_models_are_refused_by_name(config: Any, message: str, tmp_path: Path) -> None:
     """A15: packing is refused where documents would see each other."""
@@ -389,6 +395,43 @@ class OwnModel(nn.Module):
         self, input_ids: Tensor, documents: Tensor | None = None, position_ids: Tensor | None = None
     ) -> Tensor:
         return input_ids
+
+
+def test_models_without_sdpa_are_refused_where_they_keep_their_attention(tmp_path: Path) -> None:
+    """Gemma 2 caps its scores: with the default it trains packed, and padded rows say what to set."""
+    MODELS["gemma2"]().save_pretrained(tmp_path)
+    spec = Model(model_name_or_path=str(tmp_path), init="random")
+    model = build_model(spec, torch.float64)
+    check_packed_model(model)
+    with pytest.raises(ModelError, match=r"Set model\.attn_implementation to eager"):
+        check_own_attention(model, spec)
+    check_own_attention(model, spec.model_copy(update={"attn_implementation": "eager"}))
+
+
+@pytest.mark.parametrize(
+    ("config", "fix"),
+    [
+        (lambda: transformers.BertConfig(**NO_GROUPS), "is_decoder: true"),
+        (lambda: transformers.RobertaConfig(**NO_GROUPS), "is_decoder: true"),
+        (lambda: transformers.RoFormerConfig(**NO_GROUPS, embedding_size=32), "is_decoder: true"),
+        (
+            lambda: transformers.Gemma3TextConfig(**SIZES, head_dim=8, use_bidirectional_attention=True),
+            "causal model",
+        ),
+    ],
+    ids=["bert", "roberta", "roformer", "gemma3"],
+)
+def test_models_that_look_ahead_are_refused(config: Any, fix: str, tmp_path: Path) -> None:
+    """Under pad and bucket too: each token would see its target, and the padding behind its row."""
+    with pytest.raises(ModelError, match="is not causal") as caught:
+        check_causal(built(config(), tmp_path))
+    assert fix in caught.value.fix
+
+
+def test_decoders_are_taken(tmp_path: Path) -> None:
+    for kind in (transformers.BertConfig, transformers.RobertaConfig):
+        check_causal(built(kind(**NO_GROUPS, is_decoder=True), tmp_path))
+    check_causal(built(MODELS["gpt_neox"](), tmp_path))
 
 
 def test_plain_modules_need_the_arguments() -> None:

@@ -7,7 +7,7 @@ its documents alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -25,9 +25,8 @@ from shardwright.train.update import Engine
 
 @torch.no_grad()
 def company(engine: Engine, batch: UpdateBatch) -> Company:
-    """Runs the first rows of `batch`, at least two, in three ways; dropout of the model is off from then on. Collective."""
-    first, *others = batch.microbatches
-    microbatch = first if len(first.row_ids) > 1 or not others else _joined(first, others[0])
+    """Runs some rows of `batch` in three ways; dropout of the model is off from then on. Collective."""
+    microbatch = _of_unequal_rows(batch.microbatches)
     silence_dropout(engine.module)
     engine.module.train()  # statistics over a batch are those of training
     rows = list(_rows(microbatch))
@@ -47,6 +46,15 @@ def company(engine: Engine, batch: UpdateBatch) -> Company:
     dist.all_reduce(agreed)
     together, one_by_one, *alone = agreed.tolist()
     return Company(len(rows), together, one_by_one, alone[0] if alone else None)
+
+
+def _of_unequal_rows(microbatches: Sequence[Microbatch]) -> Microbatch:
+    """The two microbatches with the shortest and the longest row as one; equal rows would show no dependence on padding."""
+    if len(microbatches) < 2:
+        return microbatches[0]
+    by_length = sorted(microbatches, key=lambda m: min(filter(None, m.lengths or ()), default=0))
+    shortest, longest = by_length[0], max(by_length[1:], key=lambda m: max(m.lengths or (0,)))
+    return _joined(longest, shortest)
 
 
 def _joined(*microbatches: Microbatch) -> Microbatch:

@@ -13,8 +13,7 @@ from shardwright.check.record import Company, Record, Scalars
 from shardwright.check.tolerance import FLOOR, Tolerance
 
 STAGES = (
-    "start", "rows", "target_tokens", "loss", "grad", "grad_norm", "learning_rate", "state", "param", "replicas",
-    "company",
+    "start", "rows", "target_tokens", "loss", "company", "grad", "grad_norm", "learning_rate", "state", "param", "replicas"
 )  # fmt: skip
 """What is compared, in the order in which an update computes it."""
 
@@ -97,6 +96,8 @@ class UpdateComparison:
         for stage in ("target_tokens", "loss"):
             if self.scalars[stage].differs:
                 yield stage, stage
+        if self.company is not None:
+            yield "company", "loss"
         if any(t.differs for t in self.tensors.get("grad", ())) or self.missing or self.extra:
             yield "grad", "grad"
         for stage in ("grad_norm", "learning_rate"):
@@ -111,8 +112,6 @@ class UpdateComparison:
             yield "param", "param"
         if self.scalars["replicas"].differs:
             yield "replicas", "replicas"
-        if self.company is not None:
-            yield "company", "loss"
 
 
 @dataclass(frozen=True)

@@ -137,6 +137,8 @@ def _loss(facts: Facts) -> Iterable[Diagnosis]:
 
 
 def _norm(facts: Facts) -> Iterable[Diagnosis]:
+    if any(t.differs for t in facts.update.tensors["grad"]):
+        return  # it follows from them
     numbers, theirs = facts.update.scalars["grad_norm"], facts.update.candidate
     shown = f"norm {numbers.candidate:.9g} where the reference has {numbers.reference:.9g}; every gradient is right"
     ratio = numbers.candidate / numbers.reference if numbers.reference else 0.0

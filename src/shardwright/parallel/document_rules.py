@@ -52,3 +52,31 @@ def check_packed_model(model: nn.Module, cp_size: int = 1) -> None:
             _PACKED.bypassed,
             _FIX,
         )
+
+
+def check_causal(model: nn.Module) -> None:
+    """Raises `ModelError` where tokens of `model` (on meta), which keeps its own attention, see those behind them.
+
+    Each would see the token that it is to predict, and the padding behind its row. What cannot be looked into is judged by
+    the key that such models have for it.
+    """
+    name = type(model).__name__
+    config: Any = getattr(model, "config", None)
+    if not is_transformers(model):
+        return
+    if config._attn_implementation not in ("sdpa", "eager"):
+        return  # a core attention of ours, which is causal
+    decoder = getattr(config, "is_decoder", None)
+    try:
+        ahead = next((call.module for call in look_into(model).calls if not call.causal), "")
+    except ModelError:
+        reads = "is_decoder" in inspect.getsource(inspect.getmodule(type(model)) or type(model))
+        ahead = name if reads and decoder is False else ""
+    if ahead and not decoder:  # a decoder may say it in the mask that it makes
+        raise ModelError(
+            f"`{ahead}` is not causal: each token sees those behind it.",
+            "A model that is to predict the next token would see it, and the padding behind its row.",
+            "Set model.config_overrides to {is_decoder: true}."
+            if decoder is False
+            else "Take a causal model.",
+        )
