@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from shardwright.arch.inventory import generic_shape, shape_from_config
 from shardwright.arch.known import known_shape
 from shardwright.arch.measured import shape_from_inventory
+from shardwright.config.functions import names_function
 from shardwright.errors import ConfigError, ExitCode
 from shardwright.plan.advice import first_to_test
 from shardwright.plan.answer import answer, describe, layout_keys, layout_name
@@ -103,9 +104,9 @@ def _shape(request: Request, run: Any) -> Shape:
         if request.inventory is not None and not is_known(config):
             return shape_from_inventory(request.inventory(name, overrides))
         return replace(shape_from_config(config | overrides), name=name)
-    if ":" in name and request.inventory is not None:
+    if names_function(name) and request.inventory is not None:
         return shape_from_inventory(request.inventory(name, {}))
-    if ":" in name:
+    if names_function(name):
         raise ConfigError(
             f"`{name}` is Python code.",
             "plan loads no torch and runs no model.",

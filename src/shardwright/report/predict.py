@@ -12,6 +12,7 @@ from shardwright.arch.families import is_known
 from shardwright.arch.inventory import matrix_weights, read_config, shape_from_config
 from shardwright.arch.measured import shape_from_inventory
 from shardwright.arch.shape import Shape
+from shardwright.config.functions import names_function
 from shardwright.config.schema import RunFile
 from shardwright.errors import ConfigError
 from shardwright.layout.axes import resolve_axes
@@ -75,13 +76,13 @@ class Forecast:
 def shape_of(run: RunFile, inventory: Inventory | None) -> Shape:
     """The planner's shape of the run's model. Raises `ConfigError` where it cannot be known."""
     name, overrides = run.model.model_name_or_path, run.model.config_overrides
-    if ":" not in name and Path(name).exists() and is_known(config := dict(read_config(name))):
+    if Path(name).exists() and is_known(config := dict(read_config(name))):
         return shape_from_config(config | overrides)
-    if inventory is None or not (":" in name or Path(name).exists()):
+    if inventory is None or not (names_function(name) or Path(name).exists()):
         raise ConfigError(
             f"the model `{name}` is not to be found from here.", "", "Run report where the run was started."
         )
-    return shape_from_inventory(inventory(name, {} if ":" in name else overrides))
+    return shape_from_inventory(inventory(name, {} if names_function(name) else overrides))
 
 
 def forecast(

@@ -40,7 +40,7 @@ def start_training(
     device = device_kind(loaded.run.hardware.device, counts[0])
     check_device(loaded.run, device)
     for notice in notices(loaded.run):
-        console.print(notice, highlight=False, soft_wrap=True)
+        console.print(notice, highlight=False, markup=False, soft_wrap=True)
     prepare_run(loaded, console)
     logs = Path(loaded.run.checkpoint.output_dir) / "logs"
     logs.mkdir(parents=True, exist_ok=True)
@@ -74,7 +74,9 @@ def possible_counts(loaded: Loaded, most: int, least: int, console: Console) -> 
         except ConfigError as error:
             refused = refused or error
             if least < most:
-                console.print(f"Not on {count} ranks: {error.what}", highlight=False, soft_wrap=True)
+                console.print(
+                    f"Not on {count} ranks: {error.what}", highlight=False, markup=False, soft_wrap=True
+                )
         else:
             found.append(count)
     if refused is not None and not found:
@@ -96,7 +98,7 @@ def prepare_run(loaded: Loaded, console: Console) -> Prepared:
     for prepared in (train, prepare(run, "validation")):
         if prepared is not None:
             for line in (prepared.summary(), *prepared.notices):
-                console.print(line, highlight=False, soft_wrap=True)
+                console.print(line, highlight=False, markup=False, soft_wrap=True)
     if train is None:
         raise ConfigError("data.train names no file.")
     order = make_order(run, train)

@@ -52,7 +52,9 @@ def run_rank(loaded: Loaded) -> int:
         if code == 0 and run.checkpoint.export_hf == "final":
             directory = Path(run.checkpoint.output_dir) / "model"
             save_pretrained(engine.module, run.model, directory, chat_template=run.data.chat_template)
-            console.print(f"Wrote {directory} (Hugging Face format).", highlight=False, soft_wrap=True)
+            console.print(
+                f"Wrote {directory} (Hugging Face format).", highlight=False, markup=False, soft_wrap=True
+            )
         watch.close()
     return code
 
@@ -81,7 +83,7 @@ def _describe(loaded: Loaded, engine: Engine, connection: Connection, console: C
     }
     (output_dir / "environment.json").write_text(json.dumps(environment, indent=1) + "\n", encoding="utf-8")
     for notice in connection.notices:
-        console.print(notice, highlight=False, soft_wrap=True)
+        console.print(notice, highlight=False, markup=False, soft_wrap=True)
     precision = loaded.run.precision
     name = type(engine.module).__name__.removeprefix("FSDP")
     console.print(
