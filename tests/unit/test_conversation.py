@@ -220,6 +220,7 @@ def test_keys_of_data_that_no_record_needs_are_said(tmp_path: Path) -> None:
     (tmp_path / "t.jinja").write_text(CHATML)
     write_tokenizer(tmp_path / "tok", eos_token="<eos>")
     pair = {"prompt": "a", "completion": "b"}
+    assert "`tools` (1)" in ready(tmp_path, [{**pair, "tools": [{"name": "x"}]}]).notices[0]
     found = ready(tmp_path, [pair], chat_template=str(tmp_path / "t.jinja"), assistant_only_loss=True)
     assert found.notices == (
         "train: data.chat_template has no effect: no record holds messages",

@@ -112,6 +112,10 @@ def test_compressed_files_are_read_from_any_place(tmp_path: Path) -> None:
         named(tmp_path) == ["b.txt.gz", "c.jsonl"]
         and ready(tmp_path, [str(tmp_path)]).counts["documents"] == 4
     )
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(LINES))
+    found = ready(tmp_path, [str(tmp_path)], num_proc=2)
+    assert found.counts["documents"] == 6
+    assert any("c.jsonl.gz is read, and c.jsonl beside it" in line for line in found.notices)
     (tmp_path / "d.parquet.gz").write_bytes(b"")
     with pytest.raises(DataError, match=r"d\.parquet\.gz is of no known kind"):
         named(tmp_path / "*.gz")

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from shardwright.config.schema import Data
 from shardwright.data.chat import ChatTemplate
-from shardwright.data.formats import Chat, Completion, Sample, columns_of, sample_of
+from shardwright.data.formats import FOR_TEMPLATE, Chat, Completion, Sample, columns_of, sample_of
 from shardwright.data.masks import Float32, token_weights, with_whole_offsets
 from shardwright.data.notes import Notes
 from shardwright.data.sources import Slice, records
@@ -106,10 +106,12 @@ class Encoder:
         for line, record in records(part, self.data.text_column):
             where = f"{part.path}:{line}"
             found.notes.add("record", "", part.file, line)
-            for column in record.keys() - self.read[form]:
+            sample = sample_of(record, form, self.data, where)
+            read = self.read[form] - (FOR_TEMPLATE.keys() if isinstance(sample, Completion) else set())
+            for column in record.keys() - read:
                 if record[column] not in (None, "", [], {}):
                     found.notes.add("column", column, part.file, line)
-            for document in self.documents(sample_of(record, form, self.data, where), where):
+            for document in self.documents(sample, where):
                 ids, weights = document.ids, document.weights
                 count("read", line)
                 for kind, subject in document.notes:

@@ -32,14 +32,15 @@ REQUIRED = {
     "alpaca": ("instruction", "output"),
     "sharegpt": ("conversations",),
 }
-_FOR_TEMPLATE = {"tools": list, "documents": list, "chat_template_kwargs": dict}
+FOR_TEMPLATE = {"tools": list, "documents": list, "chat_template_kwargs": dict}
+"""Columns beside messages that go to the chat template, and what each holds."""
 OPTIONAL: dict[str, tuple[str, ...]] = {
     "text": (),
-    "messages": (*_FOR_TEMPLATE,),
-    "prompt_completion": (*_FOR_TEMPLATE,),
+    "messages": (*FOR_TEMPLATE,),
+    "prompt_completion": (*FOR_TEMPLATE,),
     "tokens": tokenised.COLUMNS,
     "alpaca": ("input", "system", "history"),
-    "sharegpt": ("system", *_FOR_TEMPLATE),
+    "sharegpt": ("system", *FOR_TEMPLATE),
 }
 WEIGHTS = ("train", "loss_weight", "weight")
 """Keys of a message that say how it is trained, and that no template sees."""
@@ -228,7 +229,7 @@ def _from_json(text: str, place: str) -> Any:
 def _for_template(record: Record, where: str) -> dict[str, Any]:
     """tools, documents and template_kwargs of a `Chat`; each, and each tool, may also be written as a JSON string."""
     values: dict[str, Any] = {}
-    for column, kind in _FOR_TEMPLATE.items():
+    for column, kind in FOR_TEMPLATE.items():
         value, place = record.get(column), f"{where}: `{column}`"
         value = _from_json(value, place) if isinstance(value, str) and value else value
         if isinstance(value, list):

@@ -10,7 +10,7 @@ from typing import Any
 
 from shardwright.config.functions import names_function
 from shardwright.config.schema import RunFile
-from shardwright.data.files import file_notices, sources_of
+from shardwright.data.files import file_notices, is_compressed, sources_of
 from shardwright.data.notes import Note
 from shardwright.data.special import UNENDED, trained_ends
 
@@ -63,6 +63,16 @@ def _of_files(meta: dict[str, Any], notes: list[Note]) -> Iterator[str]:
     for number, path in enumerate(meta["files"]):
         if number not in sizes and not meta.get("next"):  # a window of a stream need not reach every file
             yield f"{path} holds no record"
+    unpacked = [
+        path
+        for path in meta["files"]
+        if is_compressed(path) and str(Path(path).with_suffix("")) in meta["files"]
+    ]
+    if unpacked:
+        yield (
+            f"{unpacked[0]} is read, and {Path(unpacked[0]).with_suffix('').name} beside it: where one was unpacked from the "
+            f"other, its documents count twice ({len(unpacked)} such)"
+        )
     columns: dict[int, dict[str, int]] = {}
     for note in notes:
         if note.kind == "column":
