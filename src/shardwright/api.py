@@ -26,6 +26,7 @@ from shardwright.checkpoint import store
 from shardwright.checkpoint.parts import Value
 from shardwright.checkpoint.restore import current_state, restore
 from shardwright.checkpoint.settings import changes, refuse_unaccepted
+from shardwright.config.functions import names_function
 from shardwright.config.load import Loaded, load_run_file
 from shardwright.data.loader import Microbatch, UpdateBatch
 from shardwright.errors import ConfigError
@@ -224,7 +225,7 @@ def _run(model: Callable[[], nn.Module] | str, layout: str, options: Mapping[str
         * dist.get_world_size(),  # any: only sequence parallelism asks, and at run time again
         "training.global_batch_size": dist.get_world_size(),
     }
-    if ":" in values["model.model_name_or_path"]:
+    if names_function(values["model.model_name_or_path"]):
         values["model.init"] = "random"
     values |= {f"parallelism.{key}": value for key, value in parse_layout(layout).items()}
     for key in options:

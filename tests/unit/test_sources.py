@@ -9,8 +9,9 @@ import pytest
 
 from shardwright.config.schema import Data, Source
 from shardwright.data import sources
+from shardwright.data.files import find_files, sources_of
 from shardwright.data.formats import sample_of
-from shardwright.data.sources import columns, find_files, records, slices, sources_of
+from shardwright.data.sources import columns, records, slices
 from shardwright.errors import DataError
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import threading
 from collections.abc import Iterator
@@ -58,6 +59,10 @@ def write(directory: Path, kind: str) -> list[str]:
     for name, part in (("a", TEXTS[:23]), ("b", TEXTS[23:])):
         if kind == "jsonl":
             (directory / f"{name}.jsonl").write_text(lines(part))
+        elif kind == "jsonl.gz":
+            (directory / f"{name}.jsonl.gz").write_bytes(gzip.compress(lines(part).encode()))
+        elif kind == "json":
+            (directory / f"{name}.json").write_text(json.dumps([{"text": text} for text in part]))
         else:
             pq.write_table(pa.table({"text": part}), directory / f"{name}.parquet", row_group_size=7)
     return [str(directory / f"*.{kind}")]
@@ -142,8 +147,11 @@ def test_the_order_depends_on_the_seed_and_the_stream_only(tmp_path: Path, batch
     assert [documents([part.update(number)]) for number in range(24)] != once
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet", "function"])
-@pytest.mark.parametrize("batching", ["pad", "pack"])
+@pytest.mark.parametrize(
+    ("kind", "batching"),
+    [(kind, batching) for kind in ("jsonl", "parquet", "function") for batching in ("pad", "pack")]
+    + [("jsonl.gz", "pad"), ("json", "pad")],
+)
 def test_any_update_is_a_place_to_go_on_from(tmp_path: Path, kind: str, batching: str) -> None:
     """Cursors are plain values; the rows after them do not depend on where the run was taken up."""
     run = run_file(tmp_path, write(tmp_path, kind), batching=batching, max_length=16, steps=20)

@@ -11,6 +11,7 @@ from shardwright.arch.families import is_known, refuse_quantized
 from shardwright.arch.inventory import read_config, shape_from_config
 from shardwright.arch.known import known_shape
 from shardwright.arch.shape import Shape
+from shardwright.config.functions import names_function
 from shardwright.errors import ConfigError
 
 Inventory = Callable[[dict[str, Any]], dict[str, Any]]
@@ -27,7 +28,7 @@ def shape_of_model(
     is not to be known, and what building the model raises.
     """
     there, section = Path(name).exists(), dict(section or {})
-    if not there and ":" not in name:
+    if not there and not names_function(name):
         return known_shape(name)
     if there:
         config = read_config(name)

@@ -17,6 +17,7 @@ from shardwright.bench.spec import UPDATES, WARMUP, Spec
 from shardwright.bench.summary import entry, schedule_of
 from shardwright.bench.table import lines_below, show
 from shardwright.check.verb import check_layouts
+from shardwright.config.functions import names_function
 from shardwright.config.load import Loaded
 from shardwright.errors import CheckFailed, ConfigError, ExitCode, ShardwrightError
 from shardwright.launch import inside_a_launcher, run_workers
@@ -104,7 +105,11 @@ def _peers(request: Request, names: list[str], runs: dict[str, Loaded], console:
     if not request.versus:
         return []
     run = next(iter(runs.values())).run
-    if run.data.batching != "pad" or ":" in run.model.model_name_or_path or run.training.optimizer != "adamw":
+    if (
+        run.data.batching != "pad"
+        or names_function(run.model.model_name_or_path)
+        or run.training.optimizer != "adamw"
+    ):
         raise ConfigError(
             "--vs peers needs padded rows, a Transformers model and adamw.",
             "Other programs are given the same microbatches, whose documents or optimizer they do not know.",

@@ -23,6 +23,7 @@ from shardwright.check.shrink import (
     shrunk_config,
     shrunk_rows,
 )
+from shardwright.config.functions import names_function
 from shardwright.config.rates import check_length
 from shardwright.config.schema import Precision, RunFile
 from shardwright.models import build_model
@@ -97,7 +98,7 @@ def adjust(
 
 def _config(run: RunFile) -> dict[str, Any] | None:
     """The Transformers config with overrides, None for a model made by a function."""
-    return None if ":" in run.model.model_name_or_path else read_config(run.model).to_dict()
+    return None if names_function(run.model.model_name_or_path) else read_config(run.model).to_dict()
 
 
 def _size(run: RunFile, config: dict[str, Any] | None) -> Size:

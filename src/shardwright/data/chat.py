@@ -10,12 +10,15 @@ earlier turns, is refused with the line of the sample: no span is guessed.
 
 from __future__ import annotations
 
+import json
 import re
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shardwright.data.formats import Chat, Message
+from shardwright.data.conversation import Fitted, Text, is_empty
+from shardwright.data.formats import WEIGHTS, Chat, Message
 from shardwright.data.masks import Span
 from shardwright.data.sources import kind_of, unicode_of
 from shardwright.errors import ConfigError, DataError
@@ -31,18 +34,21 @@ class Rendered:
     """A conversation as text.
 
     spans: what is trained, later ones over earlier ones; None: all of it. exact: every boundary of a span must be a
-    boundary of tokens, since the spans were found from prefixes.
+    boundary of tokens, since the spans were found from prefixes. notes: (kind, subject) of what a person should know of it.
     """
 
     text: str
     spans: list[Span] | None
     exact: bool
+    notes: tuple[tuple[str, str], ...] = ()
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer, or the one in the file `path`."""
+    """The chat template of a tokenizer, or the one in the file `path`. special: texts of its special tokens."""
 
-    def __init__(self, tokenizer: Any, path: str | None, assistant_only: bool) -> None:
+    def __init__(
+        self, tokenizer: Any, path: str | None, assistant_only: bool, special: Iterable[str]
+    ) -> None:
         self.tokenizer, self.assistant_only = tokenizer, assistant_only
         self.name = path or "the tokenizer's chat template"
         self._given = None if path is None else read_template(path)
@@ -52,20 +58,20 @@ class ChatTemplate:
                 "Messages cannot be rendered without one.",
                 "Set data.chat_template to a file with a Jinja template.",
             )
-        self._special = tuple(tokenizer.all_special_tokens)
+        self._special = tuple(special)
         self._names = dict(tokenizer.special_tokens_map)
 
     def render(self, chat: Chat, where: str) -> Rendered:
         """The conversation and its spans. Raises `DataError` with `where` when a span cannot be found exactly."""
-        messages = [{k: v for k, v in m.items() if k not in ("train", "loss_weight")} for m in chat.messages]
-        template = self._given or self.tokenizer.get_chat_template(tools=chat.tools)
-        turns = _Turns(self, template, messages, chat, where)
+        turns = _Turns(self, self._given or self.tokenizer.get_chat_template(tools=chat.tools), chat, where)
         weights = [_weight(m, f"{where}: message {n}") for n, m in enumerate(chat.messages)]
-        assistants = [n for n, m in enumerate(messages) if m["role"] == "assistant"]
+        assistants = [n for n, m in enumerate(chat.messages) if m["role"] == "assistant"]
+        self._refuse_silent(turns, [n for n in assistants if weights[n] != 0 and n >= chat.first], where)
+        notes = self._notes(turns, chat)
         spans: list[Span] = []
         if not self.assistant_only:
             if not chat.first and all(weight in (None, 1.0) for weight in weights):
-                return Rendered(turns.text, None, False)
+                return Rendered(turns.text, None, False, notes)
             start = len(turns.before(chat.first)) if chat.first else 0
             spans.append((start, len(turns.text), 1.0))
         wanted: dict[int, float] = {}
@@ -79,23 +85,43 @@ class ChatTemplate:
         else:
             turns.exact = turns.exact or bool(wanted)
             spans += [(*turns.span(number), value) for number, value in wanted.items()]
-        return Rendered(turns.text, spans, turns.exact)
+        return Rendered(turns.text, spans, turns.exact, notes)
 
-    def text(
-        self, template: str, messages: list[Message], chat: Chat, where: str, **options: bool
-    ) -> tuple[str, list[tuple[int, int]]]:
-        """(text, spans of the {% generation %} marks) of some messages."""
+    def _refuse_silent(self, turns: _Turns, trained: list[int], where: str) -> None:
+        for number in turns.fitted.silent & set(trained):
+            message = turns.fitted.chat.messages[number]
+            keys = ", ".join(f"`{key}`" for key, value in message.items() if key != "role" and value)
+            raise DataError(
+                f"{where}: nothing of message {number} (assistant) stands in the text: {self.name} leaves {keys} out.",
+                "An empty turn would be trained.",
+                "Set data.chat_template to a template that renders it, or set `train: false` on the message.",
+            )
+
+    def _notes(self, turns: _Turns, chat: Chat) -> tuple[tuple[str, str], ...]:
+        empty = any(message["role"] == "assistant" and is_empty(message) for message in chat.messages)
+        return (
+            ("chat", ""),
+            *(("idle", what) for what in sorted(turns.fitted.idle)),
+            *(("changed", how) for how in sorted(turns.fitted.changed)),
+            *((("empty turn", ""),) if empty else ()),
+            *((("dated", ""),) if "strftime_now" in turns.template else ()),
+        )
+
+    def text(self, template: str, chat: Chat, where: str, **options: bool) -> Text:
+        """(text, spans of the {% generation %} marks) of a conversation."""
         from jinja2.exceptions import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
         values = self._names | (chat.template_kwargs or {})
+        if chat.documents is not None:
+            values["documents"] = chat.documents
         try:
             texts, marks = render_jinja_template(
-                [messages], tools=chat.tools, chat_template=template, **options, **values
+                [chat.messages], tools=chat.tools, chat_template=template, **options, **values
             )
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             shown = str(error).strip().splitlines()
-            roles = ", ".join(message["role"] for message in messages) or "none"
+            roles = ", ".join(message["role"] for message in chat.messages) or "none"
             raise DataError(
                 f"{where}: {self.name} cannot render the messages ({roles}).",
                 shown[0] if shown else type(error).__name__,
@@ -107,20 +133,15 @@ class ChatTemplate:
 class _Turns:
     """One conversation, rendered as a whole and up to any of its messages."""
 
-    def __init__(
-        self, owner: ChatTemplate, template: str, messages: list[Message], chat: Chat, where: str
-    ) -> None:
-        self.owner, self.template, self.messages, self.chat, self.where = (
-            owner,
-            template,
-            messages,
-            chat,
-            where,
-        )
+    def __init__(self, owner: ChatTemplate, template: str, chat: Chat, where: str) -> None:
+        self.owner, self.template, self.where = owner, template, where
         self.marked = bool(_MARKS.search(template))
-        self.text, self.marks = owner.text(
-            template, messages, chat, where, return_assistant_tokens_mask=self.marked
+        self.fitted = Fitted(
+            chat,
+            lambda chat: owner.text(template, chat, where, return_assistant_tokens_mask=self.marked),
         )
+        self.messages: list[Message] = self.fitted.chat.messages
+        self.text, self.marks = self.fitted.text
         unicode_of(self.text, "messages", where)
         self.exact = False
 
@@ -174,12 +195,9 @@ class _Turns:
     def _prefix(self, count: int, add_generation_prompt: bool = False) -> str:
         if not count and not add_generation_prompt:
             return ""
+        chat = replace(self.fitted.chat, messages=self.messages[:count])
         text, _ = self.owner.text(
-            self.template,
-            self.messages[:count],
-            self.chat,
-            self.where,
-            add_generation_prompt=add_generation_prompt,
+            self.template, chat, self.where, add_generation_prompt=add_generation_prompt
         )
         return text
 
@@ -204,17 +222,20 @@ def read_template(path: str) -> str:
 
 
 def _weight(message: Message, place: str) -> float | None:
-    """The weight that `train` and `loss_weight` of a message ask for; None: neither is given."""
-    train, weight = message.get("train"), message.get("loss_weight")
-    if train is not None and not isinstance(train, bool):
-        raise DataError(f"{place}: `train` is {kind_of(train)}, not true or false.")
-    if weight is None:
-        return None if train is None else float(train)
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < float("inf"):
-        shown = weight if isinstance(weight, int | float) else kind_of(weight)
-        raise DataError(f"{place}: `loss_weight` is {shown}.", "It must be a number of at least 0.")
-    if train is False and weight:
-        raise DataError(
-            f"{place}: `train` is false and `loss_weight` is {weight}.", "", "Remove one of them."
-        )
-    return float(weight)
+    """The weight that `train`, `loss_weight` or `weight` of a message ask for; None: none is given."""
+    given = {key: message[key] for key in WEIGHTS if message.get(key) is not None}
+    found: dict[str, float] = {}
+    for key, value in given.items():
+        if key == "train" and not isinstance(value, bool):
+            raise DataError(f"{place}: `train` is {kind_of(value)}, not true or false.")
+        number = isinstance(value, int | float) and (key == "train" or not isinstance(value, bool))
+        if not number or not 0 <= value < float("inf"):
+            shown = value if number else kind_of(value)
+            raise DataError(f"{place}: `{key}` is {shown}.", "It must be a number of at least 0.")
+        found[key] = float(value)
+    if found.get("train") == 1.0 and len(found) > 1:
+        del found["train"]  # a weight says more
+    if len(set(found.values())) > 1:
+        said = " and ".join(f"`{key}` is {json.dumps(given[key])}" for key in found)
+        raise DataError(f"{place}: {said}.", "", "Remove one of them.")
+    return next(iter(found.values()), None)

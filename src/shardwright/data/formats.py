@@ -4,11 +4,11 @@ format             columns                        trained
 text               text (or data.text_column)     all
 messages           messages                       assistant messages
 prompt_completion  prompt, completion             the completion: strings, or lists of messages
-tokens             input_ids                      all; or labels that are not -100; or loss_weights
+tokens             input_ids                      all, or as masks beside them say (`tokenised.py`)
 alpaca             instruction, output            output; `instruction` and `input` are the user's message
 sharegpt           conversations                  messages, from {from, value}
 
-`tools` and `chat_template_kwargs` beside messages go to the chat template. Other columns are not read.
+`tools`, `documents` and `chat_template_kwargs` beside messages go to the chat template. A column that nothing reads is counted.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from shardwright.config.schema import Data
-from shardwright.data.sources import TABLES, Record, columns, kind_of, no_column, text_of
+from shardwright.data import tokenised
+from shardwright.data.files import TABLES, kind_of_file
+from shardwright.data.sources import Record, columns, kind_of, no_column, text_of
 from shardwright.errors import ConfigError, DataError, did_you_mean
 
 REQUIRED = {
@@ -31,18 +32,18 @@ REQUIRED = {
     "alpaca": ("instruction", "output"),
     "sharegpt": ("conversations",),
 }
-OPTIONAL = frozenset(
-    (
-        "tools",
-        "chat_template_kwargs",
-        "labels",
-        "loss_weights",
-        "attention_mask",
-        "input",
-        "system",
-        "history",
-    )
-)
+FOR_TEMPLATE = {"tools": list, "documents": list, "chat_template_kwargs": dict}
+"""Columns beside messages that go to the chat template, and what each holds."""
+OPTIONAL: dict[str, tuple[str, ...]] = {
+    "text": (),
+    "messages": (*FOR_TEMPLATE,),
+    "prompt_completion": (*FOR_TEMPLATE,),
+    "tokens": tokenised.COLUMNS,
+    "alpaca": ("input", "system", "history"),
+    "sharegpt": ("system", *FOR_TEMPLATE),
+}
+WEIGHTS = ("train", "loss_weight", "weight")
+"""Keys of a message that say how it is trained, and that no template sees."""
 _ROLES = {
     "human": "user",
     "user": "user",
@@ -53,6 +54,7 @@ _ROLES = {
     "tool": "tool",
     "observation": "tool",
     "function_response": "tool",
+    "function_call": "assistant",
 }
 Message = dict[str, Any]
 
@@ -63,6 +65,7 @@ class Chat:
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
+    documents: list[dict[str, Any]] | None = None
     template_kwargs: dict[str, Any] | None = None
     first: int = 0
 
@@ -75,15 +78,7 @@ class Completion:
     completion: str
 
 
-@dataclass(frozen=True)
-class Tokens:
-    """Token ids and, where not all are trained alike, the weight of each as a target."""
-
-    ids: list[int]
-    weights: list[float] | None
-
-
-Sample = str | Chat | Completion | Tokens
+Sample = str | Chat | Completion | tokenised.Tokens
 
 
 def find_format(path: str, data: Data) -> str | None:
@@ -107,7 +102,7 @@ def format_of(present: list[str] | None, path: str, data: Data) -> str | None:
     if data.format != "auto" or data.text_column != "text":
         form = "text" if data.format == "auto" else data.format
         for column in (data.text_column,) if form == "text" else REQUIRED[form]:
-            if column not in present and Path(path).suffix in TABLES:  # a line of JSON is judged by itself
+            if column not in present and kind_of_file(path) in TABLES:  # a line of JSON is judged by itself
                 raise no_column(path, column, present, "data.text_column or data.format asks for it.")
         return form
     fits = [name for name, needed in REQUIRED.items() if set(needed) <= set(present)]
@@ -159,7 +154,7 @@ def sample_of(record: Record, form: str, data: Data, where: str) -> Sample:
         if column not in record:
             raise no_column(where, column, list(record), f"The format is {form}.")
     if form == "tokens":
-        return _tokens(record, where)
+        return tokenised.tokens_of(record, where)
     if form == "alpaca":
         return Chat(_alpaca(record, where))
     if form == "prompt_completion":
@@ -168,8 +163,13 @@ def sample_of(record: Record, form: str, data: Data, where: str) -> Sample:
         messages = [
             _turn(turn, f"`conversations[{n}]`", where) for n, turn in _list(record, "conversations", where)
         ]
-        return Chat(_system(record, where) + messages, *_for_template(record, where))
-    return Chat(_messages(record, "messages", where), *_for_template(record, where))
+        return Chat(_system(record, where) + messages, **_for_template(record, where))
+    return Chat(_messages(record, "messages", where), **_for_template(record, where))
+
+
+def columns_of(form: str, data: Data) -> frozenset[str]:
+    """The columns that a record of this format may have with an effect."""
+    return frozenset((data.text_column,) if form == "text" else (*REQUIRED[form], *OPTIONAL[form]))
 
 
 def _list(record: Record, column: str, where: str) -> list[tuple[int, Any]]:
@@ -180,31 +180,66 @@ def _list(record: Record, column: str, where: str) -> list[tuple[int, Any]]:
 
 
 def _messages(record: Record, column: str, where: str) -> list[Message]:
-    result = []
-    for number, message in _list(record, column, where):
-        place = f"{where}: `{column}[{number}]`"
-        if not isinstance(message, dict):
-            raise DataError(f"{place} is {kind_of(message)}, not a message of role and content.")
-        if not isinstance(message.get("role"), str):
-            raise DataError(f"{place} has no `role`.", f"It has: {', '.join(message) or 'nothing'}.")
-        result.append({key: value for key, value in message.items() if value is not None})
+    found = _list(record, column, where)
+    return [_message(message, f"{where}: `{column}[{number}]`") for number, message in found]
+
+
+def _message(message: Any, place: str) -> Message:
+    """A message with a role and something to say; keys that are null are left out."""
+    if not isinstance(message, dict):
+        raise DataError(f"{place} is {kind_of(message)}, not a message of role and content.")
+    if not isinstance(message.get("role"), str):
+        raise DataError(f"{place} has no `role`.", f"It has: {', '.join(message) or 'nothing'}.")
+    result = {key: value for key, value in message.items() if value is not None}
+    if isinstance(result.get("tool_calls"), str):
+        result["tool_calls"] = _from_json(result["tool_calls"], f"{place}: `tool_calls`")
+    if "content" not in result and not set(result) - {"role", "name", *WEIGHTS}:
+        why = "It is null." if "content" in message else f"It has: {', '.join(message)}."
+        raise DataError(f"{place} has no `content`.", why, "Correct or remove the line.")
+    if "content" in result:
+        _check_content(result["content"], place)
     return result
 
 
-def _for_template(record: Record, where: str) -> tuple[list[dict[str, Any]] | None, dict[str, Any] | None]:
-    """(tools, chat_template_kwargs) of the record; both may also be written as JSON strings."""
-    values: list[Any] = []
-    for column, kind in (("tools", list), ("chat_template_kwargs", dict)):
-        value = record.get(column)
-        if isinstance(value, str):
-            try:
-                value = json.loads(value)
-            except ValueError as error:
-                raise DataError(f"{where}: `{column}` is a string that is not JSON.", f"{error}.") from None
-        if value is not None and not isinstance(value, kind):
-            raise DataError(f"{where}: `{column}` is {kind_of(value)}, not {kind_of(kind())}.")
-        values.append(value or None)
-    return values[0], values[1]
+def _check_content(content: Any, place: str) -> None:
+    """Raises `DataError` for what is neither text nor a list of parts that are text."""
+    if isinstance(content, str):
+        return
+    if not isinstance(content, list):
+        raise DataError(
+            f"{place}: `content` is {kind_of(content)}, not text.", "", "Correct or remove the line."
+        )
+    for number, part in enumerate(content):
+        kind = part.get("type", "text") if isinstance(part, dict) else kind_of(part)
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise DataError(
+                f"{place}: part {number} of `content` is {kind}, not text.",
+                "Only text is trained on: the model would be given no picture, sound or file.",
+                "Remove the record, or the part.",
+            )
+
+
+def _from_json(text: str, place: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise DataError(f"{place} is a string that is not JSON.", f"{error}.") from None
+
+
+def _for_template(record: Record, where: str) -> dict[str, Any]:
+    """tools, documents and template_kwargs of a `Chat`; each, and each tool, may also be written as a JSON string."""
+    values: dict[str, Any] = {}
+    for column, kind in FOR_TEMPLATE.items():
+        value, place = record.get(column), f"{where}: `{column}`"
+        value = _from_json(value, place) if isinstance(value, str) and value else value
+        if isinstance(value, list):
+            value = [_from_json(item, place) if isinstance(item, str) else item for item in value]
+        if value and not isinstance(value, kind):
+            raise DataError(f"{place} is {kind_of(value)}, not {kind_of(kind())}.")
+        if isinstance(value, list) and not all(isinstance(item, dict) for item in value):
+            raise DataError(f"{place} holds something that is no object.", "", "Correct or remove the line.")
+        values[column.removeprefix("chat_")] = value or None
+    return values
 
 
 def _prompt_completion(record: Record, data: Data, where: str) -> Sample:
@@ -212,7 +247,7 @@ def _prompt_completion(record: Record, data: Data, where: str) -> Sample:
     if isinstance(prompt, list) and isinstance(completion, list):
         before, after = _messages(record, "prompt", where), _messages(record, "completion", where)
         first = len(before) if data.completion_only_loss is not False else 0
-        return Chat(before + after, *_for_template(record, where), first=first)
+        return Chat(before + after, first=first, **_for_template(record, where))
     if isinstance(prompt, list) or isinstance(completion, list):
         raise DataError(
             f"{where}: `prompt` is {kind_of(prompt)} and `completion` is {kind_of(completion)}.",
@@ -240,59 +275,20 @@ def _system(record: Record, where: str) -> list[Message]:
 
 
 def _turn(turn: Any, place: str, where: str) -> Message:
-    """A ShareGPT turn {from, value} as a message."""
+    """A ShareGPT turn {from, value} as a message; one of {role, content} is one already."""
+    if isinstance(turn, dict) and "from" not in turn and "role" in turn:
+        return _message(turn, f"{where}: {place}")
     if not isinstance(turn, dict) or not isinstance(turn.get("value"), str):
         raise DataError(f"{where}: {place} is no turn of `from` and `value`.")
     if turn.get("from") not in _ROLES:
         raise DataError(
             f"{where}: {place} is from `{turn.get('from')}`.", "", f"Known are {', '.join(_ROLES)}."
         )
-    marks = {key: turn[key] for key in ("train", "loss_weight") if turn.get(key) is not None}
-    return {"role": _ROLES[turn["from"]], "content": turn["value"], **marks}
-
-
-def _tokens(record: Record, where: str) -> Tokens:
-    ids = _numbers(record, "input_ids", int, where)
-    weights = None
-    if record.get("loss_weights") is not None:
-        weights = [float(weight) for weight in _numbers(record, "loss_weights", float, where)]
-        _same_length(weights, ids, "loss_weights", where)
-        for position, weight in enumerate(weights):
-            if not 0 <= weight < float("inf"):
-                raise DataError(
-                    f"{where}: `loss_weights[{position}]` is {weight}.", "A weight is at least 0."
-                )
-    if record.get("labels") is not None:
-        labels = _numbers(record, "labels", int, where)
-        _same_length(labels, ids, "labels", where)
-        for position, (label, token) in enumerate(zip(labels, ids)):
-            if label not in (token, -100):
-                raise DataError(
-                    f"{where}: `labels[{position}]` is {label} where `input_ids` has {token}.",
-                    "A label is the token at its own position or -100; labels are shifted here, once.",
-                    "Write labels that are not shifted.",
-                )
-        weights = [
-            0.0 if label == -100 else weight for label, weight in zip(labels, weights or [1.0] * len(ids))
+    more = {key: value for key, value in turn.items() if key not in ("from", "value") and value is not None}
+    if turn["from"] == "function_call":
+        calls = _from_json(turn["value"], f"{where}: {place}: the call")
+        calls = [
+            {"type": "function", "function": call} for call in (calls if isinstance(calls, list) else [calls])
         ]
-    if record.get("attention_mask") is not None:
-        mask = _numbers(record, "attention_mask", int, where)
-        _same_length(mask, ids, "attention_mask", where)
-        ids = [token for token, real in zip(ids, mask) if real]
-        weights = None if weights is None else [weight for weight, real in zip(weights, mask) if real]
-    return Tokens(ids, weights)
-
-
-def _same_length(values: Sequence[Any], ids: Sequence[int], column: str, where: str) -> None:
-    if len(values) != len(ids):
-        raise DataError(f"{where}: `{column}` has {len(values)} values for {len(ids)} `input_ids`.")
-
-
-def _numbers(record: Record, column: str, kind: type, where: str) -> list[Any]:
-    for position, value in _list(record, column, where):
-        good = isinstance(value, int | kind) and not isinstance(value, bool)
-        if not good or (column == "input_ids" and not 0 <= value < 2**31):
-            shown = value if isinstance(value, int | float) else kind_of(value)
-            raise DataError(f"{where}: `{column}[{position}]` is {shown}.")
-    values: list[Any] = record[column]
-    return values
+        return {"role": "assistant", "tool_calls": calls, **more}
+    return {"role": _ROLES[turn["from"]], "content": turn["value"], **more}

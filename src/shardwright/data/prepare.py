@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 
 from shardwright.config.schema import Data, RunFile
+from shardwright.data.files import sources_of
 from shardwright.data.formats import refuse_without_effect
 from shardwright.data.mixture import Mixture
+from shardwright.data.notices import notices
 from shardwright.data.read import Read, Split, read_documents
 from shardwright.data.rows import Cut, Overlong, PackingStrategy
-from shardwright.data.sources import sources_of
 from shardwright.data.stream import Place, Stream
 from shardwright.data.table import Table
 from shardwright.data.windows import Windows
@@ -103,7 +104,7 @@ def prepare(run: RunFile, split: Split = "train") -> Prepared | None:
         cached=read.cached,
         notices=(
             *([_STREAMED] if streamed else ()),
-            *_notices(run, split, read.tokenizer_path, meta, counts),
+            *notices(run, split, read.tokenizer_path, meta, counts),
             *(() if mixture is None else _mixture_notice(run, mixture)),
         ),
     )
@@ -227,44 +228,3 @@ def check_vocabulary(run: RunFile, tokenizer_path: Path | None, meta: dict[str, 
             "Use the model's own tokenizer, or for a new model set model.config_overrides to "
             f"{{vocab_size: {max(largest + 1, meta['vocabulary'] or 0)}}}.",
         )
-
-
-def _notices(
-    run: RunFile, split: str, tokenizer_path: Path | None, meta: dict[str, Any], counts: dict[str, int]
-) -> list[str]:
-    """Lines for what was left out, cut or has no effect."""
-    length, read, documents = run.data.max_length, counts["documents_read"], counts["documents"]
-    lines = []
-    reads_eos = {"text", "prompt_completion"} & set(meta["formats"])
-    if run.data.append_eos and meta["eos_id"] is None and reads_eos:
-        lines.append(f"the tokenizer in {tokenizer_path} has no eos token: data.append_eos has no effect")
-    if counts["empty_documents"]:
-        lines.append(f"{counts['empty_documents']} of {read} documents are empty and left out")
-    if counts["masked_documents"]:
-        lines.append(
-            f"{counts['masked_documents']} of {read} documents have no token that is trained and are left out; "
-            f"the first is {meta['first']['masked']}"
-        )
-    if counts["crossing_tokens"]:
-        lines.append(
-            f"in {counts['crossing_tokens']} of {read} documents a token holds characters of what is given and of "
-            f"what is trained, and is trained; the first is {meta['first']['crossing']}"
-        )
-    if counts["split_documents"]:
-        lines.append(
-            f"{counts['split_documents']} of {documents} documents are longer than {length} tokens and split"
-        )
-    if counts["truncated_documents"]:
-        lines.append(
-            f"{counts['truncated_documents']} of {documents} documents are longer than {length} tokens and "
-            f"cut off; {counts['truncated_tokens']} of {counts['tokens']} tokens are lost"
-        )
-    if counts["targetless_rows"]:
-        lines.append(f"{counts['targetless_rows']} pieces of documents hold no target and are left out")
-    full = -(-counts["row_tokens"] // length)
-    if run.data.batching == "pad" and counts["rows"] > 2 * full:
-        lines.append(
-            f"more than half of the slots are padding; with data.batching pack about {full:,} rows hold what these "
-            f"{counts['rows']:,} do, with bucket they are no wider than the longest beside them"
-        )
-    return [f"{split}: {line}" for line in lines]

@@ -13,14 +13,14 @@ from typing import Any, Literal
 
 from shardwright.config.schema import Data, RunFile
 from shardwright.data.chat import read_template
+from shardwright.data.files import DataFile, find_files, sources_of
 from shardwright.data.formats import find_format, refuse_without_effect
-from shardwright.data.sources import DataFile, find_files, sources_of
 from shardwright.data.table import FORMAT, Documents
 from shardwright.data.tokenise import tokenizer_directory, tokenizer_files, write_documents
 from shardwright.errors import ConfigError, DataError
 
 Split = Literal["train", "validation"]
-ENCODING = 1
+ENCODING = 2
 """Raised when the same records and settings give other tokens or weights than before."""
 
 

@@ -1,13 +1,7 @@
-"""From files, globs and data set directories to records, each with the file and line it came from.
+"""From files to records, each with the file and line it came from (`files.py` says which kinds there are).
 
-.jsonl, .json  JSON Lines: one object per line; blank lines are passed over
-.txt           one document per line, as in Hugging Face's `text` data sets; use JSONL for longer ones
-.parquet       one record per row; the row's number, from 1, stands for the line
-.arrow         the same, in a directory that `datasets.Dataset.save_to_disk` wrote
-A directory means the files of these kinds in it, or the data set saved there; of a saved DatasetDict one split.
-Files are taken in the order of the patterns, and sorted within one.
-
-A file is read in slices, so that several processes can read one file.
+JSON Lines are one object per line; blank lines are passed over. The number of a row, from 1, stands for the line where there
+are none. A file is read in slices, so that several processes can read one file.
 """
 
 from __future__ import annotations
@@ -15,16 +9,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from glob import glob, has_magic
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
-from shardwright.config.schema import Source
+from shardwright.data.files import TABLES, is_compressed, kind_of_file, opened
 from shardwright.errors import DataError, did_you_mean
 
-KINDS = (".jsonl", ".json", ".txt", ".parquet", ".arrow")
-TABLES = (".parquet", ".arrow")
 Record = dict[str, Any]
 _SLICE_BYTES = 1 << 18
 _SLICE_ROWS = 1000
@@ -32,18 +22,11 @@ _BOM = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True)
-class DataFile:
-    """One file, and the number of the entry of data.train (or data.validation) that named it."""
-
-    path: str
-    source: int
-
-
-@dataclass(frozen=True)
 class Slice:
     """Records of one file: `length` bytes of lines from `start` on, the rows in `table`, an arrow stream, or `rows`.
 
-    file: its number. first_line: line (or row) of the first record, from 1. size: lines (or rows).
+    file: its number. first_line: line (or row) of the first record, from 1. size: lines (or rows). lines: the bytes, where the
+    file is compressed. unread: columns of a table that nobody asked for.
     """
 
     file: int
@@ -52,81 +35,19 @@ class Slice:
     start: int = 0
     length: int = 0
     table: bytes | None = None
-    rows: tuple[Record, ...] | None = None
+    rows: tuple[Any, ...] | None = None
     size: int = 0
-
-
-def sources_of(entries: Sequence[str | Source]) -> list[Source]:
-    """The entries of data.train or data.validation, each as a `Source`."""
-    return [Source(path=entry) if isinstance(entry, str) else entry for entry in entries]
-
-
-def find_files(sources: Sequence[Source], key: str) -> list[DataFile]:
-    """The files of `sources`. `key` is where they stand in the run file: data.train or data.validation.
-
-    Raises `DataError` for a pattern without files, a file of another kind, a file that two patterns name, and a
-    split that is not there.
-    """
-    found: dict[Path, DataFile] = {}
-    for number, source in enumerate(sources):
-        files = _expand(source, key)
-        if not files:
-            is_directory = Path(source.path).is_dir()
-            what = "is a directory without data files" if is_directory else "names no file"
-            raise DataError(
-                f"{key}: `{source.path}` {what}.", f"Read from {Path.cwd()}.", f"Kinds: {', '.join(KINDS)}."
-            )
-        for file in files:
-            if file.suffix not in KINDS:
-                raise DataError(f"{key}: {file} is of no known kind.", "", f"Kinds: {', '.join(KINDS)}.")
-            if file.resolve() in found:
-                other = sources[found[file.resolve()].source].path
-                raise DataError(
-                    f"{key}: {file} is named by `{other}` and by `{source.path}`.",
-                    "Its documents would count twice.",
-                    "Narrow one of the patterns; `weight` says how often a source is passed.",
-                )
-            found[file.resolve()] = DataFile(str(file.resolve()), number)
-    return list(found.values())
-
-
-def _expand(source: Source, key: str) -> list[Path]:
-    path = Path(source.path)
-    if (path / "dataset_dict.json").is_file():
-        splits = json.loads((path / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]
-        split = source.split or key.removeprefix("data.")
-        if split not in splits:
-            raise DataError(
-                f"{key}: {path} has no split `{split}`.",
-                f"It has: {', '.join(splits)}.",
-                f"Write {{path: {path}, split: {splits[0]}}}.",
-            )
-        path /= split
-    elif source.split is not None:
-        raise DataError(
-            f"{key}: `split: {source.split}` has no effect.",
-            f"{path} is no saved DatasetDict.",
-            "Remove it, or name the directory that save_to_disk wrote.",
-        )
-    if (path / "state.json").is_file():
-        state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-        return [path / file["filename"] for file in state["_data_files"]]
-    if path.is_dir():
-        return sorted(file for file in path.iterdir() if file.suffix in KINDS)
-    if has_magic(source.path):
-        return sorted(Path(name) for name in glob(source.path, recursive=True) if Path(name).is_file())
-    return [path] if path.is_file() else []
+    lines: bytes | None = None
+    unread: tuple[str, ...] = ()
 
 
 def columns(path: str) -> list[str] | None:
     """The columns of a file's first record; None for a file of plain lines, and empty for one without records."""
-    suffix = Path(path).suffix
-    if suffix == ".txt":
+    kind = kind_of_file(path)
+    if kind == ".txt":
         return None
-    if suffix == ".parquet":
-        return list(_parquet(path).schema_arrow.names)
-    if suffix == ".arrow":
-        return list(_arrow(path).schema.names)
+    if kind in TABLES:
+        return _names(path)
     first = next((record for part in slices(0, path) for _, record in records(part)), None)
     return [] if first is None else list(first)
 
@@ -136,14 +57,60 @@ def slices(
 ) -> Iterator[Slice]:
     """The slices of a file in order. keep: the only columns that are wanted of a table.
 
-    byte, line: where to begin, the end of one of its slices; of a table its row, `line`, suffices.
+    byte, line: where to begin, the end of one of its slices; where rows are counted, `line` suffices.
     """
-    if Path(path).suffix not in TABLES:
+    kind = kind_of_file(path)
+    if kind in TABLES:
+        unread = () if keep is None else tuple(name for name in _names(path) if name not in keep)
+        for batch in _batches(path, keep, line - 1):
+            yield Slice(file, path, line, table=_to_stream(batch), size=batch.num_rows, unread=unread)
+            line += batch.num_rows
+    elif kind == ".json" and (whole := _whole(path)) is not None:
+        for first in range(line - 1, len(whole), _SLICE_ROWS):
+            rows = tuple(whole[first : first + _SLICE_ROWS])
+            yield Slice(file, path, first + 1, rows=rows, size=len(rows))
+    else:
         yield from _line_slices(file, path, byte, line)
-        return
-    for batch in _batches(path, keep, line - 1):
-        yield Slice(file, path, line, table=_to_stream(batch), size=batch.num_rows)
-        line += batch.num_rows
+
+
+def _names(path: str) -> list[str]:
+    """The columns of a table."""
+    return list(_parquet(path).schema_arrow.names if path.endswith(".parquet") else _arrow(path).schema.names)
+
+
+def _whole(path: str) -> list[Any] | None:
+    """The records of a .json file that is one array, or one object; None where it is JSON Lines."""
+    with opened(path) as source:
+        while (first := source.readline()) and not first.removeprefix(_BOM).strip():
+            pass
+        first, second = first.removeprefix(_BOM).strip(), source.readline()
+    is_array = first.startswith(b"[")
+    if not is_array and not (first.startswith(b"{") and _is_one(first, second)):
+        return None
+    with opened(path) as source:
+        content = source.read().removeprefix(_BOM)
+    try:
+        value = json.loads(content)
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path}: byte {error.start + 1} is not UTF-8.", "", "Convert the file to UTF-8."
+        ) from None
+    except ValueError as error:
+        if not is_array:
+            return None  # the line that is no JSON will be named
+        raise DataError(f"{path} begins as a JSON array and is none.", f"{error}.") from None
+    if isinstance(value, dict):
+        return value["data"] if isinstance(value.get("data"), list) else [value]
+    return list(value)
+
+
+def _is_one(first: bytes, second: bytes) -> bool:
+    """Whether a file of these first lines may be one object: over several lines, or around its records."""
+    try:
+        value = json.loads(first)
+    except ValueError:
+        return True
+    return isinstance(value, dict) and isinstance(value.get("data"), list) and not second.strip()
 
 
 def _batches(path: str, keep: frozenset[str] | None, skip: int) -> Iterator[Any]:
@@ -182,12 +149,12 @@ def _to_stream(batch: Any) -> bytes:
 
 
 def _line_slices(file: int, path: str, start: int, line: int) -> Iterator[Slice]:
-    with open(path, "rb") as source:
-        source.seek(start)
+    packed = is_compressed(path)
+    with opened(path, start) as source:
         while block := source.read(_SLICE_BYTES):
             block += source.readline()
             lines = block.count(b"\n")
-            yield Slice(file, path, line, start, len(block), size=lines)
+            yield Slice(file, path, line, start, len(block), size=lines, lines=block if packed else None)
             start, line = start + len(block), line + lines
 
 
@@ -197,25 +164,31 @@ def records(part: Slice, text_column: str = "text") -> Iterator[tuple[int, Recor
     Raises `DataError` with file and line for what is no record.
     """
     if part.rows is not None:
-        yield from enumerate(map(_without_nulls, part.rows), part.first_line)
+        for line, row in enumerate(part.rows, part.first_line):
+            if not isinstance(row, dict):
+                raise DataError(f"{part.path}:{line}: it is {kind_of(row)}, not an object with columns.")
+            yield line, row
     elif part.table is not None:
         import pyarrow as pa
 
         rows = pa.ipc.open_stream(part.table).read_all().to_pylist()
-        yield from enumerate(map(_without_nulls, rows), part.first_line)
+        yield from enumerate(map(without_nulls, rows), part.first_line)
     else:
+        is_text = kind_of_file(part.path) == ".txt"
         for line, raw in _lines(part):
             where = f"{part.path}:{line}"
-            if part.path.endswith(".txt"):
+            if is_text:
                 yield line, {text_column: _decode(raw, where).rstrip("\r\n")}
             elif raw.strip():
                 yield line, _json(_decode(raw, where).strip(), where)
 
 
 def _lines(part: Slice) -> Iterator[tuple[int, bytes]]:
-    with open(part.path, "rb") as source:
-        source.seek(part.start)
-        block = source.read(part.length)
+    block = part.lines
+    if block is None:
+        with open(part.path, "rb") as source:
+            source.seek(part.start)
+            block = source.read(part.length)
     for line, raw in enumerate(block.removesuffix(b"\n").split(b"\n"), part.first_line):
         yield line, raw.removeprefix(_BOM) if line == 1 else raw
 
@@ -236,7 +209,11 @@ def _json(source: str, where: str) -> Record:
         why = (
             f"{error.msg}, column {error.colno}." if isinstance(error, json.JSONDecodeError) else f"{error}."
         )
-        fix = "A JSON array is not JSON Lines: write one object per line." if source[0] == "[" else ""
+        fix = (
+            "A JSON array is not JSON Lines: write one object per line, or name the file .json."
+            if source[0] == "["
+            else ""
+        )
         raise DataError(f"{where}: the line is not JSON.", why, fix) from None
     if not isinstance(record, dict):
         raise DataError(f"{where}: the line is {kind_of(record)}, not an object with columns.")
@@ -262,7 +239,7 @@ def _arrow(path: str) -> Any:
         raise DataError(f"{path} is not an arrow stream.", f"{error}".splitlines()[0]) from None
 
 
-def _without_nulls(record: Record) -> Record:
+def without_nulls(record: Record) -> Record:
     """The record without the keys inside its columns that are null: tables give every object every key."""
 
     def clean(value: Any) -> Any:

@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import importlib
 import json
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from shardwright.config.functions import names_function
 from shardwright.config.schema import Data
+from shardwright.data.files import DataFile, find_files, sources_of
 from shardwright.data.formats import find_format, format_of
 from shardwright.data.read import digest_of
-from shardwright.data.sources import DataFile, Record, Slice, find_files, slices, sources_of
+from shardwright.data.sources import Record, Slice, slices, without_nulls
 from shardwright.errors import ConfigError, DataError, did_you_mean
 
-_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _SLICE_RECORDS = 256
 
 
@@ -74,7 +74,7 @@ class FunctionSource:
                 "A record is a dict of columns.",
                 "Yield dicts.",
             )
-        return record
+        return without_nulls(record)
 
 
 @dataclass(frozen=True)
@@ -110,9 +110,9 @@ class Stream:
                     "How often a source is passed in an epoch needs its length.",
                     "Remove it, or data.streaming.",
                 )
-            if is_function(source.path):
+            if names_function(source.path):
                 self.sources.append(FunctionSource(source.path, _imported(source.path)))
-        files = [source for source in named if not is_function(source.path)]
+        files = [source for source in named if not names_function(source.path)]
         if self.sources and files:
             raise ConfigError(
                 "data.train names files and a function.",
@@ -148,12 +148,9 @@ class Stream:
     def passed(self, place: Place) -> str:
         """A digest of the sizes of the files that lie before `place`: all of them in a second pass."""
         last = len(self.sources) if place.turn else place.source
-        return digest_of([Path(name).stat().st_size for name in self.names[:last] if not is_function(name)])
-
-
-def is_function(path: str) -> bool:
-    """Whether an entry of data.train is `package.module:function`."""
-    return bool(_FUNCTION.fullmatch(path)) and not Path(path).exists()
+        return digest_of(
+            [Path(name).stat().st_size for name in self.names[:last] if not names_function(name)]
+        )
 
 
 def _format(source: FileSource | FunctionSource, data: Data) -> str | None:

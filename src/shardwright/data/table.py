@@ -4,7 +4,7 @@ A directory holds, for one set of files and one tokenizer:
   tokens.bin      tokens of all documents, one after the other: uint16, or uint32 if the vocabulary needs it
   documents.npy   int64 [documents, 3]: where the document ends in tokens.bin, its file, its line
   weights.bin     float32, one for each token: its weight as a target, 0 for one that is not trained; absent where all are 1
-  meta.json       files, counts, special tokens
+  meta.json       files, counts, notes, special tokens
 and, for each way of making rows, a directory rows-... with
   pieces.npy      int64 [pieces, 2]: start in tokens.bin and length of each piece of a document, row by row
   rows.npy        int64 [rows, 3]: where the row ends among the pieces, its tokens, its targets
@@ -35,7 +35,7 @@ from shardwright.errors import DataError
 
 _T = TypeVar("_T", bound=np.generic)
 
-FORMAT = 2
+FORMAT = 3
 IGNORE = -100
 _BLOCK = 2**22  # weights hashed at a time
 

@@ -12,6 +12,7 @@ import multiprocessing
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import astuple
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,9 @@ from rich.console import Console
 
 from shardwright.config.schema import Data
 from shardwright.data.encode import Encoded, Encoder
-from shardwright.data.sources import DataFile, Slice, slices
+from shardwright.data.files import DataFile
+from shardwright.data.notes import Notes
+from shardwright.data.sources import Slice, slices
 from shardwright.data.table import FORMAT, Documents, new_directory, token_dtype
 from shardwright.errors import ConfigError, DataError
 from shardwright.models.directory import TOKENIZER_FILES
@@ -166,6 +169,7 @@ class DocumentWriter:
         self.counts: Counter[str] = Counter()
         self.first: dict[str, str] = {}
         self.ends: list[np.ndarray] = []
+        self.notes = Notes()
         self.tokens, self.largest, self.weighted = 0, -1, False
 
     def append(self, part: Slice, found: Encoded) -> None:
@@ -182,6 +186,7 @@ class DocumentWriter:
         self.tokens += len(found.ids)
         self.largest = max(self.largest, int(found.ids.max(initial=-1)))
         self.counts.update(found.counts)
+        self.notes.update(found.notes)
         for name, line in found.first.items():
             self.first.setdefault(name, f"{part.path}:{line}")
 
@@ -206,6 +211,7 @@ class DocumentWriter:
             "tokens_digest": self.digest.hexdigest(),
             "counts": dict(self.counts),
             "first": self.first,
+            "notes": [astuple(note) for note in self.notes],
             "format": FORMAT,
             "files": list(files),
             "formats": list(formats),

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from shardwright.config.functions import names_function
 from shardwright.errors import ConfigError
 from shardwright.layout.axes import Axes
 
@@ -114,7 +115,7 @@ def features(run: RunFile, axes: Axes) -> dict[str, str]:
         found["offload"] = f"memory.cpu_offload {memory.cpu_offload}"
     if run.data.batching == "pack":
         found["pack"] = "data.batching pack"
-    if ":" in run.model.model_name_or_path:
+    if names_function(run.model.model_name_or_path):
         found["module"] = f"the model function {run.model.model_name_or_path}"
     return found
 

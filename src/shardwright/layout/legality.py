@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from shardwright.config.functions import names_function
 from shardwright.config.load import Loaded, keys
 from shardwright.config.rates import check_length
 from shardwright.config.schema import RunFile
@@ -28,7 +29,7 @@ def _idle_options(loaded: Loaded) -> Iterator[tuple[str, str]]:
     given = {
         key for key, origin in loaded.origin.items() if origin != "default" and settings[key] is not None
     }
-    sharded, module = p.data_parallel != "ddp", ":" in run.model.model_name_or_path
+    sharded, module = p.data_parallel != "ddp", names_function(run.model.model_name_or_path)
     idle: dict[str, str] = {}
 
     def when(condition: bool, reason: str, *keys: str) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import fnmatch
 import importlib
 import inspect
-import re
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shardwright.config.functions import names_function
 from shardwright.config.schema import Model
 from shardwright.errors import ModelError, did_you_mean
 from shardwright.models.adapters import tied_names
@@ -24,7 +23,6 @@ from shardwright.models.weights import read_headers
 RECIPES = (
     "_shardwright_recipes"  # attribute of each module: {name of its parameter, buffer or tensor: Recipe}
 )
-_FUNCTION = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
 # Written by old versions of Transformers; now computed, or not used at all.
 _IGNORED_WEIGHTS = (r"rotary_emb\.inv_freq$", r"\.attn\.(masked_)?bias$", r"(^|\.)position_ids$")
 
@@ -39,7 +37,7 @@ def build_model(spec: Model, dtype: torch.dtype) -> nn.Module:
     pretrained`, an override that is no key of the config, a freeze pattern that matches nothing.
     """
     recorder = Recorder()
-    if _FUNCTION.match(spec.model_name_or_path) and not Path(spec.model_name_or_path).exists():
+    if names_function(spec.model_name_or_path):
         model = _from_function(spec, recorder)
     else:
         model = _from_directory(spec, recorder)
@@ -108,7 +106,7 @@ def _recorded(kind: Any, config: Any, attention: str, recorder: Recorder) -> nn.
 def check_own_attention(model: nn.Module, spec: Model) -> None:
     """Raises `ModelError` where `model`, which keeps its own core attention, does not have the one that `spec` asks for."""
     built = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    if not _FUNCTION.match(spec.model_name_or_path) and built != spec.attn_implementation:
+    if not names_function(spec.model_name_or_path) and built != spec.attn_implementation:
         raise ModelError(
             f"{type(model).__name__} does not have model.attn_implementation {spec.attn_implementation}.",
             "Its attention does what that cannot, for example caps or shifts its scores.",

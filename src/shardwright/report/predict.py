@@ -11,6 +11,7 @@ from typing import Any
 from shardwright.arch.inventory import matrix_weights
 from shardwright.arch.of_model import Inventory, built_by, shape_of_model
 from shardwright.arch.shape import Shape
+from shardwright.config.functions import names_function
 from shardwright.config.schema import RunFile
 from shardwright.errors import ConfigError, ShardwrightError
 from shardwright.layout.axes import resolve_axes
@@ -73,7 +74,7 @@ class Forecast:
 def shape_of(run: RunFile, inventory: Inventory | None) -> Shape:
     """The planner's shape of the run's model. Raises `ConfigError` where it cannot be known."""
     name = run.model.model_name_or_path
-    if not (":" in name or Path(name).exists()):
+    if not (names_function(name) or Path(name).exists()):
         raise ConfigError(
             f"the model `{name}` is not to be found from here.", "", "Run report where the run was started."
         )

@@ -45,7 +45,7 @@ def start_training(
     device = device_kind(loaded.run.hardware.device, counts[0])
     check_device(loaded.run, device)
     for notice in notices(loaded.run):
-        console.print(notice, highlight=False, soft_wrap=True)
+        console.print(notice, highlight=False, markup=False, soft_wrap=True)
     output_dir = Path(loaded.run.checkpoint.output_dir)
     with owned(output_dir, "train", lambda text: console.print(text, highlight=False, soft_wrap=True)):
         prepare_run(loaded, console, exported=True)
@@ -92,7 +92,9 @@ def possible_counts(loaded: Loaded, most: int, least: int, console: Console) -> 
         except ConfigError as error:
             refused = refused or error
             if least < most:
-                console.print(f"Not on {count} ranks: {error.what}", highlight=False, soft_wrap=True)
+                console.print(
+                    f"Not on {count} ranks: {error.what}", highlight=False, markup=False, soft_wrap=True
+                )
         else:
             found.append(count)
     if refused is not None and not found:
@@ -120,7 +122,7 @@ def prepare_run(loaded: Loaded, console: Console, exported: bool = False) -> Pre
     splits = [prepared for prepared in (train, prepare(run, "validation")) if prepared is not None]
     for prepared in splits:
         for line in (prepared.summary(), *prepared.notices):
-            console.print(line, highlight=False, soft_wrap=True)
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
     if train is None:
         raise ConfigError("data.train names no file.")
     for line in (*unused_weights(model, run.model), *(export_lines(run, model, train) if exported else ())):

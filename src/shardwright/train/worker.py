@@ -71,7 +71,9 @@ def run_rank(loaded: Loaded, alone: bool = False) -> int:
                 _describe(loaded, engine, connection, console)
             code = trainer.train(stop, own_job())
         if code == 0 and (directory := export_model(run, engine.module)) is not None:
-            console.print(f"Wrote {directory} (Hugging Face format).", highlight=False, soft_wrap=True)
+            console.print(
+                f"Wrote {directory} (Hugging Face format).", highlight=False, markup=False, soft_wrap=True
+            )
         trainer.checkpoints.refuse_unsaved()
         watch.close()
     return code
@@ -137,7 +139,7 @@ def _describe(loaded: Loaded, engine: Engine, connection: Connection, console: C
     }
     (output_dir / "environment.json").write_text(json.dumps(environment, indent=1) + "\n", encoding="utf-8")
     for notice in connection.notices:
-        console.print(notice, highlight=False, soft_wrap=True)
+        console.print(notice, highlight=False, markup=False, soft_wrap=True)
     precision = loaded.run.precision
     name = type(engine.module).__name__.removeprefix("FSDP")
     console.print(
