@@ -26,7 +26,7 @@ from shardwright.export import save_pretrained
 from shardwright.models import build_model, find_parts, materialise
 from shardwright.models.adapters import canonical_parameters
 
-pytestmark = pytest.mark.gloo
+pytestmark = [pytest.mark.gloo, pytest.mark.slow]
 CPU = torch.device("cpu")
 EXAMPLES = Path(__file__).parents[2] / "examples"
 IDS = torch.arange(20).view(2, 10) * 11

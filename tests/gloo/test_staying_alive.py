@@ -22,7 +22,7 @@ from shardwright.launch import Pulse
 from shardwright.train.anomaly import LEAST
 from shardwright.train.loop import Trainer
 
-pytestmark = pytest.mark.gloo
+pytestmark = [pytest.mark.gloo, pytest.mark.slow]
 SPIKE_AT = LEAST + 2
 
 

@@ -141,6 +141,7 @@ def test_the_order_depends_on_the_seed_and_the_stream_only(tmp_path: Path, batch
     assert [documents([part.update(number)]) for number in range(24)] != once
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "function"])
 @pytest.mark.parametrize("batching", ["pad", "pack"])
 def test_any_update_is_a_place_to_go_on_from(tmp_path: Path, kind: str, batching: str) -> None:
