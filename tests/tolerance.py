@@ -24,9 +24,8 @@ import torch
 from torch import Tensor
 
 CONFIDENCE = 8.0
-GROWTH = (
-    2.0**16
-)  # of a difference of gradients through a few steps of AdamW; the oracles' `with_bounds` measures that it holds
+GROWTH = 2.0**16  # of a difference of gradients through a few steps of AdamW, in weights and gradients
+LATER = 16.0  # in losses. The oracles measure both (`with_bounds`) and fail where they no longer hold
 DISTURBANCE = 2.0**-30  # far above float64's roundoff and far below anything that is not linear any more
 
 

@@ -349,7 +349,10 @@ def with_bounds(right: Outcome, other: Outcome) -> Outcome:
             for name, entries in right.moments.items()
         },
     )
-    assert max(right.apart.losses) <= 2 * first and max(right.apart.gradients) <= tolerance.GROWTH * first
+    assert (
+        max(right.apart.losses) <= tolerance.LATER * first
+        and max(right.apart.gradients) <= tolerance.GROWTH * first
+    )
     assert worst(other.weights, right.weights)[0] * scale <= tolerance.GROWTH * first
     return right
 

@@ -138,7 +138,7 @@ def _compared(engine: Engine, source: Saved, continued: bool) -> str:
     if continued:
         loss = _update(engine, UPDATES - 1)
         shapes, tokens = dict(engine.module.named_parameters()), ROWS * T
-        if abs(loss / source.loss - 1) > 2 * tolerance.of_model(shapes, tokens):
+        if abs(loss / source.loss - 1) > tolerance.LATER * tolerance.of_model(shapes, tokens):
             return f"next loss {loss} where {source.loss} is right"
     return ""
 

@@ -30,7 +30,7 @@ from shardwright.models import build_model, find_parts, materialise
 from shardwright.models.adapters import canonical_parameters
 from shardwright.train.update import Engine
 
-pytestmark = pytest.mark.gloo
+pytestmark = [pytest.mark.gloo, pytest.mark.slow]
 CPU = torch.device("cpu")
 EXAMPLES = Path(__file__).parents[2] / "examples"
 IDS = torch.arange(20).view(2, 10) * 11

@@ -275,7 +275,7 @@ def compare(name: str, case: tuple[str, dict[str, Any]], found: Outcome, directo
     moved = tolerance.moved(found.start, ROWS * T)
     for update, result in enumerate(found.results):
         loss = right.moments[str(update)]["loss"].item()
-        assert abs(result.loss - loss) <= 2 * rounding * loss, (update, result.loss, loss)
+        assert abs(result.loss - loss) <= tolerance.LATER * rounding * loss, (update, result.loss, loss)
         difference, where = worst(found.gradients[update], right.gradients[update])
         assert difference <= (moved if update else rounding), (
             f"gradient of {where} in update {update}: {difference}"

@@ -23,7 +23,7 @@ from shardwright.layout.legality import check_run
 from shardwright.train import utilisation
 from shardwright.train.metrics import Metrics, Values
 
-pytestmark = pytest.mark.gloo
+pytestmark = [pytest.mark.gloo, pytest.mark.slow]
 PEAK = 1e9
 
 
@@ -72,7 +72,6 @@ def test_counters_mfu_and_exposed_communication() -> None:
     assert ranks[0]["ddp"]["comm/exposed_seconds"] == ranks[1]["ddp"]["comm/exposed_seconds"]
 
 
-@pytest.mark.slow
 def test_until_an_evaluation_loss_is_reached(tmp_path: Path) -> None:
     """The run ends after the first evaluation that is low enough, saves, and says how long training took."""
     tiny = EXAMPLES / "tiny"

@@ -23,7 +23,7 @@ from shardwright.layout.placement import Job
 from shardwright.train.anomaly import LEAST
 from shardwright.train.loop import Trainer
 
-pytestmark = pytest.mark.gloo
+pytestmark = [pytest.mark.gloo, pytest.mark.slow]
 SPIKE_AT = LEAST + 2
 
 

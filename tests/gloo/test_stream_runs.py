@@ -11,7 +11,7 @@ from tests import tolerance
 from tests.gloo.test_train_verb import ROOT, losses, run
 from transformers import AutoConfig, AutoModelForCausalLM
 
-pytestmark = pytest.mark.gloo
+pytestmark = [pytest.mark.gloo, pytest.mark.slow]
 UPDATES = 8
 
 
@@ -40,7 +40,7 @@ def test_a_stream_goes_on_at_another_world_size(tmp_path: Path) -> None:
     done = run(options(tmp_path, "again", 1))
     assert done.returncode == 0, done.stderr
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(ROOT / "examples/tiny"))
-    rounding = 2 * tolerance.of_model(dict(model.named_parameters()), 8 * 512)
+    rounding = tolerance.LATER * tolerance.of_model(dict(model.named_parameters()), 8 * 512)
     assert losses(tmp_path / "again") == pytest.approx(losses(tmp_path / "whole")[6:], rel=rounding)
     text.write_text(text.read_text().replace("5", "6"))
     shutil.rmtree(tmp_path / "again")

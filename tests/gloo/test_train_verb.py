@@ -18,7 +18,7 @@ from tests.started import LIMIT, ROOT, environment
 from shardwright.cli import main
 from shardwright.launch import owned
 
-pytestmark = pytest.mark.gloo
+pytestmark = [pytest.mark.gloo, pytest.mark.slow]
 UPDATES = 8
 
 
@@ -59,7 +59,6 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return found
 
 
-@pytest.mark.slow
 def test_a_signal_to_one_rank_saves_on_all_and_the_run_goes_on(
     tmp_path: Path, uninterrupted: list[float]
 ) -> None:
@@ -88,7 +87,6 @@ def test_a_signal_to_one_rank_saves_on_all_and_the_run_goes_on(
     assert losses(output) == uninterrupted
 
 
-@pytest.mark.slow
 def test_torchrun_starts_the_same_run(tmp_path: Path, uninterrupted: list[float]) -> None:
     """A137: the same verb under torchrun trains the same and describes itself the same."""
     output = tmp_path / "run"

@@ -29,6 +29,7 @@ from shardwright.plan.program import SHARDWRIGHT
 from shardwright.train.update import Engine
 
 torch.set_num_threads(1)
+pytestmark = pytest.mark.slow
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RANKS, ROWS, VOCABULARY = 4, 2, 1024
 SIZES: dict[str, dict[str, int]] = {

@@ -50,6 +50,7 @@ def test_runs_that_ran_out_of_memory_are_predicted_to() -> None:
     assert all(row.predicted() < 94 * published.GIB for row in ran)
 
 
+@pytest.mark.slow
 def test_the_fragmentation_of_nanotron_is_the_fitted_one() -> None:
     """Found again from the calibration half alone."""
     rows = [

@@ -90,6 +90,7 @@ def _run(environment: dict[str, str]) -> tuple[bool, int, int]:
     return keeps == "True", int(before), int(after)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc only")
 def test_single_process_keeps_freed_blocks() -> None:
     """A 64 MiB block faults 16384 pages (of 4 KiB) each time when it is mapped, and none when it is kept."""
@@ -99,6 +100,7 @@ def test_single_process_keeps_freed_blocks() -> None:
     assert after < before / 50
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc only")
 def test_the_users_malloc_thresholds_are_kept() -> None:
     keeps, before, after = _run({"MALLOC_MMAP_THRESHOLD_": "65536"})

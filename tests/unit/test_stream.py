@@ -147,6 +147,7 @@ def test_the_order_depends_on_the_seed_and_the_stream_only(tmp_path: Path, batch
     assert [documents([part.update(number)]) for number in range(24)] != once
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "batching"),
     [(kind, batching) for kind in ("jsonl", "parquet", "function") for batching in ("pad", "pack")]
