@@ -254,7 +254,7 @@ def _all(directory: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(_all, 2, tmp_path_factory.mktemp("branches"), timeout=170.0)
+    return run_ranks(_all, 2, tmp_path_factory.mktemp("branches"))
 
 
 def test_the_branch_chosen_is_the_branch_continued(facts: list[dict[str, Any]]) -> None:
