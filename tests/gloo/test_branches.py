@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from tests.checkpoints import flip
 from tests.gloo import test_own_disks as own_disks
 from tests.gloo.engine import ODD, run_file
 from tests.gloo.ranks import run_ranks
@@ -108,6 +109,19 @@ def _refusing(directory: Path, **options: Any) -> dict[str, Any]:
     train(make_trainer(directory, **options)[0])
     dist.barrier()
     return found | {"freed": names(directory)}
+
+
+def _fallen(directory: Path) -> list[int]:
+    """Where starts go on from: 6 damaged, mended, damaged while the run goes on from 4 and saves 5, and mended again."""
+    run, job = directory / "fallen", Job("job")
+    file = run / "checkpoint-6" / "tensors" / "rank-00001.safetensors"
+    _start(run, job, 6)
+    found = []
+    for end in (None, None, 5, None):
+        _shared(lambda: flip(file, -1))
+        found.append(_start(run, job, end)["at"])
+        dist.barrier()
+    return found
 
 
 def _hold(unlink: Any) -> Any:
@@ -225,6 +239,7 @@ def _all(directory: Path) -> dict[str, Any]:
     return {
         "back": _back(directory),
         "elsewhere": _elsewhere(directory),
+        "fallen": _fallen(directory),
         "refusing": {
             "stop": _refusing(directory / "refusing"),
             "warn beside": _refusing(directory / "refusing beside", checkpoint__async_save=True, **warn),
@@ -239,7 +254,7 @@ def _all(directory: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(_all, 2, tmp_path_factory.mktemp("branches"), timeout=170.0)
+    return run_ranks(_all, 2, tmp_path_factory.mktemp("branches"))
 
 
 def test_the_branch_chosen_is_the_branch_continued(facts: list[dict[str, Any]]) -> None:
@@ -293,6 +308,11 @@ def test_a_run_that_began_elsewhere(facts: list[dict[str, Any]]) -> None:
             assert found[name]["at"] == at, name
         assert found["auto"]["branches"] == found["again"]["branches"] == [1, 2, 3]
         assert found["again"]["names"] == ["checkpoint-5"]
+
+
+def test_damage_that_is_mended_is_undone(facts: list[dict[str, Any]]) -> None:
+    """As long as nothing was saved since; what was saved since is a branch, and 6 was left."""
+    assert [rank["fallen"] for rank in facts] == [[4, 6, 5, 5]] * 2
 
 
 @pytest.mark.parametrize("how", ("stop", "warn beside"))

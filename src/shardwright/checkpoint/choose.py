@@ -33,7 +33,7 @@ from shardwright.checkpoint.lineage import (
 )
 from shardwright.checkpoint.manifest import Manifest, member_of, problems_of, verify
 from shardwright.checkpoint.refused import point
-from shardwright.errors import CheckpointError, ConfigError, DamagedCheckpointError, did_you_mean
+from shardwright.errors import CheckpointError, ConfigError, DamagedCheckpointError, SaveError, did_you_mean
 
 
 def asked(resume: str, choice: Choice | None, job: str) -> str:
@@ -165,15 +165,15 @@ def follow(
 def begin(output_dir: Path, choice: Choice, manifest: Manifest | None) -> list[str]:
     """Notes that training goes on as `choice` says, from the checkpoint of `manifest`, and turns the links to that branch.
 
-    What earlier saves could not remove is tried again. Returns what was refused. Raises `CheckpointError` where the choice
-    cannot be noted.
+    What earlier saves could not remove is tried again. Returns what was refused. Raises `SaveError` where the choice cannot
+    be noted.
     """
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
         if read_choice(output_dir) != choice:
             write_choice(output_dir, choice)
     except OSError as error:
-        raise CheckpointError(
+        raise SaveError(
             f"{output_dir / LINEAGE} cannot be written: {error}.",
             "A later start would not know which checkpoint this run goes on from.",
             "Free the disk or mend it, or set another checkpoint.output_dir.",

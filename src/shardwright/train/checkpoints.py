@@ -237,7 +237,7 @@ class Checkpoints:
         if self.hosts.leads:
             try:
                 notes = begin(self.output_dir, followed, manifest)
-            except CheckpointError as error:
+            except SaveError as error:
                 problem = error
         told = everyone((notes, problem))
         for _, problem in told:
