@@ -28,8 +28,6 @@ LAUNCHER = """
 import json, signal, sys
 from pathlib import Path
 from shardwright.launch import run_workers
-from shardwright.launch.output import keep_going_without_output
-keep_going_without_output()
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored when the tests run in a shell's background
 arguments, options = json.loads(sys.argv[1])
 options["log_dir"] = Path(options["log_dir"])
