@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from shardwright.errors import ExitCode, ShardwrightError
-from shardwright.launch.output import keep_going_without_output
+from shardwright.launch.output import without_waiting_for_readers
 from shardwright.layout.placement import STARTED_HERE, started_by
 from shardwright.measure import clock
 
@@ -38,10 +38,10 @@ def worker_main(function: Callable[[], int]) -> int:
 
     A `ShardwrightError` is one message and its own code; anything else is a traceback and 1.
     """
-    keep_going_without_output()
     message, trace, lost_peer, timed_out = "", "", False, False
     try:
-        return int(function())
+        with without_waiting_for_readers():
+            return int(function())
     except ShardwrightError as error:
         code, message = int(error.exit_code), str(error)
     except KeyboardInterrupt:

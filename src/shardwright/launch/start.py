@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 
 from shardwright.errors import ConfigError, ExitCode
-from shardwright.launch.output import keep_going_without_output
+from shardwright.launch.output import without_waiting_for_readers
 from shardwright.launch.watch import Rank, Watch
 from shardwright.layout.placement import (
     MALLOC_MMAP,
@@ -72,9 +72,8 @@ def run_workers(
     """
     if nproc_per_node < 1:
         raise ConfigError(f"nproc_per_node = {nproc_per_node} is not positive.")
-    keep_going_without_output()
     counts = [nproc_per_node, *fewer]
-    with _requests() as requests, _guard() as guard:
+    with without_waiting_for_readers(), _requests() as requests, _guard() as guard:
         for attempt in range(max_restarts + 1):
             environment = rank_environment(os.environ, counts[0], device, threads)
             environment[RESTARTS] = str(attempt)
