@@ -147,6 +147,8 @@ def to_blame(sights: Sequence[Sight]) -> list[Sight]:
         first = min(sights, key=_innocence)
         return [sight for sight in sights if _innocence(sight) == _innocence(first)]
     roots = [sight for sight in awaited if not edges.get(sight.rank)]
+    # a rank too busy to answer seems to wait for nobody
+    roots = [s for s in roots if s.issued is not None or s.standing < WAITING] or roots
     roots = roots or [sight for sight in awaited if sight.standing in (STOPPED, OWN_CODE)]
     return roots or _odd_ones(awaited, waits) or awaited
 
