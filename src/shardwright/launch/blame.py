@@ -33,6 +33,14 @@ _Key = tuple[str, tuple[int, ...], int]
 """Name of a group, its ranks, the number of a collective in it."""
 
 
+def place_of(stack: Sequence[str]) -> str:
+    """The first line of a stack that is of the user's or our code, and the innermost one where a library is behind it."""
+    if not stack:
+        return ""
+    own = next((frame for frame in stack if _is_own(_split(frame)[0])), stack[0])
+    return own if own == stack[0] else f"{own} (in {stack[0]})"
+
+
 @dataclass(frozen=True)
 class Sight:
     """One rank of a run that hangs.
@@ -66,11 +74,8 @@ class Sight:
 
     @property
     def place(self) -> str:
-        """The line where the rank stands: of the user's or our code, and the innermost one where a library is behind it."""
-        if self.ended or not self.stack:
-            return ""
-        own = next((frame for frame in self.stack if _is_own(_split(frame)[0])), self.stack[0])
-        return own if own == self.stack[0] else f"{own} (in {self.stack[0]})"
+        """The line where the rank stands; empty where it is not known."""
+        return "" if self.ended else place_of(self.stack)
 
     @cached_property
     def collectives(self) -> dict[_Key, tuple[str, Any, bool]]:
