@@ -91,6 +91,15 @@ def abort_after_report() -> int:
     return 0
 
 
+def abort_with_words() -> int:
+    if RANK == 1:
+        words = "  what():  24 vs 20. Received data size doesn't match expected size\n"
+        os.write(2, f"terminate called after throwing an instance of 'gloo::EnforceNotMet'\n{words}".encode())
+        os.abort()
+    time.sleep(600)
+    return 0
+
+
 def crash_once(directory: str) -> int:
     marker = Path(directory) / f"{RANK}.crashed"
     if not marker.exists():
@@ -279,6 +288,7 @@ MODES = {
         stop_when_asked,
         meet,
         abort_after_report,
+        abort_with_words,
         crash_once,
         record,
         train,

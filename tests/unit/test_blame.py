@@ -84,6 +84,15 @@ def test_the_root_of_a_chain_is_named(wait: str) -> None:
         assert named(zero, one, two, three) == [3]
 
 
+def test_a_rank_too_busy_to_answer_is_named_only_alone(wait: str) -> None:
+    """Rank 0 waits as rank 1 does, and has not said so in time; rank 2 sleeps."""
+    three = (0, 1, 2)
+    one = sight(1, wait, {"dp": group(DONE, LEFT, ranks=three)}, 3)
+    zero = sight(0, wait, ranks=3, issued=None)
+    assert named(zero, one, sight(2, MINE, {"dp": group(DONE, ranks=three)}, 3)) == [2]
+    assert named(zero, one, sight(2, wait, {"dp": group(DONE, LEFT, ranks=three)}, 3)) == [0]
+
+
 def test_a_message_that_was_not_sent(wait: str) -> None:
     """Rank 2 has sent one of two messages of tag 7; rank 1 waits for the second, rank 0 for rank 1."""
     zero = sight(0, wait, received=[[1, "pp", 7, 3]], ranks=3)

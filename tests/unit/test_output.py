@@ -89,6 +89,27 @@ def test_the_command_itself_prints_so(tmp_path: Path) -> None:
     assert done.returncode == 0 and "standard output cannot be written" in done.stderr
 
 
+def test_a_reader_that_does_not_read_holds_nothing_up() -> None:
+    """A pipe that is full, as under a pager: a line is dropped, said once, and lines go on when it is read again."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with pytest.raises(BlockingIOError):
+        while True:
+            os.write(writer, b"x" * 4096)
+    os.set_blocking(writer, True)
+    said = io.StringIO()
+    with os.fdopen(writer, "w", buffering=1) as below:
+        stream, stream.other = Lossy(below, "standard output"), Lossy(said, "standard error")
+        stream.patience = 0.01
+        for _ in range(3):
+            assert stream.write("lost\n") == 5
+        assert said.getvalue().count("(nobody has read for 0.01 s)") == 1
+        os.read(reader, 65536)
+        stream.write("kept\n")
+    assert os.read(reader, 65536) == b"kept\n"
+    os.close(reader)
+
+
 class Full(io.StringIO):
     """A disk without room, then with some."""
 

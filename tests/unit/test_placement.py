@@ -6,9 +6,11 @@ import json
 import os
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from shardwright.errors import ConfigError
 from shardwright.layout.placement import (
@@ -25,7 +27,7 @@ from shardwright.layout.seat import (
     share_of_cores,
     threads_per_rank,
 )
-from shardwright.parallel.process_group import choose_device
+from shardwright.parallel.process_group import _visible_devices, choose_device
 
 TORCHRUN = {
     "RANK": "5",
@@ -217,3 +219,23 @@ def test_device() -> None:
     assert choose_device("auto", [none] * 2) == ("cpu", "")
     with pytest.raises(ConfigError, match="no CUDA device"):
         choose_device("cuda", [none])
+
+
+def test_names_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each task sees one device as number 0: the device's own name tells, else what the batch system has shown."""
+    cuda = SimpleNamespace(
+        is_available=lambda: True, current_accelerator=lambda: torch.device("cuda"), device_count=lambda: 1
+    )
+    monkeypatch.setattr(torch, "accelerator", cuda)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    properties = SimpleNamespace(uuid="GPU-8f")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    assert _visible_devices("auto", identify=True) == ("GPU-8f",)
+    assert _visible_devices("auto", identify=False) == ("0",)
+    assert _visible_devices("cpu", identify=True) == ()
+    del properties.uuid
+    assert _visible_devices("cuda", identify=True) == ("3",)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1/2/0")
+    assert _visible_devices("cuda", identify=True) == ("MIG-1/2/0",)
+    cuda.current_accelerator = lambda: torch.device("xpu")
+    assert _visible_devices("auto", identify=True) == ()

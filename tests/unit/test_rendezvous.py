@@ -91,7 +91,7 @@ def test_a_rank_that_is_missing_is_named_and_a_request_to_stop_is_heard(
     assert met.store.check(["run"]) and isinstance(error, StoppedEarly)
     assert error.exit_code == ExitCode.STOPPED_AND_SAVED
     assert str(error) == "Asked to stop while waiting for 2 of 3 ranks: 1, 2. There is nothing to save."
-    assert "rank 0 has waited 0 of 300 s for 2 of 3 ranks: 1, 2." in capsys.readouterr().err
+    assert "rank 0 has waited 0 s for 2 of 3 ranks: 1, 2." in capsys.readouterr().err
     monkeypatch.setattr(rendezvous, "JOIN_SECONDS", 0)
     made = meeting(0, free(), ranks=2)
     made._seconds = 0.01

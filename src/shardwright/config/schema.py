@@ -304,7 +304,8 @@ class Hardware(Section):
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads_per_rank: Positive | None = Field(
-        None, description="CPU threads; default max(1, cores // local ranks)"
+        None,
+        description="CPU threads; default: its cores, divided by the ranks on this machine that share them",
     )
     timeout_seconds: Positive = Field(
         600, description="A collective, or a phase of a rank without progress, that takes longer ends the run"

@@ -33,6 +33,14 @@ _Key = tuple[str, tuple[int, ...], int]
 """Name of a group, its ranks, the number of a collective in it."""
 
 
+def place_of(stack: Sequence[str]) -> str:
+    """The first line of a stack that is of the user's or our code, and the innermost one where a library is behind it."""
+    if not stack:
+        return ""
+    own = next((frame for frame in stack if _is_own(_split(frame)[0])), stack[0])
+    return own if own == stack[0] else f"{own} (in {stack[0]})"
+
+
 @dataclass(frozen=True)
 class Sight:
     """One rank of a run that hangs.
@@ -66,11 +74,8 @@ class Sight:
 
     @property
     def place(self) -> str:
-        """The line where the rank stands: of the user's or our code, and the innermost one where a library is behind it."""
-        if self.ended or not self.stack:
-            return ""
-        own = next((frame for frame in self.stack if _is_own(_split(frame)[0])), self.stack[0])
-        return own if own == self.stack[0] else f"{own} (in {self.stack[0]})"
+        """The line where the rank stands; empty where it is not known."""
+        return "" if self.ended else place_of(self.stack)
 
     @cached_property
     def collectives(self) -> dict[_Key, tuple[str, Any, bool]]:
@@ -147,6 +152,8 @@ def to_blame(sights: Sequence[Sight]) -> list[Sight]:
         first = min(sights, key=_innocence)
         return [sight for sight in sights if _innocence(sight) == _innocence(first)]
     roots = [sight for sight in awaited if not edges.get(sight.rank)]
+    # a rank too busy to answer seems to wait for nobody
+    roots = [s for s in roots if s.issued is not None or s.standing < WAITING] or roots
     roots = roots or [sight for sight in awaited if sight.standing in (STOPPED, OWN_CODE)]
     return roots or _odd_ones(awaited, waits) or awaited
 

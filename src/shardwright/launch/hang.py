@@ -28,7 +28,7 @@ ASKED, ANSWER = "asked", "collectives.json"
 """The launcher makes the first in a rank's directory; a thread of the rank then writes the second."""
 DUMP_SIGNAL = signal.SIGUSR2
 _LOOK_SECONDS = 0.5
-_DUMP_SECONDS = 4.0
+_DUMP_SECONDS = 8.0
 _LAST_SECONDS = 20.0
 """How long a rank without our launcher may go on after its stacks were printed: a collective may end it with an error."""
 _MEET_SECONDS = 1.0
@@ -66,7 +66,7 @@ class HangWatch:
         """Lines that name the rank that is stuck, once a phase has lasted too long; empty until then.
 
         timed_out: a collective of another rank has already waited too long for it.
-        Every rank's stacks are then in its directory. Takes up to four seconds in that case.
+        Every rank's stacks are then in its directory. Takes up to eight seconds in that case.
         """
         if clock.now() < self._next and not timed_out:
             return []
@@ -76,26 +76,26 @@ class HangWatch:
         late = [b for b in beats.values() if now - b.at > b.allowed_seconds(self._seconds)]
         if not late and not timed_out:
             return []
-        for rank in self._running():
+        asked = [rank for rank in self._ranks if rank.code is None]
+        for rank in asked:
             (rank.directory / STACKS).write_bytes(b"")
             (rank.directory / ASKED).touch()
             rank.send(DUMP_SIGNAL)
-        self._wait_for_answers()
+        stopped = {number for number, beat in beats.items() if _is_stopped(beat.process_id)}
+        _wait_for_answers([rank for rank in asked if rank.number not in stopped])
         sights = [_see(rank, beats[rank.number], now) for rank in self._ranks if rank.number in beats]
         return [*describe(sights), f"Stacks of all ranks: {self._ranks[0].directory.parent}/rank_*/{STACKS}"]
 
-    def _running(self) -> list[Watched]:
-        return [rank for rank in self._ranks if rank.code is None]
 
-    def _wait_for_answers(self) -> None:
-        """Until every rank has answered and the files of stacks no longer grow, or `_DUMP_SECONDS`."""
-        end, before = clock.now() + _DUMP_SECONDS, [-1]
-        while clock.now() < end:
-            sizes = [(rank.directory / STACKS).stat().st_size for rank in self._running()]
-            if all(sizes) and sizes == before and all(map(_answered, self._running())):
-                return
-            before = sizes
-            clock.sleep(0.1)
+def _wait_for_answers(ranks: Sequence[Watched]) -> None:
+    """Until every rank has answered and the files of stacks no longer grow, or `_DUMP_SECONDS`."""
+    end, before = clock.now() + _DUMP_SECONDS, [-1]
+    while clock.now() < end:
+        sizes = [(rank.directory / STACKS).stat().st_size for rank in ranks]
+        if all(sizes) and sizes == before and all(map(_answered, ranks)):
+            return
+        before = sizes
+        clock.sleep(0.1)
 
 
 def _answered(rank: Watched) -> bool:

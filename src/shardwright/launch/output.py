@@ -1,7 +1,8 @@
 """Standard output and error that never end a run: what can't be written is lost, and that is said once on the other of them.
 
 A terminal that is closed (EIO), a reader that has ended (EPIPE) and a full disk (ENOSPC) otherwise raise in whatever prints:
-our lines, rich, logging, warnings and progress bars of libraries, which all write to `sys.stdout` and `sys.stderr`.
+our lines, rich, logging, warnings and progress bars of libraries, which all write to `sys.stdout` and `sys.stderr`. A terminal
+that is paused (Ctrl-S) or a pager that is not scrolled would hold up all ranks until they count as stuck.
 """
 
 from __future__ import annotations
@@ -9,26 +10,34 @@ from __future__ import annotations
 import errno
 import io
 import os
+import select
 import sys
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, TextIO, cast
 
 _GONE = frozenset({errno.EIO, errno.EPIPE, errno.EBADF, errno.ENXIO, errno.ECONNRESET})
 """Errors after which nothing can ever be written again. A full disk may have room later."""
+PATIENCE_SECONDS = 10.0
+"""How long a line of a run may wait for somebody to read it."""
 
 
 class Lossy(io.TextIOBase):
     """A text stream that hands everything to another one and drops what that one cannot write."""
 
     def __init__(self, stream: TextIO, name: str) -> None:
-        self._stream, self._name, self._said = stream, name, False
+        self._stream, self._name, self._said, self._unread = stream, name, False, False
         self.other: Lossy | None = None
         """Where the loss is said."""
+        self.patience: float | None = None
+        """How many seconds a write may wait for a reader; None: for ever, since what is written is what was asked for."""
 
     def write(self, text: str, /) -> int:
         """Returns the number of characters, written or not."""
         try:
+            if self.patience is not None and not self._is_read():
+                self._lost(TimeoutError(errno.ETIMEDOUT, f"nobody has read for {self.patience:g} s"))
+                return len(text)
             return self._stream.write(text)
         except (OSError, ValueError) as error:  # ValueError: it was closed
             self._lost(error)
@@ -72,6 +81,15 @@ class Lossy(io.TextIOBase):
     def errors(self) -> str | None:  # type: ignore[override]
         return self._stream.errors
 
+    def _is_read(self) -> bool:
+        """Whether a line can be written now or soon: the kernel says so of a pipe with room for 4096 bytes."""
+        with suppress(OSError, ValueError):
+            ready = select.poll()
+            ready.register(self._stream.fileno(), select.POLLOUT)
+            seconds = 0.0 if self._unread else self.patience or 0.0
+            self._unread = not ready.poll(1000 * seconds)
+        return not self._unread
+
     def _lost(self, error: Exception) -> None:
         if isinstance(error, OSError) and error.errno in _GONE:
             with suppress(OSError, ValueError):  # so that buffered text and writes of native code go nowhere
@@ -83,6 +101,20 @@ class Lossy(io.TextIOBase):
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             self.other.write(f"shardwright: {self._name} cannot be written ({reason}): its lines are lost.\n")
             self.other.flush()
+
+
+@contextmanager
+def without_waiting_for_readers() -> Iterator[None]:
+    """A context in which nothing that is printed waits long: ranks train meanwhile."""
+    keep_going_without_output()
+    streams = [stream for stream in (sys.stdout, sys.stderr) if isinstance(stream, Lossy)]
+    for stream in streams:
+        stream.patience = PATIENCE_SECONDS
+    try:
+        yield
+    finally:
+        for stream in streams:
+            stream.patience = None
 
 
 def keep_going_without_output() -> None:

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from shardwright.errors import ExitCode, ShardwrightError
-from shardwright.launch.output import keep_going_without_output
+from shardwright.launch.blame import place_of
+from shardwright.launch.output import without_waiting_for_readers
 from shardwright.layout.placement import STARTED_HERE, Job, job_of, started_by
 from shardwright.measure import clock
 
@@ -43,10 +44,10 @@ def worker_main(function: Callable[[], int]) -> int:
 
     A `ShardwrightError` is one message and its own code; anything else is a traceback and 1.
     """
-    keep_going_without_output()
-    message, trace, lost_peer, timed_out = "", "", False, False
+    message, trace, place, lost_peer, timed_out = "", "", "", False, False
     try:
-        return int(function())
+        with without_waiting_for_readers():
+            return int(function())
     except ShardwrightError as error:
         code, message = int(error.exit_code), str(error)
     except KeyboardInterrupt:
@@ -56,6 +57,9 @@ def worker_main(function: Callable[[], int]) -> int:
         message = error.code if isinstance(error.code, str) else ""
     except BaseException as error:  # torch's CheckpointException is no Exception
         code, message, trace = int(ExitCode.CRASH), f"{type(error).__name__}: {error}", traceback.format_exc()
+        place = place_of(
+            [f"{f.filename}:{f.lineno} {f.name}" for f in traceback.extract_tb(error.__traceback__)][::-1]
+        )
         lost_peer = _is_lost_peer(error)
         timed_out = lost_peer and any(mark in message for mark in _TIMED_OUT)
     _report_outcome(
@@ -63,6 +67,7 @@ def worker_main(function: Callable[[], int]) -> int:
             "code": code,
             "message": message,
             "traceback": trace,
+            "place": place,
             "lost_peer": lost_peer,
             "timed_out": timed_out,
         }

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 
 from shardwright.errors import ConfigError, ExitCode
+from shardwright.launch.output import without_waiting_for_readers
 from shardwright.launch.watch import Rank, Watch
 from shardwright.layout.placement import (
     JOB,
@@ -75,7 +76,7 @@ def run_workers(
     if nproc_per_node < 1:
         raise ConfigError(f"nproc_per_node = {nproc_per_node} is not positive.")
     counts, job = [nproc_per_node, *fewer], job_of(os.environ).name or f"launcher {secrets.token_hex(4)}"
-    with _requests() as requests, _guard() as guard:
+    with without_waiting_for_readers(), _requests() as requests, _guard() as guard:
         for attempt in range(max_restarts + 1):
             environment = rank_environment(os.environ, counts[0], device, threads)
             environment |= {RESTARTS: str(attempt), JOB: job}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.errors import ExitCode
-from shardwright.launch.hang import HangWatch
+from shardwright.launch.blame import place_of
+from shardwright.launch.hang import HangWatch, main_stack
 from shardwright.launch.pulse import read_pulse
 from shardwright.launch.rank import OUTCOME
 from shardwright.measure import clock
@@ -215,7 +217,9 @@ def _print_failure(first: Rank, others: list[Rank]) -> None:
         lines += [f"  | {line}" for line in _tail(first.directory)]
     for rank in others:
         said = rank.outcome.get("message", "").splitlines()
-        fate = "was killed" if rank.killed else "lost its peer" if rank.outcome.get("lost_peer") else ""
+        fate = "was killed" if rank.killed else ""
+        if rank.outcome.get("lost_peer"):
+            fate = f"lost its peer{_at(rank.outcome.get('place'))}"
         lines.append(f"then rank {rank.number}: {fate or (said[0] if said else _end_of(rank))}")
     lines.append(f"Output of the ranks: {first.directory.parent}")
     print("\n".join(lines), file=sys.stderr, flush=True)
@@ -225,8 +229,17 @@ def _end_of(rank: Rank) -> str:
     assert rank.code is not None
     if rank.code >= 0:
         return f"ended with exit code {rank.code}"
-    hint = ". The kernel sends it when memory runs out" if rank.code == -signal.SIGKILL else ""
-    return f"was ended by {signal.Signals(-rank.code).name}{hint}"
+    name = signal.Signals(-rank.code).name
+    if rank.code == -signal.SIGKILL:
+        return f"was ended by {name}. The kernel sends it when memory runs out"
+    log = rank.directory / "stderr.log"
+    text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+    said = re.search(r"^  what\(\): +(.*)", text, re.MULTILINE)  # of a native error that nothing caught
+    return f"was ended by {name}{_at(place_of(main_stack(text)))}{f': {said[1]}' if said else ''}"
+
+
+def _at(place: str | None) -> str:
+    return f" at {place}" if place else ""
 
 
 def _tail(directory: Path) -> list[str]:

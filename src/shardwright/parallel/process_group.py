@@ -77,14 +77,15 @@ def _visible_devices(requested: str, identify: bool) -> tuple[str, ...]:
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or accelerator.type != "cuda":
         return ()
-    shown = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    indices = range(torch.accelerator.device_count())
+    if not identify:
+        return tuple(map(str, indices))
+    shown = dict(enumerate(os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")))
     names = []
-    for index in range(torch.accelerator.device_count()):
-        name = str(index)
-        if identify:
-            name = str(getattr(torch.cuda.get_device_properties(index), "uuid", index))
-            if index < len(shown) and shown[index].startswith("MIG"):  # parts of one device
-                name = shown[index]
+    for index in indices:
+        name = shown.get(index) or str(index)
+        if not name.startswith("MIG"):  # a part of one device
+            name = str(getattr(torch.cuda.get_device_properties(index), "uuid", name))
         names.append(name)
     return tuple(names)
 

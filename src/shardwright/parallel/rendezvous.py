@@ -128,7 +128,7 @@ class Meeting:
             if passed > word:
                 word *= 2
                 print(
-                    f"shardwright: rank {self._placement.rank} has waited {passed:.0f} of {self._seconds:g} s for {what()}.",
+                    f"shardwright: rank {self._placement.rank} has waited {passed:.0f} s for {what()}.",
                     file=sys.stderr,
                     flush=True,
                 )
