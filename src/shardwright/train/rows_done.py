@@ -33,14 +33,20 @@ class Former:
         """What a manifest and a saved run file say."""
         return Former(manifest.update, manifest.cursor, manifest.data_fingerprint, read_settings(config))
 
-    def counted(self, rows: int) -> Cursor:
-        """A cursor for a checkpoint that was written without one: its updates times its batch size are done."""
-        t = {key: self.settings.get(f"training.{key}") for key in ("max_steps", "num_train_epochs", "seed")}
-        d = {key: self.settings.get(f"data.{key}") for key in ("shuffle", "drop_last")}
-        size = self.settings["training.global_batch_size"]
-        windows = self.settings.get("data.bucket_updates", 1)
-        order = Order(rows, global_batch_size=size, bucket_updates=windows, **t, **d)  # type: ignore[arg-type]
-        cursor = order.cursor(self.update)
+    def counted(self, rows: int, run: RunFile) -> Cursor:
+        """A cursor for a checkpoint that was written without one: its updates times its batch size are done.
+
+        run: for settings that its run file does not know.
+        """
+        own = {"training": run.training, "data": run.data}
+
+        def saved(section: str, *names: str) -> dict[str, Any]:
+            return {n: self.settings.get(f"{section}.{n}", getattr(own[section], n)) for n in names}
+
+        training = saved("training", "global_batch_size", "max_steps", "num_train_epochs", "seed")
+        cursor = Order(rows, **training, **saved("data", "shuffle", "drop_last", "bucket_updates")).cursor(
+            self.update
+        )
         assert cursor is not None
         return cursor
 
@@ -63,7 +69,7 @@ def go_on(order: Order, former: Former, run: RunFile, fingerprint: str) -> list[
         order.seek(former.update, _place(former.cursor), accepts_other_data(run))
         length = former.settings.get("training.max_steps")
         return [*_of_stream(order, former, run), *_of_length(length, order, run)]
-    cursor, other = former.cursor or former.counted(order.rows), former.fingerprint != fingerprint
+    cursor, other = former.cursor or former.counted(order.rows, run), former.fingerprint != fingerprint
     if stream := _place(cursor):  # how many rows are done is all that it says of these
         cursor, other = {"rows": stream["position"], "stretches": []}, True
     order.seek(former.update, cursor, other)
