@@ -237,6 +237,22 @@ def test_the_blocks_of_a_model_with_a_vision_tower_are_those_of_its_text_model()
         assert parts.norm == "model.language_model.norm"
 
 
+@pytest.mark.parametrize("family", ["gemma3", "mistral3", "qwen3_moe", "camembert"])
+def test_what_text_does_not_reach_is_frozen_and_said(tmp_path: Path, family: str) -> None:
+    """A weight without a gradient would still decay. The oracle is which parameters get no gradient from text in torch."""
+    made = filled(family)
+    made.save_pretrained(tmp_path)
+    made(input_ids=torch.arange(2, 12)[None]).logits.square().sum().backward()
+    unreached = {name for name, parameter in made.named_parameters() if parameter.grad is None}
+    model = build_model(eager(tmp_path), torch.float32)
+    assert {name for name, parameter in model.named_parameters() if not parameter.requires_grad} == unreached
+    assert bool(unreached) == (family in ("gemma3", "mistral3"))
+    said = "\n".join(unused_weights(model, eager(tmp_path)))
+    assert said.startswith(f"kept as they are: {len(unreached)} parameters" if unreached else "") and bool(
+        said
+    ) == bool(unreached)
+
+
 def test_a_model_of_a_function_keeps_its_names() -> None:
     spec = Model.model_validate({"model_name_or_path": "tests.odd_models:odd_model", "init": "random"})
     whole = whole_of(build_model(spec, torch.float32))

@@ -5,6 +5,7 @@ The oracle is Transformers' from_pretrained on the same directory.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -120,3 +121,16 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     file.unlink()
     with pytest.raises(ModelError, match=rf"{file.name} is missing"):
         loaded(spec_of(tmp_path))
+
+
+def test_two_sets_of_weights_in_one_directory_are_refused(tmp_path: Path) -> None:
+    """Transformers reads the single file then; an index that names only that file is one set."""
+    model = write_model(tmp_path, "llama", max_shard_size="300KB")
+    model.save_pretrained(tmp_path / "one")
+    file = tmp_path / "one" / "model.safetensors"
+    (tmp_path / "model.safetensors").write_bytes(file.read_bytes())
+    with pytest.raises(ModelError, match=r"has model\.safetensors and model\.safetensors\.index\.json"):
+        loaded(spec_of(tmp_path))
+    index = {"weight_map": dict.fromkeys(load_file(file), file.name)}
+    (tmp_path / "one" / "model.safetensors.index.json").write_text(json.dumps(index))
+    same(loaded(spec_of(tmp_path / "one")), model)

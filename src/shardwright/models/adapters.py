@@ -84,6 +84,19 @@ def find_parts(model: nn.Module) -> Parts:
     )
 
 
+def beside_text(model: nn.Module) -> tuple[str, ...]:
+    """Parameters that text does not reach in a model which reads images or sound too: all beside its text model and head."""
+    text_config = getattr(getattr(model, "config", None), "get_text_config", None)
+    if text_config is None or text_config(decoder=True) is getattr(model, "config", None):
+        return ()
+    parts = find_parts(model)
+    if parts.embedding is None:
+        return ()
+    shared = [a for a, b in zip(parts.embedding.split("."), parts.blocks[0].split(".")) if a == b]
+    inside = tuple(f"{name}." for name in (".".join(shared), parts.head) if name)
+    return tuple(n for n in canonical_parameters(model) if shared and not n.startswith(inside))
+
+
 def tied_names(model: nn.Module) -> tuple[tuple[str, ...], ...]:
     """Groups of canonical parameter names that are the same `nn.Parameter`, in the model's order."""
     groups: dict[int, list[str]] = {}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shardwright.config.functions import names_function
 from shardwright.config.schema import Model
 from shardwright.errors import ModelError, did_you_mean
-from shardwright.models.adapters import tied_names
+from shardwright.models.adapters import beside_text, tied_names
 from shardwright.models.config import model_directory as model_directory
 from shardwright.models.config import read_config as read_config
 from shardwright.models.hub_names import hub_names
@@ -44,7 +44,7 @@ def build_model(spec: Model, dtype: torch.dtype) -> nn.Module:
     _check_on_meta(model)
     _attach_recipes(model, recorder)
     _convert_parameters(model, dtype)
-    _freeze(model, spec.freeze)
+    _freeze(model, [*spec.freeze, *beside_text(model)])
     if dtype == torch.float64:
         _without_grouped_products(model)
     if hasattr(model, "config") and hasattr(model.config, "use_cache"):
@@ -120,10 +120,14 @@ def _model_kind(config: Any) -> Any:
 
     if type(config) in AutoModelForCausalLM._model_mapping:
         return AutoModelForCausalLM
-    if type(config) in AutoModelForImageTextToText._model_mapping and not config.is_encoder_decoder:
+    if type(config) in AutoModelForImageTextToText._model_mapping and not getattr(
+        config, "is_encoder_decoder", False
+    ):
         found = AutoModelForImageTextToText._model_mapping[type(config)]
         images = inspect.signature(found.forward).parameters.get("pixel_values")
-        if images is None or images.default is None:  # text alone will do
+        if found.__name__.endswith("ForConditionalGeneration") and (
+            images is None or images.default is None
+        ):  # text alone will do
             return AutoModelForImageTextToText
     raise ModelError(
         f"{config.model_type} has no causal language model in Transformers.",
@@ -239,7 +243,11 @@ def _attach_recipes(model: nn.Module, recorder: Recorder) -> None:
     groups = tuple(tuple(n for n in group if n in saved) for group in names.values())
     optional = sorted(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
     whole = Whole(
-        tuple(group for group in groups if group), hub_names(model), _ignored(model), tuple(optional)
+        tuple(group for group in groups if group),
+        hub_names(model),
+        _ignored(model),
+        tuple(optional),
+        beside_text(model),
     )
     recipes = {
         id(t): Recipe(tuple(names[id(t)]), view_of(t), recorder.last(t), whole)

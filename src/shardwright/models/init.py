@@ -100,6 +100,7 @@ class Whole:
     hub: HubNames | None = None  # of a Transformers model: what files call its tensors
     ignored: tuple[str, ...] = ()  # patterns of names in files that old versions wrote and nobody needs
     optional: tuple[str, ...] = ()  # patterns of names that files may lack
+    beside: tuple[str, ...] = ()  # parameters that text does not reach
 
     @cached_property
     def names(self) -> frozenset[str]:

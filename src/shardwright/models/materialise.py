@@ -67,13 +67,19 @@ def check_weights(model: nn.Module, spec: Model) -> None:
 
 
 def unused_weights(model: nn.Module, spec: Model) -> list[str]:
-    """A line that names the weights in the files which belong to no module of the model; empty where there are none."""
+    """Lines about weights that take no part in training: those in the files without a module, and those beside the text."""
     whole = whole_of(model)
-    if spec.init != "pretrained" or whole is None:
-        return []
-    unused = Weights(model_directory(spec), whole).unused
-    said = listed("weights in the files belong to no module of the model and are not used", unused)
-    return [f"{spec.model_name_or_path}: {said}".rstrip()] if unused else []
+    lines: list[str] = []
+    if whole is None:
+        return lines
+    if spec.init == "pretrained" and (unused := Weights(model_directory(spec), whole).unused):
+        said = listed("weights in the files belong to no module of the model and are not used", unused)
+        lines.append(f"{spec.model_name_or_path}: {said}".rstrip())
+    if whole.beside:
+        lines.append(
+            f"kept as they are: {listed('parameters that text does not reach', whole.beside)}".rstrip()
+        )
+    return lines
 
 
 def whole_of(model: nn.Module) -> Whole | None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from shardwright.errors import ModelError
+from shardwright.models.directory import FOREIGN_WEIGHTS, matching
 from shardwright.models.init import Recipe, Whole, modules_above
 from shardwright.models.traced import Box, Origin, Stored
 
@@ -152,21 +153,23 @@ def _belongs(name: str, whole: Whole) -> bool:
 
 def read_headers(directory: Path) -> dict[str, Entry]:
     """Every tensor in the safetensors of `directory`, by its name there; raises `ModelError` without any."""
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        placed: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        files = [directory / name for name in sorted(set(placed.values()))]
-    else:
-        placed, files = {}, [directory / "model.safetensors"]
-    if not index.is_file() and not files[0].is_file():
-        other = sorted(p.name for p in directory.glob("*.bin")) + sorted(
-            p.name for p in directory.glob("*.pt")
-        )
+    single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    placed: dict[str, str] = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
+    files = [directory / name for name in sorted(set(placed.values()))] or [single]
+    if index.is_file() and single.is_file() and single not in files:
         raise ModelError(
-            f"{directory} has no model.safetensors and no model.safetensors.index.json"
+            f"{directory} has {single.name} and {index.name}, which names other files.",
+            "Which of the two sets of weights is meant cannot be told.",
+            "Remove one of them.",
+        )
+    if not index.is_file() and not single.is_file():
+        other = matching(directory, FOREIGN_WEIGHTS)
+        raise ModelError(
+            f"{directory} has no {single.name} and no {index.name}"
             + (f" (there is {other[0]})." if other else "."),
             "init: pretrained reads its weights from there.",
-            "Save the model once with save_pretrained of Transformers, or set model.init to random.",
+            f"Convert the weights once with Transformers, AutoModelForCausalLM.from_pretrained({str(directory)!r})"
+            ".save_pretrained(NEW_DIRECTORY), or set model.init to random.",
         )
     entries: dict[str, Entry] = {}
     for file in files:

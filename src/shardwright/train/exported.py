@@ -23,10 +23,22 @@ def export_directory(run: RunFile) -> Path | None:
     return Path(run.checkpoint.output_dir) / "model" if run.checkpoint.export_hf == "final" else None
 
 
+def export_arguments(run: RunFile, train: Prepared | None = None) -> dict[str, Any]:
+    """Arguments of `save_pretrained` that the run file and its data say; made before training, when the data is there."""
+    train = train or prepare(run, "train")
+    return {
+        "tokenizer": train.tokenizer_path if train and run.model.tokenizer_name_or_path is not None else None,
+        "chat_template": run.data.chat_template,
+        "end_tokens": end_tokens(run, train) if train else [],
+    }
+
+
 def export_lines(run: RunFile, model: nn.Module, train: Prepared) -> Iterable[str]:
     """What should be known of the export before the first update. Raises `ConfigError` where it could not be written."""
     directory = export_directory(run)
-    return () if directory is None else check_export(model, run.model, directory, **_arguments(run, train))
+    return (
+        () if directory is None else check_export(model, run.model, directory, **export_arguments(run, train))
+    )
 
 
 def announce(run: RunFile, model: nn.Module, console: Console) -> None:
@@ -48,18 +60,10 @@ def announce(run: RunFile, model: nn.Module, console: Console) -> None:
         raise failure[0]
 
 
-def export_model(run: RunFile, model: nn.Module) -> Path | None:
-    """Writes the trained model; every rank calls it. Gives its directory, or None where none was asked for."""
+def export_model(run: RunFile, model: nn.Module, arguments: dict[str, Any]) -> Path | None:
+    """Writes the trained model; every rank calls it. Gives its directory, or None where none was asked for.
+
+    arguments: of `export_arguments`, on rank 0.
+    """
     directory = export_directory(run)
-    if directory is None:
-        return None
-    train = prepare(run, "train") if dist.get_rank() == 0 else None
-    return save_pretrained(model, run.model, directory, **(_arguments(run, train) if train else {}))
-
-
-def _arguments(run: RunFile, train: Prepared) -> dict[str, Any]:
-    return {
-        "tokenizer": train.tokenizer_path if run.model.tokenizer_name_or_path is not None else None,
-        "chat_template": run.data.chat_template,
-        "end_tokens": end_tokens(run, train),
-    }
+    return None if directory is None else save_pretrained(model, run.model, directory, **arguments)

@@ -28,7 +28,7 @@ from shardwright.parallel.process_group import Connection, connect, second_store
 from shardwright.plan.answer import layout_name
 from shardwright.plan.of_run import layout_of
 from shardwright.train.exhausted import explaining_exhaustion
-from shardwright.train.exported import announce, export_model
+from shardwright.train.exported import announce, export_arguments, export_directory, export_model
 from shardwright.train.loop import Trainer
 from shardwright.train.positions import check_positions
 from shardwright.train.run_data import RunData, open_data
@@ -59,6 +59,7 @@ def run_rank(loaded: Loaded, alone: bool = False) -> int:
         axes = check_run(loaded, connection.placement.world_size)
         check_device(run, connection.device.type)
         data = _data_in_turn(loaded, connection)
+        exported = export_arguments(run) if place.rank == 0 and export_directory(run) else {}
         console = Console(quiet=place.rank != 0)
         for line in _check_positions(run, data) if alone else ():
             console.print(line, highlight=False, soft_wrap=True)
@@ -70,7 +71,7 @@ def run_rank(loaded: Loaded, alone: bool = False) -> int:
             if place.rank == 0:
                 _describe(loaded, engine, connection, console)
             code = trainer.train(stop, own_job())
-        if code == 0 and (directory := export_model(run, engine.module)) is not None:
+        if code == 0 and (directory := export_model(run, engine.module, exported)) is not None:
             console.print(
                 f"Wrote {directory} (Hugging Face format).", highlight=False, markup=False, soft_wrap=True
             )
