@@ -124,6 +124,20 @@ def test_a_stream_may_hold_the_longest(tmp_path: Path) -> None:
         check_positions(built("gpt2", tmp_path), run, [SimpleNamespace()])  # type: ignore[list-item]
 
 
-def test_a_module_of_a_users_own_is_left_alone() -> None:
-    model = build_model(run_file(ODD).run.model, torch.float32)
-    assert position_tables(model) == () and check_positions(model, run_file(ODD).run, [table(9)]) == []
+class Own(torch.nn.Module):
+    """A module of a user's own with a learned table, as simple ones have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = torch.nn.Embedding(64, 8), torch.nn.Embedding(16, 8)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(input_ids.shape[1], device=input_ids.device)
+        return (self.tokens(input_ids) + self.places(places)) @ self.tokens.weight.T
+
+
+def test_a_module_of_a_users_own_has_tables_too() -> None:
+    with torch.device("meta"):
+        model = Own()
+    assert position_tables(model) == (PositionTable("places.weight", 16),)
+    assert position_tables(build_model(run_file(ODD).run.model, torch.float32)) == ()

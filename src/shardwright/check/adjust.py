@@ -26,6 +26,7 @@ from shardwright.check.shrink import (
 from shardwright.config.schema import Precision, RunFile
 from shardwright.models import build_model
 from shardwright.models.build import read_config
+from shardwright.train.positions import check_positions
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ def adjust(
     run, accumulated = _accumulating(run, data_ranks)
     lines += accumulated
     rows = CheckedRows(run, changes, data_rank=0, data_ranks=1)
+    lines += check_positions(build_model(run.model, torch.float32), run, [rows.table])
     if updates > rows.order.total_updates:
         updates = rows.order.total_updates
         lines.append(f"The run has {updates} updates only; all of them are compared.")

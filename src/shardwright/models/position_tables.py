@@ -38,22 +38,18 @@ class PositionTable:
 
 
 def position_tables(model: nn.Module) -> tuple[PositionTable, ...]:
-    """The tables of `model` (a Transformers model on meta, see `build_model`) that positions index; it stays as it is.
+    """The tables of `model` (on meta, see `build_model`) that positions index; it stays as it is.
 
     Where the forward cannot be run to its end on meta, those that were looked up until then.
     """
-    if not is_transformers(model):
-        return ()
     tensors = {name: _stand_in(t) for name, t in model.named_parameters()}
     tensors |= {name: _buffer(model, name, b) for name, b in model.named_buffers()}
     indexed = _Indexed({id(t): name for name, t in tensors.items()})
     ids = torch.full((1, _TOKENS), _TOKEN)
-    with (
-        suppress(Exception),
-        torch.no_grad(),
-        indexed,
-    ):  # whatever a model's code may raise on tensors without values
-        torch.func.functional_call(model, tensors, kwargs={"input_ids": ids, "use_cache": False})
+    arguments = {"use_cache": False} if is_transformers(model) else {}
+    # whatever a model's code may raise on tensors without values
+    with suppress(Exception), torch.no_grad(), indexed:
+        torch.func.functional_call(model, tensors, (ids,), arguments)
     found: dict[str, int] = {}
     for name, positions in indexed.found:
         found[name] = min(positions, found.get(name, positions))
