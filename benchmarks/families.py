@@ -107,7 +107,7 @@ def _changed(values: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]
         if isinstance(value, dict) and isinstance(old, dict) and key.endswith("config"):
             kind = {"model_type": value["model_type"]} if "model_type" in value else {}
             result[key] = kind | _changed(value, old)
-        elif isinstance(value, (int, float)) and value != old or key.endswith("token_id"):
+        elif (isinstance(value, (int, float)) and value != old) or key.endswith("token_id"):
             result[key] = value
     return result
 
