@@ -85,12 +85,31 @@ class Outcome:
     reason: str = ""
 
 
-def tiny_config(family: str) -> dict[str, Any]:
-    """config.json of a small model of `family`, from the defaults of its config: sizes by name, nothing random in training."""
+def tiny_configs(family: str) -> Iterator[dict[str, Any]]:
+    """Values of config.json for a small model of `family`, from the defaults of its config: sizes by name, nothing random.
+
+    First with every kind of layer among the four; then without the lists that a config makes itself of its sizes.
+    """
     from transformers import CONFIG_MAPPING
 
-    values = _tiny(CONFIG_MAPPING[family]().to_dict())
-    return {**values, **copy.deepcopy(SPECIAL.get(family, {})), "model_type": family}
+    defaults = CONFIG_MAPPING[family]().to_dict()
+    values = _tiny(defaults)
+    special = {**copy.deepcopy(SPECIAL.get(family, {})), "model_type": family}
+    yield {**values, **special}
+    yield {**_changed(values, defaults), **special}
+
+
+def _changed(values: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """The sizes and rates of `values` that are not those of `defaults`."""
+    result: dict[str, Any] = {}
+    for key, value in values.items():
+        old = defaults.get(key)
+        if isinstance(value, dict) and isinstance(old, dict) and key.endswith("config"):
+            kind = {"model_type": value["model_type"]} if "model_type" in value else {}
+            result[key] = kind | _changed(value, old)
+        elif (isinstance(value, (int, float)) and value != old) or key.endswith("token_id"):
+            result[key] = value
+    return result
 
 
 def _tiny(values: dict[str, Any]) -> dict[str, Any]:
@@ -234,14 +253,19 @@ def tolerance() -> float:
 
 def outcomes(family: str, directory: Path) -> Iterator[tuple[str, Outcome]]:
     """(batching, what became of it) of `family`; its config.json is written into `directory`."""
-    try:
-        directory.mkdir(parents=True)
-        (directory / "config.json").write_text(json.dumps(tiny_config(family)))
-        expected = alone(directory)
-        if not all(map(math.isfinite, expected)):
-            raise ValueError(f"the loss is {expected[0]}, the norm of its gradient {expected[1]}")
-    except Exception as error:  # whatever a family's code may raise
-        yield from ((batching, Outcome("not built", _line(error))) for batching in BATCHINGS)
+    expected, failure = None, ""
+    for config in tiny_configs(family):
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            (directory / "config.json").write_text(json.dumps(config))
+            expected = alone(directory)
+            if all(map(math.isfinite, expected)):
+                break
+            expected, failure = None, failure or f"its loss is {expected}"
+        except Exception as error:  # whatever a family's code may raise
+            expected, failure = None, failure or _line(error)
+    if expected is None:
+        yield from ((batching, Outcome("not built", failure)) for batching in BATCHINGS)
         return
     training = True
     for batching in BATCHINGS:

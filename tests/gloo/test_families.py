@@ -14,7 +14,7 @@ from tests.gloo.ranks import run_ranks
 
 from shardwright.models.build import quiet_transformers
 
-pytestmark = [pytest.mark.gloo, pytest.mark.slow]
+pytestmark = [pytest.mark.gloo, pytest.mark.slow, pytest.mark.timeout(600)]
 
 EQUAL = ("equal", "equal", "equal")
 UNPACKED = ("equal", "equal", "refused")
@@ -46,7 +46,7 @@ def _survey(families: list[str]) -> dict[str, dict[str, tuple[str, str]]]:
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, dict[str, tuple[str, str]]]:
-    return run_ranks(_survey, 1, list(FAMILIES), timeout=170.0)[0]
+    return run_ranks(_survey, 1, list(FAMILIES), timeout=580.0)[0]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -30,7 +30,7 @@ from shardwright.models.document_attention import isolate_documents
 from shardwright.models.narrow_attention import speed_up_narrow_attention
 from shardwright.models.packed_rows import PackedRows
 from shardwright.parallel.context_documents import as_one_row, as_rows, document_blocks
-from shardwright.parallel.document_rules import check_causal, check_packed_model
+from shardwright.parallel.document_rules import check_packed_model, check_padded_model
 
 CPU = torch.device("cpu")
 WIDTH = 12
@@ -424,14 +424,30 @@ def test_models_without_sdpa_are_refused_where_they_keep_their_attention(tmp_pat
 def test_models_that_look_ahead_are_refused(config: Any, fix: str, tmp_path: Path) -> None:
     """Under pad and bucket too: each token would see its target, and the padding behind its row."""
     with pytest.raises(ModelError, match="is not causal") as caught:
-        check_causal(built(config(), tmp_path))
+        check_padded_model(built(config(), tmp_path))
     assert fix in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (lambda: transformers.DogeConfig(**SIZES, keep_window_size=4), "makes an attention mask of its own"),
+        (lambda: transformers.CpmAntConfig(vocab_size=64, hidden_size=32, num_attention_heads=4, dim_head=8, dim_ff=48,
+                                           num_hidden_layers=1, prompt_types=2, prompt_length=2, segment_types=2),
+         "expects padding before its rows"),
+    ],
+    ids=["doge", "cpmant"],
+)  # fmt: skip
+def test_models_that_padding_reaches_are_refused(config: Any, message: str, tmp_path: Path) -> None:
+    """Seen in benchmarks/families.py: the loss of such a model follows from the width of its rows."""
+    with pytest.raises(ModelError, match=message):
+        check_padded_model(built(config(), tmp_path))
 
 
 def test_decoders_are_taken(tmp_path: Path) -> None:
     for kind in (transformers.BertConfig, transformers.RobertaConfig):
-        check_causal(built(kind(**NO_GROUPS, is_decoder=True), tmp_path))
-    check_causal(built(MODELS["gpt_neox"](), tmp_path))
+        check_padded_model(built(kind(**NO_GROUPS, is_decoder=True), tmp_path))
+    check_padded_model(built(MODELS["gpt_neox"](), tmp_path))
 
 
 def test_plain_modules_need_the_arguments() -> None:

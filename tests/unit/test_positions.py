@@ -17,9 +17,10 @@ from tests.gloo.engine import ODD, run_file
 
 from shardwright.config.schema import Model
 from shardwright.data.table import Table
-from shardwright.errors import ConfigError
+from shardwright.errors import ConfigError, ModelError
 from shardwright.models import build_model
-from shardwright.models.position_tables import PositionTable, position_tables
+from shardwright.models.position_tables import PositionTable, numbers_from_elsewhere, position_tables
+from shardwright.parallel.document_rules import check_packed_model
 from shardwright.train.positions import check_positions
 
 SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4,
@@ -124,6 +125,30 @@ def test_a_stream_may_hold_the_longest(tmp_path: Path) -> None:
         check_positions(built("gpt2", tmp_path), run, [SimpleNamespace()])  # type: ignore[list-item]
 
 
-def test_a_module_of_a_users_own_is_left_alone() -> None:
-    model = build_model(run_file(ODD).run.model, torch.float32)
-    assert position_tables(model) == () and check_positions(model, run_file(ODD).run, [table(9)]) == []
+class Own(torch.nn.Module):
+    """A module of a user's own with a learned table, as simple ones have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = torch.nn.Embedding(64, 8), torch.nn.Embedding(16, 8)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(input_ids.shape[1], device=input_ids.device)
+        return (self.tokens(input_ids) + self.places(places)) @ self.tokens.weight.T
+
+
+def test_a_module_of_a_users_own_has_tables_too() -> None:
+    with torch.device("meta"):
+        model = Own()
+    assert position_tables(model) == (PositionTable("places.weight", 16),)
+    assert position_tables(build_model(run_file(ODD).run.model, torch.float32)) == ()
+
+
+def test_a_model_that_numbers_otherwise_is_not_given_positions(tmp_path: Path) -> None:
+    """RoBERTa begins behind the padding token's row, and takes positions that it is given as they are; OPT adds its offset."""
+    assert (
+        numbers_from_elsewhere(built("roberta", tmp_path)) == "roberta.embeddings.position_embeddings.weight"
+    )
+    assert all(numbers_from_elsewhere(built(kind, tmp_path)) == "" for kind in ("opt", "gpt2", "llama"))
+    with pytest.raises(ModelError, match="does not begin with position 0"):
+        check_packed_model(built("roberta", tmp_path))

@@ -29,6 +29,7 @@ from shardwright.config.schema import Precision, RunFile
 from shardwright.models import build_model
 from shardwright.models.build import read_config
 from shardwright.train.optimizer import learning_rate_factor
+from shardwright.train.positions import check_positions
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ def adjust(
     lines += accumulated
     rows = CheckedRows(run, changes, data_rank=0, data_ranks=1)
     check_length(run.training, rows.order.total_updates)
+    lines += check_positions(build_model(run.model, torch.float32), run, [rows.table])
     if updates > rows.order.total_updates:
         updates = rows.order.total_updates
         lines.append(f"The run has {updates} updates only; all of them are compared.")

@@ -106,6 +106,8 @@ def shrunk_config(config: dict[str, Any]) -> dict[str, Any]:
         key = _key(config, meaning)
         if key is not None and config[key] is not None:
             overrides[key] = value
+    if factors := _shrunk_factors(config.get("rope_parameters") or {}, head_dim, new_head_dim):
+        overrides["rope_parameters"] = factors
     if config.get("layer_types"):
         overrides["layer_types"] = config["layer_types"][: new["layers"]]
     for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
@@ -114,6 +116,18 @@ def shrunk_config(config: dict[str, Any]) -> dict[str, Any]:
         elif isinstance(config.get(key), list):
             overrides[key] = [token % new["vocabulary"] for token in config[key]]
     return {key: value for key, value in overrides.items() if value != config[key]}
+
+
+def _shrunk_factors(rope: dict[str, Any], head_dim: int, new_head_dim: int) -> dict[str, list[float]]:
+    """What `rope` has a number of for each frequency of a head, with as many of them as the smaller head has frequencies."""
+    lists = {key: rope[key] for key in ("short_factor", "long_factor") if isinstance(rope.get(key), list)}
+    if new_head_dim == head_dim:
+        return {}
+    counts = {key: max(1, len(factors) * new_head_dim // head_dim) for key, factors in lists.items()}
+    return {
+        key: [factors[i * len(factors) // counts[key]] for i in range(counts[key])]
+        for key, factors in lists.items()
+    }
 
 
 def _layers_of_each_kind(config: dict[str, Any]) -> int:

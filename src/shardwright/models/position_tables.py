@@ -37,27 +37,31 @@ class PositionTable:
     positions: int
 
 
-def position_tables(model: nn.Module) -> tuple[PositionTable, ...]:
-    """The tables of `model` (a Transformers model on meta, see `build_model`) that positions index; it stays as it is.
+def position_tables(model: nn.Module, **given: Any) -> tuple[PositionTable, ...]:
+    """The tables of `model` (on meta, see `build_model`) that positions index; it stays as it is.
 
-    Where the forward cannot be run to its end on meta, those that were looked up until then.
+    given: arguments of its forward beside the ids. Where the forward cannot be run to its end on meta, those that were looked
+    up until then.
     """
-    if not is_transformers(model):
-        return ()
     tensors = {name: _stand_in(t) for name, t in model.named_parameters()}
     tensors |= {name: _buffer(model, name, b) for name, b in model.named_buffers()}
     indexed = _Indexed({id(t): name for name, t in tensors.items()})
     ids = torch.full((1, _TOKENS), _TOKEN)
-    with (
-        suppress(Exception),
-        torch.no_grad(),
-        indexed,
-    ):  # whatever a model's code may raise on tensors without values
-        torch.func.functional_call(model, tensors, kwargs={"input_ids": ids, "use_cache": False})
+    arguments = {**({"use_cache": False} if is_transformers(model) else {}), **given}
+    # whatever a model's code may raise on tensors without values
+    with suppress(Exception), torch.no_grad(), indexed:
+        torch.func.functional_call(model, tensors, (ids,), arguments)
     found: dict[str, int] = {}
     for name, positions in indexed.found:
         found[name] = min(positions, found.get(name, positions))
     return tuple(PositionTable(*item) for item in found.items())
+
+
+def numbers_from_elsewhere(model: nn.Module) -> str:
+    """The table in which `model` begins elsewhere by itself than where position 0, given to it, points; empty without one."""
+    own = {table.name: table.positions for table in position_tables(model)}
+    given = position_tables(model, position_ids=torch.arange(_TOKENS).unsqueeze(0))
+    return next((t.name for t in given if own.get(t.name, t.positions) != t.positions), "")
 
 
 def _stand_in(tensor: Tensor) -> Tensor:

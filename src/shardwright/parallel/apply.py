@@ -27,7 +27,7 @@ from shardwright.parallel.chunked_loss import ChunkedHead, LossChunks, find_loss
 from shardwright.parallel.context import ContextPlace, split_attention
 from shardwright.parallel.context_rules import check_context_model
 from shardwright.parallel.data_parallel import Sharded, ShardOptions, Unit
-from shardwright.parallel.document_rules import check_causal, check_packed_model
+from shardwright.parallel.document_rules import check_packed_model, check_padded_model
 from shardwright.parallel.mesh import replica_group, shard_mesh
 from shardwright.parallel.pipeline import Pipelined, Ties
 from shardwright.parallel.recompute import compile_block, recompute_block
@@ -147,7 +147,7 @@ def check_model(model: nn.Module, run: RunFile) -> None:
         check_packed_model(model, p.cp_size)
     elif p.cp_size == 1:
         check_own_attention(model, run.model)
-        check_causal(model)
+        check_padded_model(model)
 
 
 def _attention_for_pieces(model: nn.Module, parts: Parts, run: RunFile) -> tuple[str, ...]:

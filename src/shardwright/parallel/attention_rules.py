@@ -14,6 +14,7 @@ from torch import nn
 from shardwright.errors import ModelError
 from shardwright.models.adapters import find_parts
 from shardwright.models.attention_calls import AttentionCall, Seen, blocks_without_attention
+from shardwright.models.position_tables import numbers_from_elsewhere
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -38,6 +39,7 @@ def check_attention(model: nn.Module, values: dict[str, Any], seen: Seen, by: Re
 
     values: the model's config. seen: its calls in one forward.
     """
+    _check_numbering(model, by)
     _check_mixing(model, seen, by)
     for call in seen.calls:
         _check_call(call, by)
@@ -63,6 +65,16 @@ def check_config(name: str, values: dict[str, Any], by: Replacement) -> None:
                     f"{by.name} knows {' and '.join(LAYER_TYPES)}.",
                     by.fix,
                 )
+
+
+def _check_numbering(model: nn.Module, by: Replacement) -> None:
+    """Refuses positions that a model numbers otherwise by itself than it takes them: they are given to it here."""
+    if table := numbers_from_elsewhere(model):
+        raise ModelError(
+            f"{type(model).__name__} does not begin with position 0 of `{table}` by itself.",
+            f"{by.name} gives it positions from 0: other ones than it was trained with.",
+            by.fix,
+        )
 
 
 def _check_mixing(model: nn.Module, seen: Seen, by: Replacement) -> None:

@@ -54,21 +54,31 @@ def check_packed_model(model: nn.Module, cp_size: int = 1) -> None:
         )
 
 
-def check_causal(model: nn.Module) -> None:
-    """Raises `ModelError` where tokens of `model` (on meta), which keeps its own attention, see those behind them.
+PADDED_ON_THE_LEFT = ("cpmant",)
+"""Families that read from the ids where a row begins, and expect padding before it."""
 
-    Each would see the token that it is to predict, and the padding behind its row. What cannot be looked into is judged by
+
+def check_padded_model(model: nn.Module) -> None:
+    """Raises `ModelError` where padding behind a row reaches the tokens of `model` (on meta), which keeps its own attention.
+
+    Tokens that see those behind them would see the token that they are to predict, too. What cannot be looked into is judged by
     the key that such models have for it.
     """
-    name = type(model).__name__
     config: Any = getattr(model, "config", None)
-    if not is_transformers(model):
-        return
-    if config._attn_implementation not in ("sdpa", "eager"):
-        return  # a core attention of ours, which is causal
-    decoder = getattr(config, "is_decoder", None)
+    if not is_transformers(model) or config._attn_implementation not in ("sdpa", "eager"):
+        return  # a core attention of ours is causal
+    name, decoder = type(model).__name__, getattr(config, "is_decoder", None)
+    if config.model_type in PADDED_ON_THE_LEFT:
+        raise ModelError(
+            f"{name} expects padding before its rows.",
+            "Rows are padded behind, which it would take for tokens.",
+            "Take another model.",
+        )
+    ahead, masked = "", ""
     try:
-        ahead = next((call.module for call in look_into(model).calls if not call.causal), "")
+        calls = look_into(model).calls
+        ahead = next((call.module for call in calls if not call.causal), "")
+        masked = next((call.module for call in calls if "attention_mask" in call.others), "")
     except ModelError:
         reads = "is_decoder" in inspect.getsource(inspect.getmodule(type(model)) or type(model))
         ahead = name if reads and decoder is False else ""
@@ -79,4 +89,10 @@ def check_causal(model: nn.Module) -> None:
             "Set model.config_overrides to {is_decoder: true}."
             if decoder is False
             else "Take a causal model.",
+        )
+    if masked:
+        raise ModelError(
+            f"`{masked}` of {name} makes an attention mask of its own.",
+            "What it masks may follow from the width of the row and the padding in it.",
+            "Take another model.",
         )
