@@ -23,8 +23,8 @@ from shardwright.check.shrink import (
     shrunk_config,
     shrunk_rows,
 )
-from shardwright.config.functions import names_function
 from shardwright.config.schema import Precision, RunFile
+from shardwright.layout.functions import names_function
 from shardwright.models import build_model
 from shardwright.models.build import read_config
 

@@ -173,7 +173,7 @@ class Encoder:
                 text, return_attention_mask=False, verbose=False, add_special_tokens=special
             )["input_ids"]
             return found
-        return list(self.backend.encode(text, add_special_tokens=special).ids)
+        return self.backend.encode(text, add_special_tokens=special).ids
 
     def _text(self, text: str) -> Document:
         ids = self._ids(text)

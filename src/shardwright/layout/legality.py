@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardwright.config.functions import names_function
 from shardwright.config.load import Loaded, keys
 from shardwright.config.schema import RunFile
 from shardwright.errors import ConfigError, did_you_mean
 from shardwright.layout.axes import Axes, resolve_axes
 from shardwright.layout.batch import accumulation_steps
 from shardwright.layout.combine import check_combination
+from shardwright.layout.functions import names_function
 from shardwright.layout.rules_context import check_context
 from shardwright.layout.rules_pipeline import check_pipeline
 from shardwright.layout.rules_tensor import check_sequence

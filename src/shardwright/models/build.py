@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwright.config.functions import names_function
 from shardwright.config.schema import Model
 from shardwright.errors import ModelError, did_you_mean
+from shardwright.layout.functions import names_function
 from shardwright.models.adapters import tied_names
 from shardwright.models.init import META, Recipe, Recorder, Whole, assign_owners, view_of
 from shardwright.models.weights import read_headers

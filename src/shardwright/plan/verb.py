@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from shardwright.arch.inventory import generic_shape, shape_from_config
 from shardwright.arch.known import known_shape
 from shardwright.arch.measured import shape_from_inventory
-from shardwright.config.functions import names_function
 from shardwright.errors import ConfigError, ExitCode
+from shardwright.layout.functions import names_function
 from shardwright.plan.advice import first_to_test
 from shardwright.plan.answer import answer, describe, layout_keys, layout_name
 from shardwright.plan.hardware import find_device

@@ -12,10 +12,10 @@ from shardwright.arch.families import is_known
 from shardwright.arch.inventory import matrix_weights, read_config, shape_from_config
 from shardwright.arch.measured import shape_from_inventory
 from shardwright.arch.shape import Shape
-from shardwright.config.functions import names_function
 from shardwright.config.schema import RunFile
 from shardwright.errors import ConfigError
 from shardwright.layout.axes import resolve_axes
+from shardwright.layout.functions import names_function
 from shardwright.layout.schedule import Action, actions, head_blocks, legality, stage_rank
 from shardwright.layout.traffic import Traffic
 from shardwright.plan.answer import layout_name
