@@ -26,10 +26,10 @@ from shardwright.checkpoint import store
 from shardwright.checkpoint.parts import Value
 from shardwright.checkpoint.restore import current_state, restore
 from shardwright.checkpoint.settings import changes, refuse_unaccepted
-from shardwright.config.functions import names_function
 from shardwright.config.load import Loaded, load_run_file
 from shardwright.data.loader import Microbatch, UpdateBatch
 from shardwright.errors import ConfigError
+from shardwright.layout.functions import names_function
 from shardwright.layout.legality import check_run
 from shardwright.layout.names import parse_layout
 from shardwright.models.build import build_model

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from tests.byte_tokens import ready, write_tokenizer
 
-from shardwright.config.functions import names_function
 from shardwright.data.files import find_files, sources_of
 from shardwright.data.sources import columns, records, slices
 from shardwright.errors import DataError
+from shardwright.layout.functions import names_function
 
 LINES = b'{"text": "one"}\n{"text": "two"}\n'
 

@@ -103,6 +103,9 @@ def test_marks_may_hold_white_space_after_the_end(tmp_path: Path) -> None:
     talk = [TALK["messages"][0], {"role": "assistant", "content": "yo<|im_end|>"}]
     assert said(ready(tmp_path, [{"messages": talk}]), "1 trained turns end in `<|im_end|>` twice")
     assert said(ready(tmp_path, [{"prompt": "a", "completion": "b"}], append_eos=False), "no special token")
+    for ids, masks, ends in (([5, 256], {}, {}), ([5, 256], {"loss_mask": [0, 1]}, {256: "<bos>"})):
+        found = ready(tmp_path, [{"input_ids": ids, **masks}])
+        assert trained_ends(found.table.documents.meta) == ends
 
 
 def test_an_end_that_generation_does_not_know_is_said(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from shardwright.arch.families import is_known, refuse_quantized
 from shardwright.arch.inventory import read_config, shape_from_config
 from shardwright.arch.known import known_shape
 from shardwright.arch.shape import Shape
-from shardwright.config.functions import names_function
 from shardwright.errors import ConfigError
+from shardwright.layout.functions import names_function
 
 Inventory = Callable[[dict[str, Any]], dict[str, Any]]
 """Builds the model of a `model` section without memory and returns what `shardwright.models.inventory.inventory` does."""

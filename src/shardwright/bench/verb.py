@@ -17,10 +17,10 @@ from shardwright.bench.spec import UPDATES, WARMUP, Spec
 from shardwright.bench.summary import entry, schedule_of
 from shardwright.bench.table import lines_below, show
 from shardwright.check.verb import check_layouts
-from shardwright.config.functions import names_function
 from shardwright.config.load import Loaded
 from shardwright.errors import CheckFailed, ConfigError, ExitCode, ShardwrightError
 from shardwright.launch import inside_a_launcher, run_workers
+from shardwright.layout.functions import names_function
 from shardwright.layout.legality import check_device, check_run
 from shardwright.layout.names import with_layout
 from shardwright.measure import clock

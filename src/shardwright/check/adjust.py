@@ -23,9 +23,9 @@ from shardwright.check.shrink import (
     shrunk_config,
     shrunk_rows,
 )
-from shardwright.config.functions import names_function
 from shardwright.config.rates import check_length
 from shardwright.config.schema import Precision, RunFile
+from shardwright.layout.functions import names_function
 from shardwright.models import build_model
 from shardwright.models.build import read_config
 from shardwright.train.optimizer import learning_rate_factor

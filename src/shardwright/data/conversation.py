@@ -11,12 +11,19 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 from shardwright.data.formats import WEIGHTS, Chat, Message
 from shardwright.errors import DataError
 
 _ROLES = ("system", "user", "assistant", "tool")
+_CONTENTS = {
+    (type(None), str): "content that is null is given as empty text",
+    (str, type(None)): "empty content is given as null",
+    (list, str): "content in parts is given as one string",
+    (str, list): "content that is a string is given in parts",
+}
 Text = tuple[str, list[tuple[int, int]]]
 """A text and its marked spans."""
 
@@ -31,18 +38,19 @@ class Fitted:
     def __init__(self, chat: Chat, render: Callable[[Chat], Text]) -> None:
         self._render = render
         messages = [{k: v for k, v in message.items() if k not in WEIGHTS} for message in chat.messages]
-        self.chat = replace(chat, messages=messages)
-        self.changed: set[str] = set()
+        self.chat = replace(chat, messages=[{"content": None, **message} for message in messages])
         self.idle: set[str] = set()
         self._lost: set[int] = set()
-        self._rendered: Text | None = None
-        self._fit_missing_content()
+        given = self.chat
         self._rendered = self._try(self.chat)
+        self._make_it_render()
+        self._fit_missing_content()
         self._fit_parts()
         self._fit_strings()
         self._fit_arguments()
         self._fit_parameters()
         self.text = self._rendered if self._rendered is not None else render(self.chat)
+        self.changed = set(_changes(given, self.chat))
         self.silent = self._find_idle()
 
     def _try(self, chat: Chat) -> Text | None:
@@ -64,32 +72,50 @@ class Fitted:
         ]
         return replace(self.chat, messages=messages)
 
-    def _take(self, chat: Chat, how: str) -> None:
-        before, self.chat, self._rendered = self._rendered, chat, self._try(chat)
-        if before != self._rendered:
-            self.changed.add(how)
+    def _take(self, chat: Chat) -> None:
+        """Goes on with `chat` where it renders, and otherwise than now."""
+        text = self._try(chat)
+        if text not in (None, self._rendered):
+            self.chat, self._rendered = chat, text
+
+    def _make_it_render(self) -> None:
+        """Where the template fails, the first of the other manners, in any combination, under which it does not."""
+        for changes in product((_same, _emptied), (_same, _joined), (_same, _with_objects, _with_json)):
+            if self._rendered is not None:
+                return
+            messages = self.chat.messages
+            for change in changes:
+                messages = [change(message) for message in messages]
+            self._take(replace(self.chat, messages=messages))
+
+    def _writes(self, number: int, content: Any) -> bool:
+        """Whether the template writes `content`, which is no text, as Python does."""
+        return self._rendered == self._try(self._with(number, content=str(content)))
 
     def _fit_missing_content(self) -> None:
-        """No content is null, as chat templates of tool calls ask, unless the template fails on it or prints it."""
-        missing = [n for n, message in enumerate(self.chat.messages) if message.get("content") is None]
-        for number in missing:
-            self.chat = self._with(number, content=None)
-        for number in missing:
-            now = self._try(self.chat)
-            if now is None or now == self._try(self._with(number, content="None")):
-                self.chat = self._with(number, content="")
+        """No content is null, as templates of tool calls ask, unless the template prints it.
+
+        Empty text beside a call is null where the template else leaves the call out.
+        """
+        for number, message in enumerate(self.chat.messages):
+            if message["content"] is None and self._writes(number, None):
+                self._take(self._with(number, content=""))
+            elif message["content"] == "" and message.get("tool_calls"):
+                null, bare = self._with(number, content=None), self._without({number}, "tool_calls")
+                if self._try(bare) == self._rendered and self._try(null) != self._try(
+                    self._with(number, content="None")
+                ):
+                    self._take(null)
 
     def _fit_parts(self) -> None:
-        """Content in parts is joined where the template fails on it, prints it as a list, or leaves text out."""
+        """Content in parts is joined where the template prints it as a list, or leaves text out."""
         for number, message in enumerate(self.chat.messages):
-            if not isinstance(parts := message["content"], list):
+            parts, now = message["content"], self._rendered
+            if not isinstance(parts, list) or now is None:
                 continue
-            texts, now = [part["text"] for part in parts], self._rendered
-            printed = now is None or now == self._try(self._with(number, content=str(parts)))
-            if now is None or printed or not all(text.strip() in now[0] for text in texts):
-                self._take(
-                    self._with(number, content="".join(texts)), "content in parts is given as one string"
-                )
+            whole = all(part["text"].strip() in now[0] for part in parts)
+            if not whole or self._writes(number, parts):
+                self._take(self._with(number, content=_joined(message)["content"]))
 
     def _fit_strings(self) -> None:
         """Text that the template leaves out, since it expects parts, is given as a part."""
@@ -104,8 +130,8 @@ class Fitted:
                 continue  # the template may rewrite the text, and does not leave it out
             as_part = self._with(number, content=[{"type": "text", "text": content}])
             found = self._try(as_part)
-            if found is not None and found != now and text in found[0]:
-                self._take(as_part, "content that is a string is given in parts")
+            if found is not None and text in found[0]:
+                self._take(as_part)
             else:
                 self.idle.add(f"the content of `{message['role']}` messages")
                 self._lost.add(number)
@@ -113,29 +139,23 @@ class Fitted:
     def _fit_arguments(self) -> None:
         """Arguments of calls: JSON that is quoted again is given as an object, and an object that is printed as JSON."""
         for number, message in enumerate(self.chat.messages):
-            calls = message.get("tool_calls")
-            if not isinstance(calls, list):
-                continue
-            as_objects = [_in_call(call, "arguments", _loaded) for call in calls]
-            as_json = [_in_call(call, "arguments", _dumped) for call in calls]
-            if as_objects != calls and not self._holds(calls, "arguments"):
-                objects = self._with(number, tool_calls=as_objects)
-                if self._try(objects) is not None:
-                    self._take(objects, "`arguments` of calls that are JSON are given as objects")
-            elif as_json != calls and as_objects == calls and self._prints(number, calls):
-                self._take(
-                    self._with(number, tool_calls=as_json),
-                    "`arguments` of calls that are objects are given as JSON",
-                )
+            objects, as_json = _with_objects(message), _with_json(message)
+            if objects != message and not self._holds(message["tool_calls"], "arguments"):
+                self._take(self._with(number, **objects))
+            elif as_json != message and self._prints_objects(number, message):
+                self._take(self._with(number, **as_json))
+
+    def _prints_objects(self, number: int, message: Message) -> bool:
+        """Whether the template writes the arguments of this message, all of them objects, as Python does."""
+        printed = self._try(self._with(number, **_in_calls(message, str)))
+        return message == _with_objects(message) and printed == self._rendered
 
     def _fit_parameters(self) -> None:
         """Parameters of tools: JSON that is quoted again is given as an object."""
         tools = self.chat.tools or []
-        objects = [_in_call(tool, "parameters", _loaded) for tool in tools]
-        if objects != tools and not self._holds(tools, "parameters"):
-            self._take(
-                replace(self.chat, tools=objects), "`parameters` of tools that are JSON are given as objects"
-            )
+        if not self._holds(tools, "parameters"):
+            objects = [_in_call(tool, "parameters", _loaded) for tool in tools]
+            self._take(replace(self.chat, tools=objects))
 
     def _holds(self, calls: list[Any], key: str) -> bool:
         """Whether each string in `key` of the calls stands in the text as it is, and not quoted once more."""
@@ -143,11 +163,6 @@ class Fitted:
         return self._rendered is not None and all(
             text in self._rendered[0] and json.dumps(text) not in self._rendered[0] for text in strings
         )
-
-    def _prints(self, number: int, calls: list[Any]) -> bool:
-        """Whether the template prints the arguments as Python does, or fails on them."""
-        printed = self._with(number, tool_calls=[_in_call(call, "arguments", str) for call in calls])
-        return self._rendered is None or self._rendered == self._try(printed)
 
     def _find_idle(self) -> set[int]:
         """Notes keys of messages, and columns beside them, without which the text is the same; the silent messages."""
@@ -199,6 +214,53 @@ def _more(message: Message) -> Iterator[str]:
         for key, value in message.items()
         if key not in ("role", "content", *WEIGHTS) and value not in ("", [], {})
     )
+
+
+def _same(message: Message) -> Message:
+    return message
+
+
+def _emptied(message: Message) -> Message:
+    return {**message, "content": ""} if message["content"] is None else message
+
+
+def _joined(message: Message) -> Message:
+    content = message["content"]
+    return (
+        {**message, "content": "".join(part["text"] for part in content)}
+        if isinstance(content, list)
+        else message
+    )
+
+
+def _with_objects(message: Message) -> Message:
+    return _in_calls(message, _loaded)
+
+
+def _with_json(message: Message) -> Message:
+    return _in_calls(message, _dumped)
+
+
+def _in_calls(message: Message, change: Callable[[Any], Any]) -> Message:
+    """The message with the arguments of its calls changed."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    return {**message, "tool_calls": [_in_call(call, "arguments", change) for call in calls]}
+
+
+def _changes(given: Chat, taken: Chat) -> Iterator[str]:
+    """What was given in another manner, as the lines before training name it."""
+    for before, after in zip(given.messages, taken.messages):
+        kinds = (type(before["content"]), type(after["content"]))
+        if before["content"] != after["content"] and kinds in _CONTENTS:
+            yield _CONTENTS[kinds]
+        if before.get("tool_calls") != after.get("tool_calls"):
+            was_json = _with_objects(before).get("tool_calls") == after.get("tool_calls")
+            first, second = ("JSON", "objects") if was_json else ("objects", "JSON")
+            yield f"`arguments` of calls that are {first} are given as {second}"
+    if given.tools != taken.tools:
+        yield "`parameters` of tools that are JSON are given as objects"
 
 
 def _in_call(call: Any, key: str, change: Callable[[Any], Any]) -> Any:

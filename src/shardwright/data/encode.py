@@ -162,9 +162,10 @@ class Encoder:
     def _edges(self, document: Document, form: str) -> Iterator[tuple[str, str]]:
         """Notes of how a document, and what is trained of it, begins and ends."""
         yield from self.special.repeated(document.ids, inside=form in ("text", "prompt_completion"))
-        whole = form in ("text", "tokens") and document.weights is None
+        if form == "tokens" and document.weights is None:
+            return  # a piece of text may end anywhere
         for kind, subject in self.special.ends(document.ids, document.weights, document.is_blank):
-            if subject != UNENDED or not whole:  # text as such need not end
+            if subject != UNENDED or form != "text":  # text need not end in a token
                 yield kind, subject
 
     def _ids(self, text: str, special: bool = True) -> list[int]:
@@ -173,7 +174,7 @@ class Encoder:
                 text, return_attention_mask=False, verbose=False, add_special_tokens=special
             )["input_ids"]
             return found
-        return list(self.backend.encode(text, add_special_tokens=special).ids)
+        return self.backend.encode(text, add_special_tokens=special).ids
 
     def _text(self, text: str) -> Document:
         ids = self._ids(text)

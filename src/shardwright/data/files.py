@@ -26,9 +26,9 @@ from glob import glob, has_magic
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from shardwright.config.functions import names_function
 from shardwright.config.schema import Source
 from shardwright.errors import DataError
+from shardwright.layout.functions import names_function
 
 LINES = (".jsonl", ".json", ".txt")
 TABLES = (".parquet", ".arrow")

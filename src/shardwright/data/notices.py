@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwright.config.functions import names_function
 from shardwright.config.schema import RunFile
 from shardwright.data.files import file_notices, is_compressed, sources_of
 from shardwright.data.notes import Note
 from shardwright.data.special import UNENDED, trained_ends
+from shardwright.layout.functions import names_function
 
 _LINES = {
     "begin twice": "{count} of {of} records begin with {subject} twice, their own and the one put before them: one is kept",

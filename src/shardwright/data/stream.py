@@ -15,13 +15,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from shardwright.config.functions import names_function
 from shardwright.config.schema import Data
 from shardwright.data.files import DataFile, find_files, sources_of
 from shardwright.data.formats import find_format, format_of
 from shardwright.data.read import digest_of
 from shardwright.data.sources import Record, Slice, slices, without_nulls
 from shardwright.errors import ConfigError, DataError, did_you_mean
+from shardwright.layout.functions import names_function
 
 _SLICE_RECORDS = 256
 

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardwright.config.functions import names_function
 from shardwright.errors import ConfigError
 from shardwright.layout.axes import Axes
+from shardwright.layout.functions import names_function
 
 if TYPE_CHECKING:  # the planner reads the table and loads no pydantic
     from shardwright.config.schema import RunFile

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardwright.config.functions import names_function
 from shardwright.config.load import Loaded, keys
 from shardwright.config.rates import check_length
 from shardwright.config.schema import RunFile
@@ -15,6 +14,7 @@ from shardwright.errors import ConfigError, did_you_mean
 from shardwright.layout.axes import Axes, resolve_axes
 from shardwright.layout.batch import accumulation_steps
 from shardwright.layout.combine import check_combination
+from shardwright.layout.functions import names_function
 from shardwright.layout.rules_context import check_context
 from shardwright.layout.rules_pipeline import check_pipeline
 from shardwright.layout.rules_tensor import check_sequence

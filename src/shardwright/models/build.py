@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwright.config.functions import names_function
 from shardwright.config.schema import Model
 from shardwright.errors import ModelError, did_you_mean
+from shardwright.layout.functions import names_function
 from shardwright.models.adapters import beside_text, tied_names
 from shardwright.models.config import model_directory as model_directory
 from shardwright.models.config import read_config as read_config

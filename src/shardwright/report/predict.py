@@ -11,10 +11,10 @@ from typing import Any
 from shardwright.arch.inventory import matrix_weights
 from shardwright.arch.of_model import Inventory, built_by, shape_of_model
 from shardwright.arch.shape import Shape
-from shardwright.config.functions import names_function
 from shardwright.config.schema import RunFile
 from shardwright.errors import ConfigError, ShardwrightError
 from shardwright.layout.axes import resolve_axes
+from shardwright.layout.functions import names_function
 from shardwright.layout.schedule import Action, actions, head_blocks, legality, stage_rank
 from shardwright.layout.traffic import Traffic
 from shardwright.plan.answer import layout_name
