@@ -71,11 +71,12 @@ def run_drill(loaded: Loaded, plan: Plan) -> int:
         )
     check_run(loaded, plan.ranks)
     directory = Path(loaded.run.checkpoint.output_dir) / "drill"
-    shutil.rmtree(directory, ignore_errors=True)
     device = device_kind(loaded.run.hardware.device, plan.ranks)
     check_device(loaded.run, device)
     adjusted, changes = _adjusted(loaded, plan, device)
+    check_run(adjusted, plan.ranks)
     prepare_run(adjusted.replaced({"checkpoint.output_dir": str(directory / "none")}, "drill"), console)
+    shutil.rmtree(directory, ignore_errors=True)
     _say(console, f"{plan.ranks} ranks, seed {plan.seed}; changed for the drill: {changes}.")
     drill, started = _Drill(adjusted, plan, directory, console), clock.now()
     try:
@@ -114,6 +115,7 @@ def _adjusted(loaded: Loaded, plan: Plan, device: str) -> tuple[Loaded, str]:
         "logging.report_to": [],
     }
     text = ", ".join(f"{key} {value}" for key, value in shown.items() if value is not None)
+    loaded = loaded.replaced({"data.drop_last": False}, "default")  # for epochs only
     return loaded.replaced({**silent, **shown}, "drill"), text
 
 

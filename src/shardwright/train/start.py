@@ -9,6 +9,8 @@ from rich.console import Console
 
 from shardwright.checkpoint.store import find
 from shardwright.config.load import Loaded
+from shardwright.config.places import check_directory
+from shardwright.config.schema import RunFile
 from shardwright.data.prepare import Prepared, prepare
 from shardwright.data.updates import make_order
 from shardwright.errors import ConfigError
@@ -82,16 +84,22 @@ def possible_counts(loaded: Loaded, most: int, least: int, console: Console) -> 
     return found
 
 
+def check_programs(run: RunFile) -> None:
+    """Raises `ConfigError` for an optimizer, loss or schedule that is not there or does not take its arguments."""
+    check_optimizer(run.training)
+    own_loss(run.training.loss)
+    learning_rate_factor(run.training, run.training.max_steps or 1)
+
+
 def prepare_run(loaded: Loaded, console: Console) -> Prepared:
     """Refuses what would fail in a rank, and tokenises once for all of them; returns the training rows."""
     run = loaded.run
+    check_directory(Path(run.checkpoint.output_dir), "checkpoint.output_dir")
+    check_programs(run)
     model = build_model(run.model, DTYPES[run.precision.master_dtype])
     check_model(model, run)
-    check_optimizer(run.training)
-    own_loss(run.training.loss)
     find(Path(run.checkpoint.output_dir), run.checkpoint.resume)
     check_sinks(run.logging.report_to)
-    learning_rate_factor(run.training, run.training.max_steps or 1)
     train = prepare(run, "train")
     for prepared in (train, prepare(run, "validation")):
         if prepared is not None:
