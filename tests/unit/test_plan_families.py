@@ -5,6 +5,7 @@ The oracle is Transformers alone: the parameters of its model, and the products 
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from shardwright.arch.inventory import named_sizes
 from shardwright.arch.of_model import shape_of_model
 from shardwright.arch.shape import Shape
 from shardwright.config.schema import Model
-from shardwright.errors import ConfigError, ModelError
+from shardwright.errors import ConfigError, ModelError, ShardwrightError
 from shardwright.models.inventory import inventory
 
 LENGTH = 19
