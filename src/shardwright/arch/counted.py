@@ -64,12 +64,14 @@ def _refuse_other_products(inventory: Mapping[str, Any], sizes: Sizes) -> None:
             "`shardwright bench` measures the model as it is.",
         )
     blocks = tuple(f"{block}." for block in inventory["blocks"])
-    held = sum(prod(size) for name, size in sizes.items() if name.startswith(blocks) and _is_matrix(size))
+    held = inventory["head_weights"] + sum(
+        prod(size) for name, size in sizes.items() if name.startswith(blocks) and _is_matrix(size)
+    )
     if products < held or width < 0 or products != int(products) or width != int(width):
         experts = any("expert" in key and value for key, value in inventory["config"].items())
         raise ConfigError(
             f"{name} is not planned: its forward is more than products of each token with every matrix, and attention.",
-            f"A token meets few of the experts: about {max(products, 0):,.0f} weights a token, where blocks hold {held:,}."
+            f"A token meets few of the experts: {max(products, 0):,.0f} weights, where blocks and head hold {held:,}."
             if experts and products < held
             else "It has recurrences, experts, or parts that do not run; their memory and time are not known to plan.",
             "`shardwright bench` measures the model as it is.",

@@ -12,20 +12,21 @@ from typing import Any
 import psutil
 from rich.console import Console
 
-from shardwright.bench.peers import possible_peers
+from shardwright.bench.peers import check_peers, kind_of_peer, possible_peers
 from shardwright.bench.spec import UPDATES, WARMUP, Spec
 from shardwright.bench.summary import entry, schedule_of
 from shardwright.bench.table import lines_below, show
-from shardwright.check.verb import check_layouts
+from shardwright.check.verb import check_layouts, possible_layouts
 from shardwright.config.load import Loaded
+from shardwright.config.places import check_directory, check_file
 from shardwright.errors import CheckFailed, ConfigError, ExitCode, ShardwrightError
 from shardwright.launch import inside_a_launcher, run_workers
-from shardwright.layout.functions import names_function
-from shardwright.layout.legality import check_device, check_run
+from shardwright.layout.legality import check_run
 from shardwright.layout.names import with_layout
 from shardwright.measure import clock
 from shardwright.measure.verdict import Verdict
 from shardwright.parallel.process_group import device_kind
+from shardwright.plan.hardware import find_device
 from shardwright.plan.of_run import job_of, layout_of
 from shardwright.train.planned import plan_of, shape_of
 from shardwright.train.start import prepare_run
@@ -61,26 +62,55 @@ def run_bench(loaded: Loaded, request: Request) -> int:
             "It starts its own ranks.",
             "Call it once, without torchrun or srun.",
         )
+    output = Path(loaded.run.checkpoint.output_dir)
+    runs, peers = _refused_or_prepared(loaded, request, output, console)
+    codes = check_layouts(loaded, ",".join(runs), request.ranks, console)
+    for name in (name for name, code in codes.items() if code):
+        _say(console, f"{name} is not timed: it does not train the same objective.")
+    runs = {name: run for name, run in runs.items() if codes[name] == ExitCode.DONE}
+    if not runs:
+        raise CheckFailed("No layout trains the same objective.", "", "See what `check` found above.")
+    peers = [peer for peer in peers if kind_of_peer(peer) in runs]
+    output.mkdir(parents=True, exist_ok=True)
+    device = device_kind(loaded.run.hardware.device, request.ranks)
+    entries, about = _measured(runs, peers, request, device, output, console)
+    return _finished(_timed(loaded, request), entries, about, output, console, codes)
+
+
+def _refused_or_prepared(
+    loaded: Loaded, request: Request, output: Path, console: Console
+) -> tuple[dict[str, Loaded], list[str]]:
+    """(the timed run of each layout, peers), all that can be refused without a rank refused, the rows tokenised."""
     if request.versus not in ("", "peers"):
         raise ConfigError(f"--vs {request.versus} is not known.", "", "Valid: peers.")
-    codes = check_layouts(loaded, request.layouts, request.ranks, console)
-    names = [name for name, code in codes.items() if code == ExitCode.DONE]
-    for name in (name for name in codes if name not in names):
-        _say(console, f"{name} is not timed: it does not train the same objective.")
-    if not names:
-        raise CheckFailed("No layout trains the same objective.", "", "See what `check` found above.")
-    loaded = _timed(loaded, request)
+    if request.device is not None:
+        find_device(request.device)
+    for name in (RESULT, HISTORY):
+        check_file(output / name, "checkpoint.output_dir")
+    if request.trace is not None:
+        check_directory(request.trace, "--trace")
     device = device_kind(loaded.run.hardware.device, request.ranks)
-    runs = {name: with_layout(loaded, name) for name in names}
+    if request.versus:
+        check_peers(loaded.run)
+    names, *_ = possible_layouts(loaded, request.layouts, request.ranks, device, console)
+    if not names:
+        raise ConfigError(
+            "No layout can run.", "The reasons stand above.", "Change --layouts or --nproc-per-node."
+        )
+    runs = {name: with_layout(_timed(loaded, request), name) for name in names}
     for chosen in runs.values():
         check_run(chosen, request.ranks)
-        check_device(chosen.run, device)
-    prepare_run(next(iter(runs.values())), console)
-    peers = _peers(request, names, runs, console)
-    output = Path(loaded.run.checkpoint.output_dir)
-    output.mkdir(parents=True, exist_ok=True)
-    entries, about = _measured(runs, peers, request, device, output, console)
-    return _finished(loaded, entries, about, output, console, codes)
+    peers, lines = possible_peers(list(names)) if request.versus else ([], [])
+    for line in lines:
+        _say(console, line)
+    rows = prepare_run(next(iter(runs.values())), console)
+    if peers and rows.table.weighted:
+        raise ConfigError(
+            "--vs peers with targets that have weights.",
+            "Other programs are given labels, and know no weights.",
+            "Leave --vs out, or use data without weights.",
+        )
+    return runs, peers
 
 
 def _timed(loaded: Loaded, request: Request) -> Loaded:
@@ -98,27 +128,6 @@ def _timed(loaded: Loaded, request: Request) -> Loaded:
         "data.drop_last": False,
     }
     return loaded.replaced(changed, "default")
-
-
-def _peers(request: Request, names: list[str], runs: dict[str, Loaded], console: Console) -> list[str]:
-    """The peers for the layouts that split data only."""
-    if not request.versus:
-        return []
-    run = next(iter(runs.values())).run
-    if (
-        run.data.batching != "pad"
-        or names_function(run.model.model_name_or_path)
-        or run.training.optimizer != "adamw"
-    ):
-        raise ConfigError(
-            "--vs peers needs padded rows, a Transformers model and adamw.",
-            "Other programs are given the same microbatches, whose documents or optimizer they do not know.",
-            "Leave --vs out, or set data.batching to pad and training.optimizer to adamw.",
-        )
-    peers, lines = possible_peers([name for name in names if "+" not in name])
-    for line in lines:
-        _say(console, line)
-    return peers
 
 
 def _measured(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,12 +24,13 @@ from shardwright.config.schema import Training
 from shardwright.errors import ConfigError, ExitCode, ModelError
 from shardwright.launch import inside_a_launcher, run_workers
 from shardwright.layout.axes import Axes
-from shardwright.layout.legality import check_run
-from shardwright.layout.names import expand_layouts, with_layout
+from shardwright.layout.legality import check_device, check_run, check_settings
+from shardwright.layout.names import TUNING, expand_layouts, with_layout
 from shardwright.measure import clock
 from shardwright.models import build_model, find_parts
 from shardwright.parallel.apply import check_model
 from shardwright.parallel.process_group import device_kind
+from shardwright.train.start import check_programs
 
 ONE_THREAD_PARAMETERS = 2_000_000
 """Up to this size one thread is faster than many: the matrices are too small to share."""
@@ -87,8 +89,8 @@ def check_layouts(
     fault: str = "",
 ) -> dict[str, int]:
     """Checks the layouts and prints what is found; {name: exit code of this layout alone} of those that are possible."""
-    names, data_ranks, split = _possible(loaded, layouts, nproc_per_node, console)
     device = device_kind(loaded.run.hardware.device, nproc_per_node)
+    names, data_ranks, split = possible_layouts(loaded, layouts, nproc_per_node, device, console)
     adjusted = adjust(
         loaded.run,
         dtype=dtype,
@@ -111,17 +113,23 @@ def check_layouts(
         )
 
 
-def _possible(
-    loaded: Loaded, layouts: str, ranks: int, console: Console
+def possible_layouts(
+    loaded: Loaded, layouts: str, ranks: int, device: str, console: Console
 ) -> tuple[tuple[str, ...], int, bool]:
     """The layouts that can run, the most data ranks that one of them has, and whether one splits the model or its rows.
 
-    One that was named must be possible; of `all`, those that are not are listed with the reason.
+    One that was named must be possible; of `all`, those that are not are listed with the reason. Raises `ConfigError` or
+    `ModelError` for what no layout can mend, and where no layout is possible.
     """
+    expanded = expand_layouts(layouts, ranks)
+    check_settings(with_layout(loaded, expanded[0]))  # of the layout's keys only those that it keeps
+    check_device(loaded.run, device)
+    check_programs(loaded.run)
     asked = {part.strip() for part in layouts.split(",")}
     model = build_model(loaded.run.model, torch.float64)
     names, data_ranks, split = [], 1, False
-    for name in expand_layouts(layouts, ranks):
+    refused: ConfigError | ModelError | None = None
+    for name in expanded:
         try:
             chosen = with_layout(loaded, name)
             axes = check_run(chosen, ranks)
@@ -129,12 +137,25 @@ def _possible(
         except (ConfigError, ModelError) as error:
             if name in asked:
                 raise
+            refused = refused or error
             _say(console, f"{name} left out: {error.what} {error.why}".rstrip())
             continue
         names.append(name)
         data_ranks = max(data_ranks, axes.data_ranks)
         split = split or axes.pp * axes.cp * axes.tp > 1
+    if not names and refused:
+        raise refused
+    for line in _dropped(loaded, names):
+        _say(console, line)
     return tuple(names), data_ranks, split
+
+
+def _dropped(loaded: Loaded, names: list[str]) -> Iterator[str]:
+    """A line for each key of the run file's layout that none of these layouts keeps or sets."""
+    runs = [with_layout(loaded, name) for name in names]
+    for key in (f"parallelism.{key}" for key in TUNING):
+        if loaded.origin[key] != "default" and all(run.origin[key] == "default" for run in runs):
+            yield f"{loaded.origin[key]}: `{key}` has no effect in these layouts."
 
 
 def _check(

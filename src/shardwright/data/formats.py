@@ -134,6 +134,7 @@ def refuse_without_effect(data: Data, formats: Sequence[str]) -> None:
     """Raises `ConfigError` for a key of section data that no format of the training files reads."""
     chats = {"messages", "prompt_completion", "alpaca", "sharegpt"} & set(formats)
     readers = {
+        "append_eos": (not data.append_eos, bool({"text", "prompt_completion"} & set(formats))),
         "assistant_only_loss": (data.assistant_only_loss is not None, bool(chats)),
         "chat_template": (data.chat_template is not None, bool(chats)),
         "completion_only_loss": (data.completion_only_loss is not None, "prompt_completion" in formats),

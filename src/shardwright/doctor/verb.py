@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from shardwright.config.places import check_file
 from shardwright.doctor.fit import Link
 from shardwright.doctor.hardware_file import Constants, fitted, hardware, kept_in_steps, to_yaml
 from shardwright.doctor.machine import Finding, machine_findings
@@ -30,6 +31,7 @@ def run_doctor(ranks: int, device: str, output: Path) -> int:
         raise ConfigError(
             "`doctor` was started under a launcher.", "It starts its own ranks.", "Call it once on a machine."
         )
+    check_file(output, "--output")
     kind = device_kind(device, ranks)
     findings: list[Finding] = []
 

@@ -77,11 +77,12 @@ def run_drill(loaded: Loaded, plan: Plan) -> int:
 
 
 def _run(loaded: Loaded, plan: Plan, directory: Path, console: Console) -> int:
-    shutil.rmtree(directory, ignore_errors=True)
     device = device_kind(loaded.run.hardware.device, plan.ranks)
     check_device(loaded.run, device)
     adjusted, changes = _adjusted(loaded, plan, device)
+    check_run(adjusted, plan.ranks)
     prepare_run(adjusted.replaced({"checkpoint.output_dir": str(directory / "none")}, "drill"), console)
+    shutil.rmtree(directory, ignore_errors=True)
     _say(console, f"{plan.ranks} ranks, seed {plan.seed}; changed for the drill: {changes}.")
     drill, started = _Drill(adjusted, plan, directory, console), clock.now()
     try:
@@ -127,6 +128,7 @@ def _adjusted(loaded: Loaded, plan: Plan, device: str) -> tuple[Loaded, str]:
         "logging.report_to": [],
     }
     text = ", ".join(f"{key} {value}" for key, value in shown.items() if value is not None)
+    loaded = loaded.replaced({"data.drop_last": False}, "default")  # for epochs only
     return loaded.replaced({**silent, **shown}, "drill").replaced(plain, "default"), text
 
 

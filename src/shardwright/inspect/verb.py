@@ -24,6 +24,7 @@ from shardwright.inspect.show import (
     legend,
     sample_lines,
 )
+from shardwright.layout.legality import check_settings
 
 
 def run_inspect(
@@ -33,6 +34,7 @@ def run_inspect(
 
     Raises `ConfigError` for a row that is not there.
     """
+    check_settings(loaded)
     run = loaded.run
     prepared = prepare(run)
     if prepared is None:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import dataclass
 
 from shardwright.config.load import Loaded, keys
 from shardwright.config.rates import check_length
@@ -22,18 +22,26 @@ from shardwright.layout.rules_tensor import check_sequence
 _DTYPE_ORDER = {"bf16": 0, "fp32": 1, "fp64": 2}
 
 
-def _idle_options(loaded: Loaded) -> Iterator[tuple[str, str]]:
-    """(key, reason) of every option that was set and has no effect in this run."""
-    run, p, t = loaded.run, loaded.run.parallelism, loaded.run.training
-    settings = loaded.settings()
-    given = {
-        key for key, origin in loaded.origin.items() if origin != "default" and settings[key] is not None
-    }
+@dataclass(frozen=True)
+class Rule:
+    """`keys` have no effect in a run where `idle` is true, for `reason`."""
+
+    idle: bool
+    reason: str
+    keys: tuple[str, ...]
+
+
+def effect_rules(run: RunFile) -> list[Rule]:
+    """The rules of every key that has no effect in some runs; a key that stands in none always has one.
+
+    Keys of `data` that only some formats read have theirs where the formats are known (`data/formats.py`).
+    """
+    p, t = run.parallelism, run.training
     sharded, module = p.data_parallel != "ddp", names_function(run.model.model_name_or_path)
-    idle: dict[str, str] = {}
+    rules: list[Rule] = []
 
     def when(condition: bool, reason: str, *keys: str) -> None:
-        idle.update(dict.fromkeys(keys, reason) if condition else {})
+        rules.append(Rule(condition, reason, keys))
 
     when(not sharded, "ddp keeps whole parameters on every rank", "parallelism.unit", "parallelism.prefetch")
     when(
@@ -98,7 +106,25 @@ def _idle_options(loaded: Loaded) -> Iterator[tuple[str, str]]:
         "packed rows have a core attention that keeps documents apart",
         "model.attn_implementation",
     )
-    return ((key, reason) for key, reason in idle.items() if key in given)
+    when(c.save_steps is None, "only the last update is saved", "checkpoint.keep_every")
+    updates = t.max_steps or 3
+    when(updates < 3, "the third update is the first that is profiled", "logging.profile_steps")
+    return rules
+
+
+def idle_keys(loaded: Loaded) -> dict[str, str]:
+    """{key: reason} of every key that was set and has no effect in this run."""
+    settings = loaded.settings()
+    given = {
+        key for key, origin in loaded.origin.items() if origin != "default" and settings[key] is not None
+    }
+    return {
+        key: rule.reason
+        for rule in effect_rules(loaded.run)
+        if rule.idle
+        for key in rule.keys
+        if key in given
+    }
 
 
 _HOMES = {
@@ -203,12 +229,42 @@ def check_device(run: RunFile, kind: str) -> None:
 
 def notices(run: RunFile) -> list[str]:
     """What is allowed but should be known, one line each."""
+    lines, c, updates = [], run.checkpoint, run.training.max_steps
     if run.precision.master_dtype == "bf16":
-        return [
+        lines.append(
             "precision.master_dtype bf16: weights and optimizer states have 8 significant bits, so a step smaller than "
             "1/512 of a weight is rounded away. fp32 keeps it."
-        ]
-    return []
+        )
+    if c.async_save and c.save_steps is None:
+        lines.append(
+            "checkpoint.async_save has no effect: only the last update is saved, and nothing goes on beside that save. "
+            "Set checkpoint.save_steps."
+        )
+    steps = {
+        "training.eval_steps": (run.training.eval_steps, "evaluates"),
+        "checkpoint.save_steps": (c.save_steps, "saves"),
+        "logging.profile_steps": (run.logging.profile_steps, "profiles"),
+    }
+    for key, (every, does) in steps.items():
+        if updates and every and every > updates:
+            once = "only the third update" if does == "profiles" else "only the last update"
+            lines.append(f"{key} {every} is more than training.max_steps {updates}: the run {does} {once}.")
+    return lines
+
+
+def check_settings(loaded: Loaded) -> None:
+    """Raises `ConfigError` for what no number of ranks can mend: an option without effect, or one that contradicts another."""
+    run = loaded.run
+    for key, reason in idle_keys(loaded).items():
+        raise ConfigError(
+            f"{loaded.origin[key]}: `{key}` has no effect here: {reason}.", "", f"Remove `{key}`."
+        )
+    _check_training(run)
+    _check_stream(run)
+    _check_precision(run)
+    _check_checkpoint(run)
+    if run.hardware.device != "auto":
+        check_device(run, run.hardware.device)
 
 
 def check_run(loaded: Loaded, world_size: int) -> Axes:
@@ -218,14 +274,7 @@ def check_run(loaded: Loaded, world_size: int) -> Axes:
     option without effect, or a combination that this version cannot run.
     """
     run = loaded.run
-    for key, reason in _idle_options(loaded):
-        raise ConfigError(
-            f"{loaded.origin[key]}: `{key}` has no effect here: {reason}.", "", f"Remove `{key}`."
-        )
-    _check_training(run)
-    _check_stream(run)
-    _check_precision(run)
-    _check_checkpoint(run)
+    check_settings(loaded)
     axes = resolve_axes(run.parallelism, world_size)
     check_combination(run, axes)
     check_pipeline(run, axes)
@@ -238,11 +287,7 @@ def check_run(loaded: Loaded, world_size: int) -> Axes:
             "Parameters are kept on that many ranks after forward: a divisor of the ranks that share them, neither 1 nor all.",
             "Use true or false, or a proper divisor.",
         )
-    if run.hardware.device != "auto":
-        check_device(run, run.hardware.device)
     accumulation_steps(
         run.training.global_batch_size, run.training.per_device_train_batch_size, axes.data_ranks
     )
-    check_combination(run, axes)
-    check_pipeline(run, axes)
     return axes

@@ -57,6 +57,20 @@ def _part(part: str, name: str) -> dict[str, Any]:
     return {_SIZED[axis]: size, key: option}
 
 
+TUNING = {
+    "unit": "zero",
+    "prefetch": "zero",
+    "reshard_after_forward": "zero3",
+    "bucket_bytes": "ddp",
+    "cp_attention": "cp",
+    "cp_load_balance": "cp",
+    "sequence_parallel": "tp",
+    "tp_plan": "tp",
+    "pp_schedule": "pp",
+}
+"""Key of section parallelism that no layout name sets -> what a layout needs for the key to have an effect."""
+
+
 def parse_layout(name: str) -> dict[str, Any]:
     """The keys of `parallelism` that the layout `name` sets, with their values.
 
@@ -88,18 +102,13 @@ def apply_layout(name: str, base: Parallelism) -> Parallelism:
     keys = parse_layout(name)
     kind = keys.setdefault("data_parallel", base.data_parallel)
     sharded = kind != "ddp"
-    keep = {
-        "unit": sharded,
-        "prefetch": sharded,
-        "reshard_after_forward": kind == "zero3",
-        "bucket_bytes": kind == "ddp",
-        "cp_attention": keys.get("cp_size", 1) > 1,
-        "cp_load_balance": keys.get("cp_size", 1) > 1,
-        "sequence_parallel": keys.get("tp_size", 1) > 1,
-        "tp_plan": keys.get("tp_size", 1) > 1,
-        "pp_schedule": keys.get("pp_size", 1) > 1,
+    here = {
+        "zero": sharded,
+        "zero3": kind == "zero3",
+        "ddp": kind == "ddp",
+        **{axis: keys.get(f"{axis}_size", 1) > 1 for axis in ("cp", "tp", "pp")},
     }
-    kept = {key: getattr(base, key) for key, has_effect in keep.items() if has_effect}
+    kept = {key: getattr(base, key) for key, needs in TUNING.items() if here[needs]}
     return Parallelism(**{**kept, **keys})
 
 

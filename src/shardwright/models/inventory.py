@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from shardwright.config.schema import Model
 from shardwright.errors import ModelError, ShardwrightError
@@ -24,14 +25,14 @@ from shardwright.models.products import count_products
 
 
 def inventory(spec: Model) -> dict[str, Any]:
-    """Config, parameters by name and size, blocks, embedding, head and products of the model of `spec`; tied parameters once.
+    """What the model of `spec` is made of; tied parameters once.
 
-    config: of the language model, as Transformers completes it. products, attention_width: of `count_products`, None where the
-    forward needs values; uncounted then says why.
+    config: of the language model, as Transformers completes it. head: None where it is tied; head_weights: tied or not.
+    products, attention_width: of `count_products`; None where the forward needs values, for the reason `uncounted`.
     """
-    model = build_model(spec, torch.float32)
+    model: nn.Module = build_model(spec, torch.float32)
     if _has_experts(model):
-        model = build_model(spec, torch.bfloat16)  # the only dtype of grouped products that needs no values
+        model = model.to(torch.bfloat16)  # the only dtype of grouped products on tensors without values
     parts = find_parts(model)
     config = getattr(model, "config", None)
     values = config.get_text_config().to_dict() if config is not None else {}
@@ -48,6 +49,9 @@ def inventory(spec: Model) -> dict[str, Any]:
         "blocks": list(parts.blocks),
         "embedding": parts.embedding,
         "head": parts.head if f"{parts.head}.weight" in names else None,
+        "head_weights": sum(p.numel() for p in model.get_submodule(parts.head).parameters() if p.dim() > 1)
+        if parts.head
+        else 0,
         "products": products,
         "attention_width": attention_width,
         "uncounted": uncounted,

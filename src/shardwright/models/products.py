@@ -14,8 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shardwright.errors import ModelError, ShardwrightError
 
-LENGTHS = (23, 46)
-"""No multiple of a block or chunk, so that what is padded to one shows."""
+LENGTHS = (7, 14)
+"""Short, for models that loop over tokens, and no multiple of a block or chunk, so that what is padded to one shows."""
 
 
 def count_products(model: nn.Module) -> tuple[float, float]:

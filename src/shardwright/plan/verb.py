@@ -103,8 +103,11 @@ def make_search(request: Request) -> tuple[Search, Any]:
     run = None
     if request.run_file is not None:
         from shardwright.config.load import load_run_file, parse_overrides
+        from shardwright.layout.legality import check_settings
 
-        run = load_run_file(request.run_file, parse_overrides(request.overrides)).run
+        loaded = load_run_file(request.run_file, parse_overrides(request.overrides))
+        check_settings(loaded)
+        run = loaded.run
     needed = {
         "devices": request.devices,
         "max_length": request.max_length or (run.data.max_length if run else None),

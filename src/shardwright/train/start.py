@@ -9,7 +9,9 @@ from rich.console import Console
 
 from shardwright.checkpoint.store import asked, find, read_choice, read_config, read_manifest
 from shardwright.config.load import Loaded
+from shardwright.config.places import check_directory
 from shardwright.config.rates import check_length
+from shardwright.config.schema import RunFile
 from shardwright.data.prepare import Prepared, prepare
 from shardwright.data.updates import make_order
 from shardwright.errors import ConfigError, DamagedCheckpointError
@@ -102,22 +104,28 @@ def possible_counts(loaded: Loaded, most: int, least: int, console: Console) -> 
     return found
 
 
+def check_programs(run: RunFile) -> None:
+    """Raises `ConfigError` for an optimizer, loss or schedule that is not there or does not take its arguments."""
+    check_optimizer(run.training)
+    own_loss(run.training.loss)
+    learning_rate_factor(run.training, run.training.max_steps or 1)
+
+
 def prepare_run(loaded: Loaded, console: Console, exported: bool = False) -> Prepared:
     """Refuses what would fail in a rank, and tokenises once for all of them; returns the training rows.
 
     exported: the run ends with the export that it asks for, which is checked too.
     """
     run = loaded.run
+    check_directory(Path(run.checkpoint.output_dir), "checkpoint.output_dir")
+    check_programs(run)
     model = build_model(run.model, DTYPES[run.precision.master_dtype])
     check_weights(model, run.model)
     check_model(model, run)
-    check_optimizer(run.training)
-    own_loss(run.training.loss)
     job, output_dir = own_job(), Path(run.checkpoint.output_dir)
     wanted = asked(run.checkpoint.resume, read_choice(output_dir), job.name if job.again else "")
     former = _former(find(output_dir, wanted))
     check_sinks(run.logging.report_to)
-    learning_rate_factor(run.training, run.training.max_steps or 1)
     train = prepare(run, "train")
     splits = [prepared for prepared in (train, prepare(run, "validation")) if prepared is not None]
     for prepared in splits:

@@ -10,6 +10,7 @@ import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -17,9 +18,11 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwright.bench.own import Counted
-from shardwright.config.schema import RunFile
+from shardwright.config.schema import RunFile, Training
 from shardwright.data.loader import UpdateBatch
+from shardwright.errors import ConfigError
 from shardwright.layout.axes import Axes
+from shardwright.layout.loss import CROSS_ENTROPY
 from shardwright.measure import clock
 from shardwright.models.build import build_model
 from shardwright.models.materialise import materialise
@@ -51,16 +54,57 @@ def _module(program: str) -> Any:
     return importlib.import_module(f"{__name__}.{MODULES[program][0]}")
 
 
-def possible_peers(kinds: list[str]) -> tuple[list[str], list[str]]:
-    """(names of the peers for these data-parallel kinds, lines that say which programs are left out and why)."""
+def check_peers(run: RunFile) -> None:
+    """Raises `ConfigError` for a run whose objective other programs cannot be given.
+
+    They get padded microbatches, our first values, and AdamW with its usual arguments.
+    """
+    t = run.training
+    wrong = {
+        f"data.batching {run.data.batching}": run.data.batching != "pad",
+        f"the model function {run.model.model_name_or_path}": ":" in run.model.model_name_or_path
+        and not Path(run.model.model_name_or_path).exists(),
+        f"training.optimizer {t.optimizer}": t.optimizer != "adamw",
+        "training.optimizer_kwargs": bool(t.optimizer_kwargs),
+        "training.no_decay": t.weight_decay > 0 and t.no_decay != Training.model_fields["no_decay"].default,
+        f"training.loss {t.loss}": t.loss != CROSS_ENTROPY,
+        f"precision.master_dtype {run.precision.master_dtype}": run.precision.master_dtype != "fp32",
+    }
+    if found := [name for name, is_wrong in wrong.items() if is_wrong]:
+        raise ConfigError(
+            f"--vs peers with {', '.join(found)}.",
+            "Other programs are given the same padded microbatches, cross entropy, and AdamW over float32 weights.",
+            "Leave --vs out, or remove these from the run.",
+        )
+
+
+def possible_peers(layouts: list[str]) -> tuple[list[str], list[str]]:
+    """(names of the peers for these layouts, lines that say which programs and layouts are left out and why).
+
+    Raises `ConfigError` where no layout has a peer.
+    """
     names, lines = [], []
     for program, (_, packages) in MODULES.items():
         missing = [package for package in packages if find_spec(package) is None]
         if missing:
             lines.append(f"{program} left out: {', '.join(missing)} is not installed.")
             continue
-        names += [f"{program} {kind}" for kind in _module(program).KINDS if kind in kinds]
+        names += [f"{program} {kind}" for kind in _module(program).KINDS if kind in layouts]
+    alone = [layout for layout in layouts if layout not in map(kind_of_peer, names)]
+    if not names:
+        raise ConfigError(
+            f"--vs peers: no peer for {', '.join(alone)}.",
+            "Other programs run ddp, zero1, zero2 and zero3, where they are installed.",
+            "Name one of these in --layouts, or leave --vs out.",
+        )
+    if alone:
+        lines.append(f"No peer for {', '.join(alone)}.")
     return names, lines
+
+
+def kind_of_peer(name: str) -> str:
+    """The data-parallel kind of a peer of `possible_peers`."""
+    return name.partition(" ")[2]
 
 
 @dataclass
