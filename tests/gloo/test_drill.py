@@ -17,7 +17,7 @@ from shardwright.drill.chain import judge, run_chain
 from shardwright.drill.faults import Fault
 from shardwright.drill.moments import Break, at_phase, at_stage
 from shardwright.drill.session import Session
-from shardwright.train.start import prepare_run
+from shardwright.train.preflight import prepare_run
 
 pytestmark = [pytest.mark.gloo, pytest.mark.slow]
 ROOT = Path(__file__).parents[2]

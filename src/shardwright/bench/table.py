@@ -10,6 +10,7 @@ from rich.table import Table
 
 from shardwright.arch.flops import UTILISATION
 from shardwright.bench.turns import Spread
+from shardwright.console import say
 from shardwright.units import format_bytes, format_flops, format_seconds
 
 COLUMNS = (
@@ -47,7 +48,7 @@ def show(console: Console, entries: Sequence[dict[str, Any]]) -> None:
     widths = [max(map(len, column)) for column in zip(COLUMNS, *rows)]
     for line in (COLUMNS, *rows):
         text = "  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip()
-        console.print(text, highlight=False, soft_wrap=True, markup=False)
+        say(console, text)
 
 
 def _cells(entry: dict[str, Any]) -> tuple[str, ...]:

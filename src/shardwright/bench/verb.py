@@ -19,6 +19,7 @@ from shardwright.bench.table import lines_below, show
 from shardwright.check.verb import check_layouts, possible_layouts
 from shardwright.config.load import Loaded
 from shardwright.config.places import check_directory, check_file
+from shardwright.console import say
 from shardwright.errors import CheckFailed, ConfigError, ExitCode, ShardwrightError
 from shardwright.launch import inside_a_launcher, run_workers
 from shardwright.layout.legality import check_run
@@ -29,7 +30,7 @@ from shardwright.parallel.process_group import device_kind
 from shardwright.plan.hardware import find_device
 from shardwright.plan.of_run import job_of, layout_of
 from shardwright.train.planned import plan_of, shape_of
-from shardwright.train.start import prepare_run
+from shardwright.train.preflight import prepare_run
 from shardwright.units import format_bytes, format_seconds
 
 RESULT, HISTORY = "bench.json", "bench-results.jsonl"
@@ -66,7 +67,7 @@ def run_bench(loaded: Loaded, request: Request) -> int:
     runs, peers = _refused_or_prepared(loaded, request, output, console)
     codes = check_layouts(loaded, ",".join(runs), request.ranks, console)
     for name in (name for name, code in codes.items() if code):
-        _say(console, f"{name} is not timed: it does not train the same objective.")
+        say(console, f"{name} is not timed: it does not train the same objective.")
     runs = {name: run for name, run in runs.items() if codes[name] == ExitCode.DONE}
     if not runs:
         raise CheckFailed("No layout trains the same objective.", "", "See what `check` found above.")
@@ -102,7 +103,7 @@ def _refused_or_prepared(
         check_run(chosen, request.ranks)
     peers, lines = possible_peers(list(names)) if request.versus else ([], [])
     for line in lines:
-        _say(console, line)
+        say(console, line)
     rows = prepare_run(next(iter(runs.values())), console)
     if peers and rows.table.weighted:
         raise ConfigError(
@@ -143,7 +144,7 @@ def _measured(
     about: dict[str, Any] = {}
     groups = list(_groups(runs, peers, request.ranks, device))
     if len(groups) > 1:
-        _say(
+        say(
             console,
             f"Memory does not hold all at once: {len(groups)} starts of ranks, each with the first layout.",
         )
@@ -183,7 +184,7 @@ def _measured(
                     made["schedule"] = _schedule(runs[name], request.ranks)
                 entries.append(made)
         about = {key: value for key, value in found.items() if key != "loops"}
-        _say(console, f"{', '.join(found['loops'])}: {format_seconds(clock.now() - started)}.")
+        say(console, f"{', '.join(found['loops'])}: {format_seconds(clock.now() - started)}.")
     return entries, about
 
 
@@ -235,11 +236,11 @@ def _finished(
 ) -> int:
     show(console, entries)
     for line in lines_below(entries, about["measuring_seconds"], about["peak"]):
-        _say(console, line)
+        say(console, line)
     for one in entries:
         if one["kind"] == "layout":
-            _say(console, f"{one['name']}: {Verdict(**one['verdict'])}")
-    _say(
+            say(console, f"{one['name']}: {Verdict(**one['verdict'])}")
+    say(
         console,
         f"Host memory of a rank: {format_bytes(max(about['host_bytes']))} at most, all loops together.",
     )
@@ -259,9 +260,5 @@ def _finished(
                 key: value for key, value in one.items() if isinstance(value, (str, int, float, type(None)))
             }
             history.write(json.dumps({"date": environment["date"], **kept}) + "\n")
-    _say(console, f"Wrote {output / RESULT}; added {len(entries)} lines to {output / HISTORY}.")
+    say(console, f"Wrote {output / RESULT}; added {len(entries)} lines to {output / HISTORY}.")
     return ExitCode.CHECK_FAILED if refused else ExitCode.DONE
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, soft_wrap=True, markup=False)

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shardwright.check.compare import Comparison, TensorNumbers
+from shardwright.console import say
 
 COLUMNS = (
     "layout",
@@ -70,7 +71,7 @@ def show(console: Console, rows: Sequence[Row]) -> None:
         widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))]
         for line in lines:
             text = "  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip()
-            console.print(text, highlight=False, soft_wrap=True, markup=False)
+            say(console, text)
         return
     table = Table(show_edge=False, pad_edge=False)
     for column in COLUMNS:

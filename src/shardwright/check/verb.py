@@ -21,6 +21,7 @@ from shardwright.check.table import Row, crashed_row, result_row, show
 from shardwright.check.tolerance import Tolerance, float64_tolerance, run_dtype_tolerance
 from shardwright.config.load import Loaded
 from shardwright.config.schema import Training
+from shardwright.console import say
 from shardwright.errors import ConfigError, ExitCode, ModelError
 from shardwright.launch import inside_a_launcher, run_workers
 from shardwright.layout.axes import Axes
@@ -30,7 +31,7 @@ from shardwright.measure import clock
 from shardwright.models import build_model, find_parts
 from shardwright.parallel.apply import check_model
 from shardwright.parallel.process_group import device_kind
-from shardwright.train.start import check_programs
+from shardwright.train.preflight import check_programs
 
 ONE_THREAD_PARAMETERS = 2_000_000
 """Up to this size one thread is faster than many: the matrices are too small to share."""
@@ -138,7 +139,7 @@ def possible_layouts(
             if name in asked:
                 raise
             refused = refused or error
-            _say(console, f"{name} left out: {error.what} {error.why}".rstrip())
+            say(console, f"{name} left out: {error.what} {error.why}".rstrip())
             continue
         names.append(name)
         data_ranks = max(data_ranks, axes.data_ranks)
@@ -146,7 +147,7 @@ def possible_layouts(
     if not names and refused:
         raise refused
     for line in _dropped(loaded, names):
-        _say(console, line)
+        say(console, line)
     return tuple(names), data_ranks, split
 
 
@@ -172,15 +173,15 @@ def _check(
     started, before = clock.now(), torch.get_num_threads()
     reference, limit, training = _reference(adjusted, directory / "reference")
     for line in (*adjusted.lines, *_limit_line(adjusted, limit)):
-        _say(console, line)
-    _say(console, _describe(reference, adjusted, clock.now() - started))
-    _say(
+        say(console, line)
+    say(console, _describe(reference, adjusted, clock.now() - started))
+    say(
         console,
         f"Allowed: {tolerance.formula}; relative to each tensor's largest element; from update 2 on r + min(10 p, 0.1), where "
         "p is how far weights have drifted, in steps. AdamW steps as check/tolerance.py derives. (%): the part that is used.",
     )
     if fault:
-        _say(console, f"Planted into every candidate: {fault}.")
+        say(console, f"Planted into every candidate: {fault}.")
     loaded = replace(loaded, run=loaded.run.model_copy(update={"training": training}))
     candidates = [
         _candidate(loaded, name, ranks, adjusted, fault, directory / f"candidate-{i}")
@@ -295,10 +296,6 @@ def _report(console: Console, layout: str, finding: Finding) -> None:
     text = f"{layout}: first difference in {place}: {what}"
     if tensor := finding.tensor:
         text += f" `{tensor.name}` {list(tensor.shape)}, off by {tensor.difference:.3e} ({tensor.relative:.1e} relative)"
-    _say(console, f"{text}.")
-    _say(console, f"  Diagnosis: {finding.diagnosis.name}. {finding.diagnosis.evidence}.")
-    _say(console, f"  Look at: {finding.diagnosis.look_at}.")
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, soft_wrap=True, markup=False)
+    say(console, f"{text}.")
+    say(console, f"  Diagnosis: {finding.diagnosis.name}. {finding.diagnosis.evidence}.")
+    say(console, f"  Look at: {finding.diagnosis.look_at}.")

@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from shardwright.config.places import check_file
+from shardwright.console import say
 from shardwright.doctor.fit import Link
 from shardwright.doctor.hardware_file import Constants, fitted, hardware, kept_in_steps, to_yaml
 from shardwright.doctor.machine import Finding, machine_findings
@@ -38,7 +39,7 @@ def run_doctor(ranks: int, device: str, output: Path) -> int:
     def tell(found: Iterator[Finding]) -> None:
         for finding in found:
             findings.append(finding)
-            console.print(str(finding), soft_wrap=True, markup=False)
+            say(console, str(finding))
 
     tell(machine_findings(ranks, output.absolute().parent))
     with tempfile.TemporaryDirectory(prefix="shardwright-doctor-") as scratch:
@@ -59,10 +60,9 @@ def run_doctor(ranks: int, device: str, output: Path) -> int:
     output.write_text(to_yaml(hardware(measured, constants, clock.date())), encoding="utf-8")
     failed = [finding.item for finding in findings if finding.grade == "FAIL"]
     verdict = f"Failed: {', '.join(failed)}." if failed else "Nothing has failed."
-    console.print(
+    say(
+        console,
         f"{verdict} {format_seconds(clock.now() - started)}. Wrote {output}: plan --device {output}, bench --device {output}.",
-        soft_wrap=True,
-        markup=False,
     )
     return ExitCode.CRASH if failed else ExitCode.DONE
 

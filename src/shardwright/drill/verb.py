@@ -13,6 +13,7 @@ from rich.console import Console
 from shardwright.checkpoint import store
 from shardwright.config.load import Loaded
 from shardwright.config.rates import check_length
+from shardwright.console import say
 from shardwright.drill.chain import Row, judge, run_chain, run_damaged, run_reference
 from shardwright.drill.damage import unnoticed
 from shardwright.drill.disk import bytes_below, small_disk
@@ -26,7 +27,7 @@ from shardwright.launch import inside_a_launcher, owned
 from shardwright.layout.legality import check_device, check_run
 from shardwright.measure import clock
 from shardwright.parallel.process_group import device_kind
-from shardwright.train.start import prepare_run
+from shardwright.train.preflight import prepare_run
 from shardwright.units import format_seconds
 
 LIVE = ("kill", "save", "async", "signal", "write", "hang")
@@ -72,7 +73,7 @@ def run_drill(loaded: Loaded, plan: Plan) -> int:
         )
     check_run(loaded, plan.ranks)
     output_dir = Path(loaded.run.checkpoint.output_dir)
-    with owned(output_dir, "drill", lambda text: _say(console, text)):
+    with owned(output_dir, "drill", lambda text: say(console, text)):
         return _run(loaded, plan, output_dir / "drill", console)
 
 
@@ -83,17 +84,17 @@ def _run(loaded: Loaded, plan: Plan, directory: Path, console: Console) -> int:
     check_run(adjusted, plan.ranks)
     prepare_run(adjusted.replaced({"checkpoint.output_dir": str(directory / "none")}, "drill"), console)
     shutil.rmtree(directory, ignore_errors=True)
-    _say(console, f"{plan.ranks} ranks, seed {plan.seed}; changed for the drill: {changes}.")
+    say(console, f"{plan.ranks} ranks, seed {plan.seed}; changed for the drill: {changes}.")
     drill, started = _Drill(adjusted, plan, directory, console), clock.now()
     try:
         passed = drill.soak() if plan.soak else drill.trials()
     finally:
         drill.close()
-    _say(console, f"{'Passed' if passed else 'FAILED'} in {format_seconds(clock.now() - started)}.")
+    say(console, f"{'Passed' if passed else 'FAILED'} in {format_seconds(clock.now() - started)}.")
     if passed and not plan.keep:
         shutil.rmtree(directory)
     else:
-        _say(console, f"Runs, checkpoints and logs: {directory}")
+        say(console, f"Runs, checkpoints and logs: {directory}")
     return ExitCode.DONE if passed else ExitCode.CHECK_FAILED
 
 
@@ -146,7 +147,7 @@ class _Drill:
             session.close()
 
     def say(self, text: str) -> None:
-        _say(self.console, text)
+        say(self.console, text)
 
     def _session(self, name: str, **values: Any) -> Session:
         loaded = self.loaded.replaced(values, "drill") if values else self.loaded
@@ -231,7 +232,3 @@ class _Drill:
             if not own or own != rows[0]:
                 read.problem = read.problem or "it trained on other rows"
         return reads
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, soft_wrap=True, markup=False)

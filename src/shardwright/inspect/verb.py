@@ -10,6 +10,7 @@ import numpy as np
 from rich.console import Console
 
 from shardwright.config.load import Loaded
+from shardwright.console import say
 from shardwright.data.order import FILLER, Int64
 from shardwright.data.prepare import Prepared, prepare
 from shardwright.data.updates import make_order
@@ -54,7 +55,7 @@ def run_inspect(
     colour = console.is_terminal and not console.no_color
     if row is None:
         for line in _facts(prepared, lengths, found, run.data.batching):
-            console.print(line, highlight=False, soft_wrap=True, markup=False)
+            say(console, line)
         console.print()
     console.print(legend(colour), soft_wrap=True)
     for sample in shown:

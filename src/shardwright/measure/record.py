@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from shardwright.console import say
 from shardwright.errors import ConfigError
 from shardwright.units import format_bytes, format_seconds
 
@@ -201,7 +202,7 @@ class Progress:
 
     def say(self, text: str) -> None:
         """A line of its own, which stays."""
-        self._console.print(text, highlight=False, soft_wrap=True)
+        say(self._console, text)
 
     def close(self) -> None:
         if self._live is not None:

@@ -6,16 +6,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-from rich.console import Console
 from torch import nn
 
 from shardwright.config.schema import RunFile
 from shardwright.data.end_tokens import end_tokens
 from shardwright.data.prepare import Prepared, prepare
-from shardwright.errors import ShardwrightError
 from shardwright.export.huggingface import check_export, save_pretrained
-from shardwright.models.materialise import unused_weights
 
 
 def export_directory(run: RunFile) -> Path | None:
@@ -39,25 +35,6 @@ def export_lines(run: RunFile, model: nn.Module, train: Prepared) -> Iterable[st
     return (
         () if directory is None else check_export(model, run.model, directory, **export_arguments(run, train))
     )
-
-
-def announce(run: RunFile, model: nn.Module, console: Console) -> None:
-    """Rank 0 says what should be known of the model's files, those read and those to be written; every rank calls it.
-
-    Raises on all ranks what `export_lines` raises on rank 0.
-    """
-    failure: list[ShardwrightError | None] = [None]
-    if dist.get_rank() == 0:
-        try:
-            train = prepare(run, "train")
-            lines = [] if train is None else export_lines(run, model, train)
-            for line in (*unused_weights(model, run.model), *lines):
-                console.print(line, highlight=False, soft_wrap=True)
-        except ShardwrightError as error:
-            failure = [error]
-    dist.broadcast_object_list(failure, src=0)
-    if failure[0] is not None:
-        raise failure[0]
 
 
 def export_model(run: RunFile, model: nn.Module, arguments: dict[str, Any]) -> Path | None:

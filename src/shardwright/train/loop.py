@@ -12,6 +12,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from shardwright.config.load import Loaded
+from shardwright.console import say
 from shardwright.data.loader import UpdateBatch
 from shardwright.errors import ExitCode, NonFiniteError, SpikeError
 from shardwright.launch import Pulse
@@ -208,4 +209,4 @@ class Trainer:
         if self._log is not None:
             self._log.say(text)
         elif self.first:
-            self._console.print(text, highlight=False, soft_wrap=True)
+            say(self._console, text)

@@ -7,26 +7,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from shardwright.checkpoint.store import asked, find, read_choice, read_config, read_manifest
 from shardwright.config.load import Loaded
-from shardwright.config.places import check_directory
-from shardwright.config.rates import check_length
-from shardwright.config.schema import RunFile
-from shardwright.data.prepare import Prepared, prepare
-from shardwright.data.updates import make_order
-from shardwright.errors import ConfigError, DamagedCheckpointError
-from shardwright.launch import finish, inside_a_launcher, own_job, owned, run_workers, worker_main
-from shardwright.layout.legality import check_device, check_run, notices
-from shardwright.measure.record import check_sinks
-from shardwright.models.build import build_model
-from shardwright.models.materialise import check_weights, unused_weights
-from shardwright.parallel.apply import DTYPES, check_model
+from shardwright.console import say
+from shardwright.errors import ConfigError
+from shardwright.launch import finish, inside_a_launcher, owned, run_workers, worker_main
+from shardwright.layout.legality import check_device, check_run
 from shardwright.parallel.process_group import device_kind
-from shardwright.train.exported import export_lines
-from shardwright.train.objective import own_loss
-from shardwright.train.optimizer import check_optimizer, learning_rate_factor
-from shardwright.train.positions import check_positions
-from shardwright.train.rows_done import Former, go_on
+from shardwright.train.preflight import prepare_run
 from shardwright.train.worker import run_rank
 
 RUN_FILE = "config.yaml"
@@ -46,10 +33,8 @@ def start_training(
     counts = possible_counts(loaded, nproc_per_node, least or nproc_per_node, console)
     device = device_kind(loaded.run.hardware.device, counts[0])
     check_device(loaded.run, device)
-    for notice in notices(loaded.run):
-        console.print(notice, highlight=False, markup=False, soft_wrap=True)
     output_dir = Path(loaded.run.checkpoint.output_dir)
-    with owned(output_dir, "train", lambda text: console.print(text, highlight=False, soft_wrap=True)):
+    with owned(output_dir, "train", lambda text: say(console, text)):
         prepare_run(loaded, console, exported=True)
         return _start_ranks(loaded, counts, device, max_restarts, output_dir / "logs")
 
@@ -74,14 +59,6 @@ def _start_ranks(loaded: Loaded, counts: list[int], device: str, max_restarts: i
         )
 
 
-def _former(path: Path | None) -> Former | None:
-    """Where the checkpoint that the run will go on from stands; None where ranks have to find out."""
-    try:
-        return None if path is None else Former.of(read_manifest(path), read_config(path))
-    except DamagedCheckpointError:
-        return None
-
-
 def possible_counts(loaded: Loaded, most: int, least: int, console: Console) -> list[int]:
     """The numbers of ranks from `most` down to `least` on which the objective divides; the others are said, with the reason.
 
@@ -94,58 +71,9 @@ def possible_counts(loaded: Loaded, most: int, least: int, console: Console) -> 
         except ConfigError as error:
             refused = refused or error
             if least < most:
-                console.print(
-                    f"Not on {count} ranks: {error.what}", highlight=False, markup=False, soft_wrap=True
-                )
+                say(console, f"Not on {count} ranks: {error.what}")
         else:
             found.append(count)
     if refused is not None and not found:
         raise refused
     return found
-
-
-def check_programs(run: RunFile) -> None:
-    """Raises `ConfigError` for an optimizer, loss or schedule that is not there or does not take its arguments."""
-    check_optimizer(run.training)
-    own_loss(run.training.loss)
-    learning_rate_factor(run.training, run.training.max_steps or 1)
-
-
-def prepare_run(loaded: Loaded, console: Console, exported: bool = False) -> Prepared:
-    """Refuses what would fail in a rank, and tokenises once for all of them; returns the training rows.
-
-    exported: the run ends with the export that it asks for, which is checked too.
-    """
-    run = loaded.run
-    check_directory(Path(run.checkpoint.output_dir), "checkpoint.output_dir")
-    check_programs(run)
-    model = build_model(run.model, DTYPES[run.precision.master_dtype])
-    check_weights(model, run.model)
-    check_model(model, run)
-    job, output_dir = own_job(), Path(run.checkpoint.output_dir)
-    wanted = asked(run.checkpoint.resume, read_choice(output_dir), job.name if job.again else "")
-    former = _former(find(output_dir, wanted))
-    check_sinks(run.logging.report_to)
-    train = prepare(run, "train")
-    splits = [prepared for prepared in (train, prepare(run, "validation")) if prepared is not None]
-    for prepared in splits:
-        for line in (prepared.summary(), *prepared.notices):
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
-    if train is None:
-        raise ConfigError("data.train names no file.")
-    for line in (*unused_weights(model, run.model), *(export_lines(run, model, train) if exported else ())):
-        console.print(line, highlight=False, soft_wrap=True)
-    order = make_order(run, train)
-    if former is not None and not run.data.streaming:
-        go_on(order, former, run, train.fingerprint)
-    check_length(run.training, order.total_updates)
-    for line in check_positions(model, run, [prepared.table for prepared in splits]):
-        console.print(line, highlight=False, soft_wrap=True)
-    if order.dropped:
-        console.print(
-            f"data.drop_last: {order.dropped} of {order.stretch.end + order.dropped:,} rows are left out, the part-filled "
-            "last update.",
-            highlight=False,
-            soft_wrap=True,
-        )
-    return train

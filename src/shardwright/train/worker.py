@@ -8,12 +8,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import torch.distributed as dist
 from rich.console import Console
 
 from shardwright.checkpoint.hosts import everyone, from_rank
 from shardwright.config.load import Loaded
-from shardwright.config.schema import RunFile
+from shardwright.console import say
 from shardwright.errors import ConfigError
 from shardwright.launch import OwnWatch, Pulse, finish, listen_for_dumps, own_job, worker_main
 from shardwright.launch.lock import PATIENCE_SECONDS, lock_of, owned, read_owner
@@ -22,16 +21,15 @@ from shardwright.layout.placement import Placement
 from shardwright.measure import clock
 from shardwright.measure.outstanding import count_transfers, issued
 from shardwright.measure.record import device_facts, versions
-from shardwright.models.build import build_model, quiet_transformers
-from shardwright.parallel.apply import DTYPES
+from shardwright.models.build import quiet_transformers
 from shardwright.parallel.process_group import Connection, connect, second_store
 from shardwright.plan.answer import layout_name
 from shardwright.plan.of_run import layout_of
 from shardwright.train.exhausted import explaining_exhaustion
-from shardwright.train.exported import announce, export_arguments, export_directory, export_model
+from shardwright.train.exported import export_arguments, export_directory, export_model
 from shardwright.train.loop import Trainer
-from shardwright.train.positions import check_positions
-from shardwright.train.run_data import RunData, open_data
+from shardwright.train.preflight import prepare_run_in_ranks
+from shardwright.train.run_data import open_data
 from shardwright.train.signals import StopFlag
 from shardwright.train.update import Engine
 
@@ -58,23 +56,19 @@ def run_rank(loaded: Loaded, alone: bool = False) -> int:
         watch = OwnWatch(pulse, place.rank, place.world_size, hardware.timeout_seconds, second_store, issued)
         axes = check_run(loaded, connection.placement.world_size)
         check_device(run, connection.device.type)
-        data = _data_in_turn(loaded, connection)
-        exported = export_arguments(run) if place.rank == 0 and export_directory(run) else {}
         console = Console(quiet=place.rank != 0)
-        for line in _check_positions(run, data) if alone else ():
-            console.print(line, highlight=False, soft_wrap=True)
+        if alone:
+            prepare_run_in_ranks(loaded, place, console)
+        data = open_data(run, axes, place.rank)
+        exported = export_arguments(run) if place.rank == 0 and export_directory(run) else {}
         with explaining_exhaustion(loaded, axes, place.rank, connection.device, pulse) as watched:
             engine = watched.engine = Engine(run, axes, connection.device, data.updates)
-            if alone:
-                announce(run, engine.module, console)
             trainer = Trainer(loaded, engine, data, console, pulse)
             if place.rank == 0:
                 _describe(loaded, engine, connection, console)
             code = trainer.train(stop, own_job())
         if code == 0 and (directory := export_model(run, engine.module, exported)) is not None:
-            console.print(
-                f"Wrote {directory} (Hugging Face format).", highlight=False, markup=False, soft_wrap=True
-            )
+            say(console, f"Wrote {directory} (Hugging Face format).")
         trainer.checkpoints.refuse_unsaved()
         watch.close()
     return code
@@ -110,20 +104,6 @@ def _own_directory(loaded: Loaded, place: Placement) -> Iterator[None]:
         yield
 
 
-def _data_in_turn(loaded: Loaded, connection: Connection) -> RunData:
-    """Opens the data; where no parent has prepared it, the first rank of each machine does so before the others."""
-    axes, place = check_run(loaded, connection.placement.world_size), connection.placement
-    data = open_data(loaded.run, axes, place.rank) if place.local_rank == 0 else None
-    dist.barrier()
-    return data or open_data(loaded.run, axes, place.rank)
-
-
-def _check_positions(run: RunFile, data: RunData) -> list[str]:
-    model = build_model(run.model, DTYPES[run.precision.master_dtype])
-    loaders = [loader for loader in (data.loader, data.validation) if loader is not None]
-    return check_positions(model, run, [loader.table for loader in loaders])
-
-
 def _describe(loaded: Loaded, engine: Engine, connection: Connection, console: Console) -> None:
     """Says what is about to run; saves the resolved run file with the origin of every value, and the environment."""
     output_dir = Path(loaded.run.checkpoint.output_dir)
@@ -140,16 +120,15 @@ def _describe(loaded: Loaded, engine: Engine, connection: Connection, console: C
     }
     (output_dir / "environment.json").write_text(json.dumps(environment, indent=1) + "\n", encoding="utf-8")
     for notice in connection.notices:
-        console.print(notice, highlight=False, markup=False, soft_wrap=True)
+        say(console, notice)
     precision = loaded.run.precision
     name = type(engine.module).__name__.removeprefix("FSDP")
-    console.print(
+    say(
+        console,
         f"{name}: {engine.parameters:,} parameters, {loaded.run.parallelism.data_parallel} on {engine.axes}, "
         f"{connection.device} with {connection.threads} threads a rank, compute {precision.param_dtype}, "
         f"stored {precision.master_dtype}, reduced {precision.reduce_dtype}, "
         f"{engine.loss_chunks.describe()}; {loaded.run.training.global_batch_size} rows an update.",
-        highlight=False,
-        soft_wrap=True,
     )
 
 

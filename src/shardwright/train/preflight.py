@@ -1,0 +1,108 @@
+"""What is refused, prepared and said before the first update, wherever the ranks were started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+
+from shardwright.checkpoint.hosts import everyone
+from shardwright.checkpoint.store import asked, find, read_choice, read_config, read_manifest
+from shardwright.config.load import Loaded
+from shardwright.config.places import check_directory
+from shardwright.config.rates import check_length
+from shardwright.config.schema import RunFile
+from shardwright.console import say
+from shardwright.data.prepare import Prepared, prepare
+from shardwright.data.updates import make_order
+from shardwright.errors import ConfigError, DamagedCheckpointError, ShardwrightError
+from shardwright.launch import own_job
+from shardwright.layout.legality import notices
+from shardwright.layout.placement import Placement
+from shardwright.measure.record import check_sinks
+from shardwright.models.build import build_model
+from shardwright.models.materialise import check_weights, unused_weights
+from shardwright.parallel.apply import DTYPES, check_model
+from shardwright.train.exported import export_lines
+from shardwright.train.objective import own_loss
+from shardwright.train.optimizer import check_optimizer, learning_rate_factor
+from shardwright.train.positions import check_positions
+from shardwright.train.rows_done import Former, go_on
+
+
+def check_programs(run: RunFile) -> None:
+    """Raises `ConfigError` for an optimizer, loss or schedule that is not there or does not take its arguments."""
+    check_optimizer(run.training)
+    own_loss(run.training.loss)
+    learning_rate_factor(run.training, run.training.max_steps or 1)
+
+
+def prepare_run(loaded: Loaded, console: Console, exported: bool = False) -> Prepared:
+    """Refuses what would fail in a rank, and tokenises once for all of them; returns the training rows.
+
+    exported: the run ends with the export that it asks for, which is checked too.
+    """
+    run = loaded.run
+    for notice in notices(run):
+        say(console, notice)
+    check_directory(Path(run.checkpoint.output_dir), "checkpoint.output_dir")
+    check_programs(run)
+    model = build_model(run.model, DTYPES[run.precision.master_dtype])
+    check_weights(model, run.model)
+    check_model(model, run)
+    former = _former(run)
+    check_sinks(run.logging.report_to)
+    train = prepare(run, "train")
+    splits = [prepared for prepared in (train, prepare(run, "validation")) if prepared is not None]
+    for prepared in splits:
+        for line in (prepared.summary(), *prepared.notices):
+            say(console, line)
+    if train is None:
+        raise ConfigError("data.train names no file.")
+    lines = [*unused_weights(model, run.model), *(export_lines(run, model, train) if exported else ())]
+    order = make_order(run, train)
+    if former is not None and not run.data.streaming:
+        go_on(order, former, run, train.fingerprint)
+    check_length(run.training, order.total_updates)
+    lines += check_positions(model, run, [prepared.table for prepared in splits])
+    if order.dropped:
+        lines.append(
+            f"data.drop_last: {order.dropped} of {order.stretch.end + order.dropped:,} rows are left out, the part-filled "
+            "last update."
+        )
+    for line in lines:
+        say(console, line)
+    return train
+
+
+def _former(run: RunFile) -> Former | None:
+    """Where the checkpoint that the run will go on from stands; None where only the ranks together can find that out.
+
+    Raises `CheckpointError` where `checkpoint.resume` names one that is not there.
+    """
+    if run.checkpoint.storage == "per_host":
+        return None
+    job, output_dir = own_job(), Path(run.checkpoint.output_dir)
+    path = find(
+        output_dir, asked(run.checkpoint.resume, read_choice(output_dir), job.name if job.again else "")
+    )
+    try:
+        return None if path is None else Former.of(read_manifest(path), read_config(path))
+    except DamagedCheckpointError:
+        return None
+
+
+def prepare_run_in_ranks(loaded: Loaded, place: Placement, console: Console) -> None:
+    """`prepare_run` for ranks that torchrun or Slurm has started: the first rank of each host does it. Collective.
+
+    Raises on all ranks what it raises on one.
+    """
+    refused: ShardwrightError | None = None
+    if place.local_rank == 0:
+        try:
+            prepare_run(loaded, console, exported=True)
+        except ShardwrightError as error:
+            refused = error
+    for found in everyone(refused):
+        if found is not None:
+            raise found
