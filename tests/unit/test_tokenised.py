@@ -75,17 +75,19 @@ def test_columns_that_nothing_reads_are_named_once_per_file(tmp_path: Path) -> N
     """With the number of records that have them; empty values do not count; files with the same columns share a line."""
     records = [{"input_ids": IDS, "special_tokens_mask": [0] * 6, "images": []}, {"input_ids": IDS, "id": 7}]
     [line] = ready(tmp_path, records).notices
-    assert line.endswith("data-0.jsonl (records of 2 that have them): `id` (1), `special_tokens_mask` (1)")
+    assert line.endswith(
+        "data-0.jsonl: nothing reads the columns `id` (in 1 of 2 records), `special_tokens_mask` (in 1 of 2 records)"
+    )
     (tmp_path / "more").mkdir()
     for name in ("a", "b"):
         ready(tmp_path, [{"input_ids": IDS, "url": "x"}])
         (tmp_path / "data-1.jsonl").rename(tmp_path / "more" / f"{name}.jsonl")
     [line] = ready(tmp_path, [str(tmp_path / "more")]).notices
-    assert line.endswith("a.jsonl and 1 other files (records of 2 that have them): `url` (2)")
+    assert line.endswith("a.jsonl and 1 other files: nothing reads the columns `url` (in 2 of 2 records)")
 
 
 def test_columns_of_tables_that_nothing_reads_are_named(tmp_path: Path) -> None:
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     pq.write_table(pa.table({"input_ids": [IDS] * 3, "length": [6] * 3}), tmp_path / "a.parquet")
     [line] = ready(tmp_path, [str(tmp_path / "a.parquet")]).notices
-    assert line.endswith("a.parquet (records of 3 that have them): `length` (3)")
+    assert line.endswith("a.parquet: nothing reads the columns `length` (in 3 of 3 records)")

@@ -82,12 +82,12 @@ def _of_files(meta: dict[str, Any], notes: list[Note]) -> Iterator[str]:
         alike.setdefault(tuple(sorted(found)), []).append(file)
     for names, files in alike.items():
         size = sum(sizes[file] for file in files)
-        parts = [f"`{name}` ({sum(columns[file][name] for file in files):,})" for name in names]
+        parts = [
+            f"`{name}` (in {sum(columns[file][name] for file in files):,} of {size:,} records)"
+            for name in names
+        ]
         more = f" and {len(files) - 1} other files" if len(files) > 1 else ""
-        yield (
-            f"nothing reads these columns of {meta['files'][files[0]]}{more} (records of {size:,} that have them): "
-            f"{', '.join(parts)}"
-        )
+        yield f"{meta['files'][files[0]]}{more}: nothing reads the columns {', '.join(parts)}"
 
 
 def _of_records(meta: dict[str, Any], notes: list[Note]) -> Iterator[str]:
