@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from shardwright.config.schema import RunFile
-from shardwright.data.end_tokens import end_tokens
 from shardwright.data.prepare import Prepared, prepare
+from shardwright.data.special import trained_ends
 from shardwright.export.huggingface import check_export, save_pretrained
 
 
@@ -25,7 +25,7 @@ def export_arguments(run: RunFile, train: Prepared | None = None) -> dict[str, A
     return {
         "tokenizer": train.tokenizer_path if train and run.model.tokenizer_name_or_path is not None else None,
         "chat_template": run.data.chat_template,
-        "end_tokens": end_tokens(run, train) if train else [],
+        "end_tokens": [*trained_ends(train.table.documents.meta)] if train else [],
     }
 
 
