@@ -50,7 +50,7 @@ def prepare_run(loaded: Loaded, console: Console, exported: bool = False) -> Pre
     model = build_model(run.model, DTYPES[run.precision.master_dtype])
     check_weights(model, run.model)
     check_model(model, run)
-    former = _former(run)
+    former = _former(loaded)
     check_sinks(run.logging.report_to)
     train = prepare(run, "train")
     splits = [prepared for prepared in (train, prepare(run, "validation")) if prepared is not None]
@@ -75,11 +75,13 @@ def prepare_run(loaded: Loaded, console: Console, exported: bool = False) -> Pre
     return train
 
 
-def _former(run: RunFile) -> Former | None:
+def _former(loaded: Loaded) -> Former | None:
     """Where the checkpoint that the run will go on from stands; None where only the ranks together can find that out.
 
-    Raises `CheckpointError` where `checkpoint.resume` names one that is not there.
+    Raises `CheckpointError` where `checkpoint.resume` names one that is not there, or where settings of the objective have
+    changed that `checkpoint.accept_changes` does not name.
     """
+    run = loaded.run
     if run.checkpoint.storage == "per_host":
         return None
     job, output_dir = own_job(), Path(run.checkpoint.output_dir)
