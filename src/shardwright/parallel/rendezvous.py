@@ -30,6 +30,8 @@ NAME_SECONDS = 60
 """How long a host's name may be unknown: a cluster's names appear some seconds after its machines."""
 FIRST_WORD_SECONDS = 5
 """When a rank that waits says so first; then after twice as long each time."""
+WATCHED_FACTOR = 12
+"""As many times later where our launcher has started all ranks and watches them."""
 
 _number = count()
 """Of the meetings of this process: a store that outlives one, as torchrun's does, keeps each apart."""
@@ -113,7 +115,8 @@ class Meeting:
 
     def _until(self, done: Callable[[], Any], what: Callable[[], str]) -> None:
         """Waits until `done()`; says `what` it waits for. Raises when it takes too long or this process is told to leave."""
-        passed, word, pause = 0.0, float(FIRST_WORD_SECONDS), 0.001
+        watched = self._placement.started_by == "shardwright"
+        passed, word, pause = 0.0, float(FIRST_WORD_SECONDS * (WATCHED_FACTOR if watched else 1)), 0.001
         while not done():
             if self._asked_to_stop():
                 raise StoppedEarly(
