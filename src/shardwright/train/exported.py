@@ -15,7 +15,7 @@ from shardwright.data.end_tokens import end_tokens
 from shardwright.data.prepare import Prepared, prepare
 from shardwright.errors import ShardwrightError
 from shardwright.export.huggingface import check_export, save_pretrained
-from shardwright.models.materialise import unused_weights
+from shardwright.models.materialise import weight_notices
 
 
 def export_directory(run: RunFile) -> Path | None:
@@ -51,7 +51,7 @@ def announce(run: RunFile, model: nn.Module, console: Console) -> None:
         try:
             train = prepare(run, "train")
             lines = [] if train is None else export_lines(run, model, train)
-            for line in (*unused_weights(model, run.model), *lines):
+            for line in (*weight_notices(model, run.model), *lines):
                 console.print(line, highlight=False, soft_wrap=True)
         except ShardwrightError as error:
             failure = [error]

@@ -16,7 +16,7 @@ from shardwright.launch import finish, inside_a_launcher, run_workers, worker_ma
 from shardwright.layout.legality import check_device, check_run, notices
 from shardwright.measure.record import check_sinks
 from shardwright.models.build import build_model
-from shardwright.models.materialise import check_weights, unused_weights
+from shardwright.models.materialise import check_weights, weight_notices
 from shardwright.parallel.apply import DTYPES, check_model
 from shardwright.parallel.process_group import device_kind
 from shardwright.train.exported import export_lines
@@ -105,7 +105,7 @@ def prepare_run(loaded: Loaded, console: Console, exported: bool = False) -> Pre
                 console.print(line, highlight=False, soft_wrap=True)
     if train is None:
         raise ConfigError("data.train names no file.")
-    for line in (*unused_weights(model, run.model), *(export_lines(run, model, train) if exported else ())):
+    for line in (*weight_notices(model, run.model), *(export_lines(run, model, train) if exported else ())):
         console.print(line, highlight=False, soft_wrap=True)
     order = make_order(run, train)
     if order.dropped:
