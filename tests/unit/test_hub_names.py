@@ -21,7 +21,7 @@ from shardwright.export import save_pretrained
 from shardwright.models import build_model, find_parts, materialise
 from shardwright.models import weights as weights_module
 from shardwright.models.init import Recipe
-from shardwright.models.materialise import RECIPES, check_weights, unused_weights, whole_of
+from shardwright.models.materialise import RECIPES, check_weights, weight_notices, whole_of
 from shardwright.models.traced import traced
 from shardwright.models.weights import Weights
 
@@ -166,14 +166,14 @@ def test_what_belongs_to_no_module_is_said_and_a_part_of_a_module_is_refused(tmp
     file = tmp_path / "model.safetensors"
     whole, spec = load_file(file), eager(tmp_path)
     meta = build_model(spec, torch.float32)
-    assert unused_weights(meta, spec) == []
+    assert weight_notices(meta, spec) == []
     extra = {
         "mtp.head.weight": torch.zeros(3),
         "model.vision.patch": torch.zeros(2),
         "model.rotary_emb.inv_freq": torch.zeros(4),
     }
     save_file(whole | extra, file, {"format": "pt"})
-    said = unused_weights(meta, spec)
+    said = weight_notices(meta, spec)
     assert len(said) == 1 and "2 weights in the files belong to no module" in said[0]
     assert "model.vision.patch, mtp.head.weight" in said[0]
     assert_same(loaded(spec).state_dict(), model.state_dict())
@@ -247,7 +247,7 @@ def test_what_text_does_not_reach_is_frozen_and_said(tmp_path: Path, family: str
     model = build_model(eager(tmp_path), torch.float32)
     assert {name for name, parameter in model.named_parameters() if not parameter.requires_grad} == unreached
     assert bool(unreached) == (family in ("gemma3", "mistral3"))
-    said = "\n".join(unused_weights(model, eager(tmp_path)))
+    said = "\n".join(weight_notices(model, eager(tmp_path)))
     assert said.startswith(f"kept as they are: {len(unreached)} parameters" if unreached else "") and bool(
         said
     ) == bool(unreached)

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
+from shardwright.arch.directory import TOKENIZER_FILES
 from shardwright.config.schema import Data
 from shardwright.data.encode import Encoded, Encoder
 from shardwright.data.files import DataFile
@@ -27,7 +28,6 @@ from shardwright.data.notes import Notes
 from shardwright.data.sources import Slice, slices
 from shardwright.data.table import FORMAT, Documents, new_directory, token_dtype
 from shardwright.errors import ConfigError, DataError
-from shardwright.models.directory import TOKENIZER_FILES
 
 _AHEAD = 4  # slices in work or waiting to be written, for each process
 _ONES = 1 << 22  # weights written at a time

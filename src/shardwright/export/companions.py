@@ -15,15 +15,15 @@ from typing import Any
 
 import torch
 
-from shardwright.config.schema import Model
-from shardwright.errors import ModelError
-from shardwright.models.directory import (
+from shardwright.arch.directory import (
     FOREIGN_WEIGHTS,
     MODEL_FILES,
     OTHER_FILES,
     TOKENIZER_FILES,
     matching,
 )
+from shardwright.config.schema import Model
+from shardwright.errors import ModelError
 
 
 @dataclass(frozen=True)

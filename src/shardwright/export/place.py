@@ -6,14 +6,14 @@ import os
 import shutil
 from pathlib import Path
 
-from shardwright.config.schema import Model
-from shardwright.models.directory import (
+from shardwright.arch.directory import (
     MODEL_FILES,
     OTHER_FILES,
     TOKENIZER_FILES,
     WEIGHT_FILES,
     matching,
 )
+from shardwright.config.schema import Model
 
 
 def refusal(target: Path, spec: Model, tokenizer: Path | None = None) -> str | None:

@@ -66,7 +66,7 @@ def check_weights(model: nn.Module, spec: Model) -> None:
         _check(slots, Weights(model_directory(spec), slots[0].recipe.whole))
 
 
-def unused_weights(model: nn.Module, spec: Model) -> list[str]:
+def weight_notices(model: nn.Module, spec: Model) -> list[str]:
     """Lines about weights that take no part in training: those in the files without a module, and those beside the text."""
     whole = whole_of(model)
     lines: list[str] = []

@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from shardwright.arch.directory import FOREIGN_WEIGHTS, matching
 from shardwright.errors import ModelError
-from shardwright.models.directory import FOREIGN_WEIGHTS, matching
 from shardwright.models.init import Recipe, Whole, modules_above
 from shardwright.models.traced import Box, Origin, Stored
 

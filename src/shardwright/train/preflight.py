@@ -21,7 +21,7 @@ from shardwright.layout.legality import notices
 from shardwright.layout.placement import Placement
 from shardwright.measure.record import check_sinks
 from shardwright.models.build import build_model
-from shardwright.models.materialise import check_weights, unused_weights
+from shardwright.models.materialise import check_weights, weight_notices
 from shardwright.parallel.apply import DTYPES, check_model
 from shardwright.train.exported import export_lines
 from shardwright.train.objective import own_loss
@@ -59,7 +59,7 @@ def prepare_run(loaded: Loaded, console: Console, exported: bool = False) -> Pre
             say(console, line)
     if train is None:
         raise ConfigError("data.train names no file.")
-    lines = [*unused_weights(model, run.model), *(export_lines(run, model, train) if exported else ())]
+    lines = [*weight_notices(model, run.model), *(export_lines(run, model, train) if exported else ())]
     order = make_order(run, train)
     if former is not None and not run.data.streaming:
         go_on(order, former, run, train.fingerprint)
