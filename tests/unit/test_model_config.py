@@ -124,6 +124,7 @@ def test_more_layers_go_on_where_the_config_knows_how(tmp_path: Path) -> None:
     [
         (GPT2, {"hidden_size": 64}, {"n_embd": 64}),
         (GPT2, {"n_embd": 64}, {"n_embd": 64}),
+        ({**LLAMA, "head_dim": 16}, {"head_dim": None}, {"head_dim": 8}),
         ({**GPT2, "hidden_size": 48}, {"n_embd": 64}, {"n_embd": 64}),
         ({"model_type": "mixtral"}, {"num_experts": 3}, {"num_local_experts": 3}),
         ({"model_type": "qwen3_moe"}, {"num_local_experts": 3}, {"num_experts": 3}),

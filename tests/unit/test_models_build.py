@@ -172,12 +172,6 @@ def test_directories_that_cannot_be_a_model(tmp_path: Path, llama: Path) -> None
     assert "model.kwargs has no effect" in refusal(spec_of(llama, kwargs={"a": 1})).what
 
 
-def test_gemma2_needs_eager_attention_and_says_so(tmp_path: Path) -> None:
-    FAMILIES["gemma2"]().save_pretrained(tmp_path)
-    error = refusal(spec_of(tmp_path, init="random"))
-    assert error.fix == "Set model.attn_implementation to eager."
-
-
 def reads_a_value() -> nn.Module:
     return nn.Linear(2, int(torch.linspace(1, 3, 2)[0].item()))
 

@@ -94,7 +94,7 @@ def read_config(spec: Model) -> Any:
     merged = _merged(values, spec.config_overrides, config)
     result = _built(CONFIG_MAPPING[kind], merged, path)
     for keys, value in _leaves(spec.config_overrides):
-        if keys not in honoured:
+        if keys not in honoured and value is not None:  # without a value the config derives one
             _check_effect(result, keys, value)
     return result
 
