@@ -67,7 +67,10 @@ def _refuse_other_products(inventory: Mapping[str, Any], sizes: Sizes) -> None:
     held = inventory["head_weights"] + sum(
         prod(size) for name, size in sizes.items() if name.startswith(blocks) and _is_matrix(size)
     )
-    if products < held or width < 0 or products != int(products) or width != int(width):
+    least = (
+        1 if inventory["config"] else 0
+    )  # a plain module may have no attention; a language model without has a recurrence
+    if products < held or width < least or products != int(products) or width != int(width):
         experts = any("expert" in key and value for key, value in inventory["config"].items())
         raise ConfigError(
             f"{name} is not planned: its forward is more than products of each token with every matrix, and attention.",
