@@ -8,18 +8,15 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from shardwright.data.end_tokens import end_tokens
 from tests.tiny_models import spec_of, write_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from shardwright.config.load import load_run_file
 from shardwright.config.schema import Model
 from shardwright.errors import ConfigError, ModelError
 from shardwright.export import save_pretrained
@@ -212,38 +209,3 @@ def test_a_place_that_an_export_may_not_take_is_refused_before_training(
     refused("file/run/model", "file is a file")
     monkeypatch.setattr("os.access", lambda path, mode: Path(path) != place)
     refused("new/model", f"{place} is not writable")
-
-
-@pytest.mark.parametrize(
-    ("formats", "template", "append", "want"),
-    [
-        (("text",), "", True, [1]),
-        (("text",), "", False, []),
-        (("messages",), "{% for m in messages %}a {{ m.content }} <|im_end|> {% endfor %}", True, [2]),
-        (
-            ("messages", "prompt_completion"),
-            "{% for m in messages %}{{ m.content }} <|im_end|>\n{% endfor %}",
-            True,
-            [1, 2],
-        ),
-        (("messages",), "{% for m in messages %}{{ m.content }} b {% endfor %}", True, []),  # ends no turn
-        (("messages",), "{{ raise_exception('other messages') }}", True, []),
-        (("tokens",), "", True, []),
-    ],
-)
-def test_the_tokens_with_which_a_run_teaches_to_stop(
-    tmp_path: Path, formats: tuple[str, ...], template: str, append: bool, want: list[int]
-) -> None:
-    tokenizer(tmp_path)
-    file = tmp_path / "own.jinja"
-    file.write_text(template)
-    run = load_run_file(
-        None,
-        {
-            "model.model_name_or_path": str(tmp_path), "data.train": ["-"], "training.max_steps": 1,
-            "training.global_batch_size": 1, "training.learning_rate": 0.1, "data.append_eos": append,
-            "data.chat_template": str(file) if template else None,
-        },
-    ).run  # fmt: skip
-    train = SimpleNamespace(tokenizer_path=tmp_path, formats=formats)
-    assert end_tokens(run, train) == want  # type: ignore[arg-type]
