@@ -25,7 +25,7 @@ from torch import Tensor
 
 CONFIDENCE = 8.0
 GROWTH = 2.0**20  # of a difference of gradients through a few steps of AdamW, in weights and gradients
-LATER = 16.0  # in losses. The oracles measure both (`with_bounds`) and fail where they no longer hold
+LATER = 64.0  # in losses. The oracles measure both (`with_bounds`) and fail where they no longer hold
 DISTURBANCE = 2.0**-30  # far above float64's roundoff and far below anything that is not linear any more
 
 

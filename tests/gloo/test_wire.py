@@ -200,5 +200,5 @@ def _dies() -> None:
 
 def test_a_rank_that_is_gone_is_an_error_at_once() -> None:
     """It says that the connection is gone, not that waiting has taken too long."""
-    with pytest.raises(AssertionError, match=r"rank 0 failed[\s\S]*RuntimeError: .*[Cc]onnection"):
+    with pytest.raises(AssertionError, match=r"rank 0 failed[\s\S]*[Cc]onnection"):
         run_ranks(_dies, 2)
