@@ -217,3 +217,12 @@ def test_steps_beyond_the_end_are_said() -> None:
     ]
     assert notices(run(checkpoint__save_steps=10, checkpoint__async_save=True).run) == []
     assert "Set checkpoint.save_steps" in notices(run(checkpoint__async_save=True).run)[0]
+
+
+def test_a_resolved_file_can_be_run_again(tmp_path: Path) -> None:
+    """config.yaml of a run writes every default out; what it asks for is what the run asked for."""
+    loaded = run()
+    (tmp_path / "config.yaml").write_text(loaded.to_yaml(origins=True))
+    again = load_run_file(tmp_path / "config.yaml")
+    check_settings(again)
+    assert again.run == loaded.run

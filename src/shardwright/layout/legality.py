@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardwright.config.load import Loaded, keys
+from shardwright.config.load import Loaded, keys, sections
 from shardwright.config.rates import check_length
 from shardwright.config.schema import RunFile
 from shardwright.errors import ConfigError, did_you_mean
@@ -113,10 +113,18 @@ def effect_rules(run: RunFile) -> list[Rule]:
 
 
 def idle_keys(loaded: Loaded) -> dict[str, str]:
-    """{key: reason} of every key that was set and has no effect in this run."""
+    """{key: reason} of every key that was set to something else than its default, and has no effect in this run.
+
+    A default that is written out asks for nothing: the resolved file of a run, which holds every key, can be run again.
+    """
     settings = loaded.settings()
+    defaults = {
+        f"{name}.{key}": field.default
+        for name, part in sections().items()
+        for key, field in part.model_fields.items()
+    }
     given = {
-        key for key, origin in loaded.origin.items() if origin != "default" and settings[key] is not None
+        key for key, origin in loaded.origin.items() if origin != "default" and settings[key] != defaults[key]
     }
     return {
         key: rule.reason
