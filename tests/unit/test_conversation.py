@@ -237,9 +237,7 @@ def test_keys_of_data_that_no_record_needs_are_said(tmp_path: Path) -> None:
     found = ready(
         tmp_path,
         [{"messages": [USER, {"role": "assistant", "content": "b"}]}],
-        append_eos=False,
         assistant_only_loss=False,
     )
-    assert any("data.append_eos has no effect" in line for line in found.notices)
     assert any("the date of this day" in line for line in found.notices)
     assert all("{subject}" in line or "records" in line for line in _LINES.values())

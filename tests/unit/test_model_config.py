@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests import tolerance
 
 from shardwright.config.schema import Model
 from shardwright.errors import ModelError
@@ -66,7 +67,7 @@ def test_frequencies_keep_what_the_override_leaves(
     materialise(model, spec, seed=0, device=torch.device("cpu"))
     found = model.get_buffer("model.rotary_emb.inv_freq")
     # one power, one division: a few roundings of float32
-    assert torch.allclose(found, expected, rtol=8 * 2.0**-24, atol=0)
+    assert torch.allclose(found, expected, rtol=tolerance.few(4, torch.float32), atol=0)
 
 
 def test_a_factor_stays_with_its_type(tmp_path: Path) -> None:
@@ -185,4 +186,4 @@ def test_the_formula_of_llama3_by_hand(tmp_path: Path) -> None:
         smooth = (64 / wavelength - 1.0) / 3.0
         mixed = (1 - smooth) * base / 16 + smooth * base
         right = base / 16 if wavelength > 64 else base if wavelength < 16 else mixed
-        assert math.isclose(value, right, rel_tol=16 * 2.0**-24)
+        assert math.isclose(value, right, rel_tol=tolerance.few(8, torch.float32))

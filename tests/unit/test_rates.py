@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import pytest
+from tests import tolerance
 
 from shardwright.config.rates import check_length
 from shardwright.config.schema import Training
@@ -91,4 +92,4 @@ def test_rates_of_a_schedule_in_three_parts() -> None:
     factor = learning_rate_factor(training(WSD, 3, num_decay_steps=4, min_lr_ratio=0.1), 10)
     down = [0.5 * (1 + math.cos(math.pi * k / 4)) for k in range(4)]
     right = [0.1 + 0.9 * x for x in (0, 1 / 3, 2 / 3, 1, 1, 1, *down)]
-    assert all(math.isclose(factor(u), right[u], rel_tol=1e-15 * 4) for u in range(10))
+    assert all(math.isclose(factor(u), right[u], rel_tol=tolerance.few(8)) for u in range(10))

@@ -37,7 +37,7 @@ REFUSED: list[tuple[list[str], list[str], str]] = [
     (RANKS, ["--training.loss", "nowhere:loss"], "cannot be imported"),
     (RANKS, ["--training.lr_scheduler_type", "sometimes"], "sometimes"),
     (["train", "bench", "drill"], ["--training.global_batch_size", "7"], "is not a multiple of"),
-    (RANKS, ["--hardware.device", "cuda"], "torch finds no accelerator"),
+    (RANKS, ["--hardware.device", "cuda"], "torch finds no CUDA device"),
     (RANKS, ["--memory.cpu_offload", "params"], "This run is on the CPU"),
     (
         ["train", "bench", "drill"],

@@ -141,11 +141,8 @@ def _of_settings(
     """Keys of section data without effect, which only the records show."""
     formats = {form for form in meta["formats"] if form is not None}
     chats = sum(note.count for note in notes if note.kind == "chat")
-    texts = sum(note.count for note in notes if note.kind == "record") - chats
     if run.data.append_eos and meta["eos_id"] is None and {"text", "prompt_completion"} & formats:
         yield f"the tokenizer in {tokenizer_path} has no eos token: data.append_eos has no effect"
-    if not run.data.append_eos and (not texts or formats == {"tokens"}):
-        yield "data.append_eos has no effect: no record is a text or a completion"
     if not chats and "prompt_completion" in formats:
         for key in ("chat_template", "assistant_only_loss"):
             if getattr(run.data, key) is not None:

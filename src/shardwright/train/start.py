@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from shardwright.config.load import Loaded
+from shardwright.config.places import check_directory
 from shardwright.console import say
 from shardwright.errors import ConfigError
 from shardwright.launch import finish, inside_a_launcher, owned, run_workers, worker_main
@@ -34,6 +35,7 @@ def start_training(
     device = device_kind(loaded.run.hardware.device, counts[0])
     check_device(loaded.run, device)
     output_dir = Path(loaded.run.checkpoint.output_dir)
+    check_directory(output_dir, "checkpoint.output_dir")
     with owned(output_dir, "train", lambda text: say(console, text)):
         prepare_run(loaded, console, exported=True)
         return _start_ranks(loaded, counts, device, max_restarts, output_dir / "logs")
