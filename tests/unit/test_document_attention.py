@@ -19,6 +19,7 @@ from tests.gloo.engine import ODD, run_file
 from tests.tiny_models import FAMILIES
 from torch import Tensor, nn
 
+from shardwright.check.throughout import Float64Throughout
 from shardwright.config.schema import Model
 from shardwright.errors import ConfigError, ModelError
 from shardwright.layout.legality import check_run
@@ -345,9 +346,10 @@ def test_documents_reach_attention_in_these_families(family: str, tmp_path: Path
     )
     if model._can_set_experts_implementation():
         model.set_experts_implementation("eager")  # the only one in float64
+    model.double()  # some routers are kept in float32
     rows = packed(ROWS)
     ids = torch.randint(2, 60, rows.documents.shape)
-    with torch.no_grad():
+    with torch.no_grad(), Float64Throughout():  # else norms and routers round to float32
         alone = {
             (r, s): model(input_ids=ids[r : r + 1, s:e], use_cache=False).logits[0] for r, s, e in rows.spans
         }
@@ -362,9 +364,10 @@ def test_documents_reach_attention_in_these_families(family: str, tmp_path: Path
         assert torch.allclose(found[r, s : s + len(right)], right, rtol=0, atol=bound)
     assert found.isfinite().all()
     kept = (other == ids).all(-1, keepdim=True) | (rows.documents > 0) & (torch.arange(12) < 6)
-    assert torch.equal(found[1], changed[1]) and torch.equal(
-        found[kept.squeeze(-1)], changed[kept.squeeze(-1)]
-    )
+    kept[1] = True
+    moved = (found - changed)[kept].abs().max()
+    # the tokens of an expert are one product, whose size the other documents decide
+    assert float(moved) <= (bound if model._can_set_experts_implementation() else 0)
 
 
 @pytest.mark.parametrize(
