@@ -123,7 +123,7 @@ def test_every_rank_hears_that_rank_0_cannot_write(tmp_path: Path) -> None:
     first, second = run_ranks(_cannot_write, 2, str(tmp_path))
     assert first == second
     assert "the directory that the model was read from" in first
-    assert "something else than an earlier export" in first
+    assert "files that are not of an earlier export" in first
     assert f"{tmp_path / 'file'} is a file" in first
     assert {path.name: path.read_bytes() for path in (tmp_path / "source").iterdir()} == before
     assert (tmp_path / "notes" / "todo.txt").read_text() == "keep me"

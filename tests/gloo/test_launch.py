@@ -194,7 +194,7 @@ def test_a_rank_for_which_a_collective_has_waited_too_long_is_named(launchers: L
     code, errors = launchers.run("stuck_in_save", hang_seconds=60)
     lines = errors.splitlines()
     assert code == 1 and lines[0].startswith("shardwright: rank 1 of 2 is stuck in save of update 4 (")
-    assert "waiting for others in a collective, for too long" in lines[1] and "read_rows" in lines[2]
+    assert "waited for others in a collective for too long" in lines[1] and "read_rows" in lines[2]
 
 
 def test_the_rank_at_the_root_of_a_chain_is_named(launchers: Launchers) -> None:
@@ -229,7 +229,7 @@ def test_a_killed_rank_ends_all(launchers: Launchers, tmp_path: Path) -> None:
     errors = launcher.communicate(timeout=LIMIT)[1]
     assert launcher.returncode == 1
     assert not [pid for pids in family.values() for pid in pids if _alive(pid)]
-    said = "shardwright: rank 0 of 2 was ended by SIGKILL. The kernel sends it when memory runs out"
+    said = "shardwright: rank 0 of 2 was ended by SIGKILL. The kernel sends this signal when memory runs out"
     assert said in errors.splitlines() and "  | waiting on 0" in errors.splitlines()
     assert "then rank 1: was killed" in errors
 

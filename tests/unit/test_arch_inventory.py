@@ -141,12 +141,12 @@ def test_an_unknown_architecture_is_counted_from_its_parameters() -> None:
     inside = [size for name, size in sizes.items() if ".layers.0." in name and len(size) == 2]
     assert block_matmul_weights(shape) == sum(rows * columns for rows, columns in inside)
     assert (shape.ffn, shape.attention_width) == (96, 64)
-    with pytest.raises(ConfigError, match="A token meets few of the experts"):
+    with pytest.raises(ConfigError, match="A token uses some experts only"):
         shape_from_inventory(
             {**inventory, "config": {**inventory["config"], "num_experts": 4}, "products": 6400 + 99}
         )
     for other in ({"attention_width": -1}, {"products": inventory["products"] + 0.5}):
-        with pytest.raises(ConfigError, match="more than products of each token"):
+        with pytest.raises(ConfigError, match="not just attention and a product of each token"):
             shape_from_inventory({**inventory, **other})
     with pytest.raises(ConfigError, match="fails on tensors without values \\(no data\\)"):
         shape_from_inventory({**inventory, "products": None, "uncounted": "no data"})

@@ -184,7 +184,7 @@ def test_a_token_across_the_boundary_of_a_message_is_refused(tmp_path: Path) -> 
     assert joined.table.documents.weights is not None
     assert joined.table.documents.weights.tolist() == [0, 0, 1, 1, 1]
     assert joined.notices[-1].startswith(
-        "train: in 1 of 1 documents a token holds characters of what is given and"
+        "train: in 1 of 1 documents a token holds characters of the given text and"
     )
 
 

@@ -239,5 +239,5 @@ def test_keys_of_data_that_no_record_needs_are_said(tmp_path: Path) -> None:
         [{"messages": [USER, {"role": "assistant", "content": "b"}]}],
         assistant_only_loss=False,
     )
-    assert any("the date of this day" in line for line in found.notices)
+    assert any("today's date" in line for line in found.notices)
     assert all("{subject}" in line or "records" in line for line in _LINES.values())

@@ -439,7 +439,7 @@ def test_models_that_look_ahead_are_refused(config: Any, fix: str, tmp_path: Pat
         (lambda: transformers.DogeConfig(**SIZES, keep_window_size=4), "makes an attention mask of its own"),
         (lambda: transformers.CpmAntConfig(vocab_size=64, hidden_size=32, num_attention_heads=4, dim_head=8, dim_ff=48,
                                            num_hidden_layers=1, prompt_types=2, prompt_length=2, segment_types=2),
-         "expects padding before its rows"),
+         "expects padding at the start of a row"),
     ],
     ids=["doge", "cpmant"],
 )  # fmt: skip

@@ -42,7 +42,7 @@ def test_a_link_is_what_its_own_name_says(tmp_path: Path) -> None:
         assert found == ["one", "two", "five", "six"]
     assert named(tmp_path / "snap" / "*.txt") == ["lines.txt"]
     (tmp_path / "snap" / "same.jsonl").symlink_to("../blobs/0a1b")
-    with pytest.raises(DataError, match=r"data\.jsonl and .*same\.jsonl are one file"):
+    with pytest.raises(DataError, match=r"data\.jsonl and .*same\.jsonl are the same file"):
         named(tmp_path / "snap")
     with pytest.raises(DataError, match=r"lines\.txt is named by `.*lines\.txt` and by `.*lines\.\*`"):
         named(tmp_path / "by-link" / "lines.txt", tmp_path / "by-link" / "lines.*")
@@ -74,7 +74,7 @@ def test_a_pattern_is_one_where_no_file_has_its_name(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "tok", eos_token="<eos>")
     assert named(tmp_path / "a[12].jsonl") == ["a[12].jsonl"]
     [line] = ready(tmp_path, [str(tmp_path / "a[12].jsonl")]).notices
-    assert "is taken as a name, not as a pattern that also fits" in line and "a1.jsonl" in line
+    assert "is read as one name, not as a pattern that also matches" in line and "a1.jsonl" in line
 
 
 def test_compressed_files_are_read_from_any_place(tmp_path: Path) -> None:
@@ -115,9 +115,9 @@ def test_compressed_files_are_read_from_any_place(tmp_path: Path) -> None:
     (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(LINES))
     found = ready(tmp_path, [str(tmp_path)], num_proc=2)
     assert found.counts["documents"] == 6
-    assert any("c.jsonl.gz is read, and c.jsonl beside it" in line for line in found.notices)
+    assert any("c.jsonl.gz and c.jsonl are both read" in line for line in found.notices)
     (tmp_path / "d.parquet.gz").write_bytes(b"")
-    with pytest.raises(DataError, match=r"d\.parquet\.gz is of no known kind"):
+    with pytest.raises(DataError, match=r"d\.parquet\.gz is not a data file of a known kind"):
         named(tmp_path / "*.gz")
 
 
@@ -131,7 +131,9 @@ def test_what_a_directory_holds_beside_data_is_named(tmp_path: Path) -> None:
         f"train: in {directory} only data files are read, not README.md, b.csv, c.parquet.gz, sub/",
     )
     (directory / "a.jsonl").unlink()
-    with pytest.raises(DataError, match=r"a directory without data files\. It holds README\.md, b\.csv"):
+    with pytest.raises(
+        DataError, match=r"a directory without data files\. The directory holds README\.md, b\.csv"
+    ):
         named(directory)
     (directory / "a.jsonl").write_bytes(LINES)
     (directory / "empty.jsonl").write_bytes(b"\n")
@@ -165,7 +167,7 @@ def test_json_files_that_hold_something_else_are_refused(tmp_path: Path) -> None
     path = tmp_path / "a.json"
     for content, message in (
         (b'[{"text": "one"}, 3]', r"a\.json:2: it is a number, not an object"),
-        (b'[{"text": "one"},', r"a\.json begins as a JSON array and is none"),
+        (b'[{"text": "one"},', r"a\.json begins like a JSON array but is not valid JSON"),
         (b'{"text": "one"}\n{"text": \n', r"a\.json:2: the line is not JSON"),
     ):
         path.write_bytes(content)

@@ -248,7 +248,7 @@ def test_what_text_does_not_reach_is_frozen_and_said(tmp_path: Path, family: str
     assert {name for name, parameter in model.named_parameters() if not parameter.requires_grad} == unreached
     assert bool(unreached) == (family in ("gemma3", "mistral3"))
     said = "\n".join(weight_notices(model, eager(tmp_path)))
-    assert said.startswith(f"kept as they are: {len(unreached)} parameters" if unreached else "") and bool(
+    assert said.startswith(f"frozen: {len(unreached)} parameters" if unreached else "") and bool(
         said
     ) == bool(unreached)
 

@@ -141,7 +141,7 @@ def test_a_branch_from_another_directory(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="has saved nothing since"):
         find(here, "auto")
     written(there, 4, lineage=C)
-    with pytest.raises(CheckpointError, match="is not what it was"):
+    with pytest.raises(CheckpointError, match="is gone or changed"):
         find(here, "auto")
 
 
@@ -188,8 +188,8 @@ def test_what_goes_of_a_branch_that_was_left(left: Path) -> None:
     )
     written(left, 7, lineage=B, retention=retention, notes=notes)
     assert names(left) == ["checkpoint-4", "checkpoint-7"]
-    assert [note for note in notes if "checkpoint-5 is removed: it belongs to a branch" in note]
-    assert [note for note in notes if "checkpoint-6 is removed: it belongs to a branch" in note]
+    assert [note for note in notes if "checkpoint-5 is removed: the checkpoint belongs to a branch" in note]
+    assert [note for note in notes if "checkpoint-6 is removed: the checkpoint belongs to a branch" in note]
 
 
 def test_what_cannot_be_read_does_not_count(tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_what_cannot_be_read_does_not_count(tmp_path: Path) -> None:
     written(tmp_path, 10, lineage=A, retention=Retention(3), notes=(notes := []))
     assert names(tmp_path) == [f"checkpoint-{n}" for n in (6, 8, 10)]
     assert notes == [
-        f"{tmp_path / 'checkpoint-4'} is removed: it cannot be read (checkpoint.save_total_limit)."
+        f"{tmp_path / 'checkpoint-4'} is removed: the checkpoint cannot be read (checkpoint.save_total_limit)."
     ]
 
 

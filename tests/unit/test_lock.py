@@ -99,7 +99,7 @@ def test_a_killed_owner_is_followed_at_once(
     other.kill()
     os.waitid(os.P_PID, other.pid, os.WEXITED | (0 if reaped else os.WNOWAIT))
     (line,) = take(tmp_path)
-    assert f"process {other.pid} on " in line and "takes it over" in line
+    assert f"process {other.pid} on " in line and "takes the directory over" in line
 
 
 def test_a_number_that_another_process_has_now(tmp_path: Path) -> None:
@@ -133,12 +133,16 @@ def test_an_owner_on_another_machine_is_told_by_its_heartbeat(
     ended.set()
     heart.join()
     said = take(tmp_path, patience=0.1)
-    assert "up to 0.1 s for a sign of life" in said[0] and "takes it over" in said[1] and len(said) == 2
+    assert (
+        "up to 0.1 s for its heartbeat" in said[0]
+        and "takes the directory over" in said[1]
+        and len(said) == 2
+    )
     path = written(tmp_path, elsewhere())
     old = path.stat().st_mtime - OLD_SECONDS - 60
     os.utime(path, (old, old))
     (line,) = take(tmp_path, patience=60.0)
-    assert "takes it over" in line
+    assert "takes the directory over" in line
 
 
 def test_an_owner_elsewhere_that_ends_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -151,7 +151,7 @@ def test_keys_count_under_each_of_their_names(
         (GPT2, {"n_layers": 2}, "GPT2Config calls it `n_layer`."),
         (GPT2, {"n_ctx": 64}, "GPT2Config calls it `n_positions`."),
         (GPT2, {"n_laier": 2}, "Did you mean `n_layer`?"),
-        (GPT2, {"num_experts": 3}, "`num_experts` is no key of GPT2Config."),
+        (GPT2, {"num_experts": 3}, "`num_experts` is not a key of GPT2Config."),
         (GPT2, {"torch_dtype": "float32"}, "Set precision.master_dtype."),
         (GPT2, {"dtype": "bfloat16"}, "Set precision.master_dtype."),
         (GPT2, {"use_cache": True}, "Remove `use_cache`."),

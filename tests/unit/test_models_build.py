@@ -134,7 +134,7 @@ def test_overrides_reach_the_config_and_layer_patterns_follow(tmp_path: Path) ->
 
 def test_an_override_that_is_no_key_is_refused_with_the_nearest(llama: Path) -> None:
     error = refusal(spec_of(llama, config_overrides={"num_hiden_layers": 1}))
-    assert "`num_hiden_layers` is no key of LlamaConfig" in error.what
+    assert "`num_hiden_layers` is not a key of LlamaConfig" in error.what
     assert error.fix == "Did you mean `num_hidden_layers`?"
     assert "not a multiple" in str(
         refusal(spec_of(llama, config_overrides={"hidden_size": 33, "head_dim": None}))

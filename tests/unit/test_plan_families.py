@@ -187,12 +187,12 @@ def test_overrides_and_everything_around_the_language_model_count(tmp_path: Path
     """By hand: Llama with one block less; the first two of MoE's blocks are dense; a tower of vision changes no FLOPs."""
     llama = written(tmp_path / "llama", model_type="llama", **TEXT)
     assert planned(llama, config_overrides={"num_hidden_layers": 2}).layers == 2
-    with pytest.raises(ModelError, match="`num_layer` is no key"):
+    with pytest.raises(ModelError, match="`num_layer` is not a key"):
         planned(llama, config_overrides={"num_layer": 2})
     dense = written(tmp_path / "dense", model_type="glm4_moe", **TEXT, first_k_dense_replace=3)
     shape = planned(dense)
     assert model_flops(shape, 10).blocks == 6 * 3 * BLOCK
-    with pytest.raises(ConfigError, match="A token meets few of the experts"):
+    with pytest.raises(ConfigError, match="A token uses some experts only"):
         planned(
             dense,
             config_overrides={"first_k_dense_replace": 2, "n_routed_experts": 8, "num_experts_per_tok": 2},

@@ -150,5 +150,5 @@ def test_a_model_that_numbers_otherwise_is_not_given_positions(tmp_path: Path) -
         numbers_from_elsewhere(built("roberta", tmp_path)) == "roberta.embeddings.position_embeddings.weight"
     )
     assert all(numbers_from_elsewhere(built(kind, tmp_path)) == "" for kind in ("opt", "gpt2", "llama"))
-    with pytest.raises(ModelError, match="does not begin with position 0"):
+    with pytest.raises(ModelError, match="does not give its first token position 0"):
         check_packed_model(built("roberta", tmp_path))

@@ -42,11 +42,19 @@ REFUSED: list[tuple[list[str], list[str], str]] = [
     (
         ["train", "bench", "drill"],
         ["--checkpoint.output_dir", "FILE/run"],
-        "is no directory. Results would be lost",
+        "is not a directory. Results would be lost",
     ),
     (["bench"], ["--vs", "pears"], "--vs pears is not known"),
-    (["bench"], ["--vs", "peers", "--data.batching", "pack"], "--vs peers with data.batching pack."),
-    (["bench"], ["--vs", "peers", "--training.optimizer", "sgd"], "--vs peers with training.optimizer sgd."),
+    (
+        ["bench"],
+        ["--vs", "peers", "--data.batching", "pack"],
+        "--vs peers cannot be run with data.batching pack.",
+    ),
+    (
+        ["bench"],
+        ["--vs", "peers", "--training.optimizer", "sgd"],
+        "--vs peers cannot be run with training.optimizer sgd.",
+    ),
     (["bench"], ["--vs", "peers", "--training.loss", "tests.own_losses:token_mean"], "with training.loss"),
     (
         ["bench"],
@@ -54,9 +62,13 @@ REFUSED: list[tuple[list[str], list[str], str]] = [
         "with training.optimizer_kwargs.",
     ),
     (["bench"], ["--vs", "peers", "--layouts", "ddp+tp2"], "no peer for ddp+tp2"),
-    (["bench"], ["--vs", "peers", "--data.train", "[WEIGHTED]"], "--vs peers with targets that have weights"),
+    (
+        ["bench"],
+        ["--vs", "peers", "--data.train", "[WEIGHTED]"],
+        "--vs peers cannot be run with targets that have weights",
+    ),
     (["bench"], ["--device", "h101-sxm-80gb"], "h100-sxm-80gb"),
-    (["bench"], ["--trace", "FILE/traces"], "--trace FILE/traces: FILE is no directory"),
+    (["bench"], ["--trace", "FILE/traces"], "--trace FILE/traces: FILE is not a directory"),
     (["bench", "check"], ["--layouts", "zeroo3"], "zero3"),
     (["bench", "check"], ["--layouts", "ddp+tp3"], "the world size is 2"),
     (["check"], ["--dtype", "fp23"], "--dtype fp23 is not known"),
@@ -119,9 +131,9 @@ def test_a_run_file_is_refused_before_work(
 def test_places_that_cannot_be_written_are_refused_first(place: Path, no_process: None) -> None:
     """doctor measures for a minute, and report reads everything, before they write."""
     inside = str(place / "file" / "x")
-    assert "is no directory" in str(refusal(["doctor", "--output", inside]))
+    assert "is not a directory" in str(refusal(["doctor", "--output", inside]))
     assert "is a directory" in str(refusal(["doctor", "--output", str(place)]))
-    assert "is no directory" in str(refusal(["report", str(place), "--output", inside]))
+    assert "is not a directory" in str(refusal(["report", str(place), "--output", inside]))
 
 
 ALWAYS = """

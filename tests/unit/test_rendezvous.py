@@ -108,7 +108,7 @@ def test_a_host_that_is_unknown_or_does_not_answer(capsys: Any, monkeypatch: Any
         meeting(1, free(), stop=lambda: "refused" in capsys.readouterr().err)
     with (
         taken() as port,
-        pytest.raises(StoppedEarly, match="where something listens that may be no run of ours"),
+        pytest.raises(StoppedEarly, match="where perhaps another program than shardwright listens"),
     ):
         meeting(1, port, stop=lambda: "something listens" in capsys.readouterr().err)
     monkeypatch.setattr(rendezvous, "NAME_SECONDS", 0)
@@ -118,7 +118,7 @@ def test_a_host_that_is_unknown_or_does_not_answer(capsys: Any, monkeypatch: Any
 
 @pytest.mark.parametrize(("host", "port"), [("127.0.0.1", 0), ("127.0.0.1", 65536), ("", 4711)])
 def test_no_place_to_meet(host: str, port: int) -> None:
-    with pytest.raises(ConfigError, match="is no place where ranks can meet"):
+    with pytest.raises(ConfigError, match="is no address where ranks can meet"):
         meeting(0, port, host=host)
 
 

@@ -152,7 +152,9 @@ def test_what_has_changed_is_said_with_numbers() -> None:
     ]
     former = _former(order_of(10, 4, num_train_epochs=2), 1)
     (line,) = go_on(order_of(12, 4, max_steps=5), former, _run(), "other rows")
-    assert "row 5 of 12 of epoch 1. The data are others: rows of it may come again or be passed over." in line
+    assert (
+        "row 5 of 12 of epoch 1. The data have changed: some rows may come again or be passed over." in line
+    )
 
 
 @pytest.mark.parametrize("window", [1, 3])
@@ -167,7 +169,7 @@ def test_rows_that_another_order_repeats_are_counted(change: dict[str, Any], win
     twice = sum(count == 2 for count in counts.values())
     assert 0 < twice == 30 - len(counts)
     assert (
-        f"row 17 of 30 of epoch 1. Its order is another one: {twice} of its rows come again, and {twice} are"
+        f"row 17 of 30 of epoch 1. The order of its rows has changed: {twice} rows come again, and {twice} are"
         in line
     )
 
@@ -182,7 +184,7 @@ def test_a_checkpoint_without_the_number_of_rows_is_read_as_it_was_meant() -> No
     order = order_of(24, 6, 2, num_train_epochs=2)
     lines = go_on(order, _former(whole, 4, None, **old), _run(), "rows")
     assert "16 rows are done, and update 4 begins with row 17 of 24 of epoch 1; none" in lines[0]
-    assert "is the checkpoint's updates times its batch size: it is too old" in lines[1]
+    assert "is the checkpoint's updates times its batch size: this old checkpoint" in lines[1]
     assert sorted((rows_of(whole, 0, 4) + rows_of(order, 4))[:24]) == list(range(24))
 
 
@@ -190,6 +192,6 @@ def test_the_checkpoint_of_a_stream_says_how_many_rows_are_done() -> None:
     cursor = {"position": 13, "window": 1, "first": 8, "place": {}, "fingerprint": "f", "passed": "p"}
     order = order_of(10, 4, num_train_epochs=2)
     (line,) = go_on(order, _former(order, 3, cursor), _run(), "rows")
-    assert "13 rows are done, and update 3 begins with row 4 of 10 of epoch 2. The data are others" in line
+    assert "13 rows are done, and update 3 begins with row 4 of 10 of epoch 2. The data have changed" in line
     assert order.epoch(order.total_updates) == 2.0
     assert np.array_equal(order.update_rows(3), order.rows_at(np.arange(13, 17), order.stretch))

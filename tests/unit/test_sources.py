@@ -119,7 +119,7 @@ def test_patterns_that_are_refused(tmp_path: Path) -> None:
         ("b.jsonl", "names no file"),
         ("b*.jsonl", "names no file"),
         ("empty", "is a directory without data files"),
-        ("notes.md", "is of no known kind"),
+        ("notes.md", "is not a data file of a known kind"),
     ):
         with pytest.raises(DataError, match=message):
             find_files(sources_of([str(tmp_path / pattern)]), "data.train")
@@ -162,7 +162,7 @@ def test_a_saved_data_set_is_read_without_nulls_inside_columns(tmp_path: Path) -
     assert found(Source(path=str(tmp_path / "set"), split="test")) == [(1, messages[1])]
     assert found(str(tmp_path / "one")) == [(1, messages[1]), (1, messages[0])]
     assert columns(str(next((tmp_path / "one").glob("*.arrow")))) == ["messages", "text"]
-    with pytest.raises(DataError, match=r"has no split `dev`\. It has: train, test"):
+    with pytest.raises(DataError, match=r"has no split `dev`\. Its splits are: train, test"):
         found(Source(path=str(tmp_path / "set"), split="dev"))
     with pytest.raises(DataError, match="`split: dev` has no effect"):
         found(Source(path=str(tmp_path / "one"), split="dev"))

@@ -72,7 +72,7 @@ def test_a_chat_begins_once_where_template_and_content_both_do(tmp_path: Path) -
     assert shown(found, tokenizer) == ["<bos>hi<|im_end|>[+yo<|im_end|>+]"]
     assert said(found, "begin with `<bos>` twice")
     write_tokenizer(tmp_path / "tok", around="<bos> $A", template=CHATML, **names)
-    assert said(ready(tmp_path, [TALK]), "begin without `<bos>`", "the chat template does not write it")
+    assert said(ready(tmp_path, [TALK]), "begin without `<bos>`", "the chat template does not write")
 
 
 @pytest.mark.parametrize(
@@ -114,13 +114,13 @@ def test_an_end_that_generation_does_not_know_is_said(tmp_path: Path) -> None:
     end, eos = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<eos>"])
     found = ready(tmp_path, [TALK])
     assert trained_ends(found.table.documents.meta) == {end: "<|im_end|>"}
-    assert said(found, f"`<|im_end|>` ({end})", f"no end token of the tokenizer ({eos})")
+    assert said(found, f"`<|im_end|>` ({end})", f"not an end token of the tokenizer ({eos})")
     write_tokenizer(tmp_path / "tok", template=CHATML, eos_token="<|im_end|>")
     config = {"model_type": "llama", "vocab_size": 300, "eos_token_id": eos}
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
-    assert said(ready(tmp_path, [TALK]), f"no end token of config.json ({eos})")
+    assert said(ready(tmp_path, [TALK]), f"not an end token of config.json ({eos})")
     generation = tmp_path / "model" / "generation_config.json"
     generation.write_text(json.dumps({"eos_token_id": [eos, 3]}))
-    assert said(ready(tmp_path, [TALK]), f"no end token of generation_config.json ({eos}, 3)")
+    assert said(ready(tmp_path, [TALK]), f"not an end token of generation_config.json ({eos}, 3)")
     generation.write_text(json.dumps({"eos_token_id": [eos, end]}))
     assert ready(tmp_path, [TALK]).notices == ()

@@ -206,7 +206,7 @@ def test_what_another_seed_repeats_of_a_window_is_counted(tmp_path: Path) -> Non
     rest = [text for number in range(6, 15) for text in documents([again.update(number)])]
     twice = len(set(done) & set(rest))
     assert 0 < twice == 60 - len({*done, *rest})
-    assert f"Its order is another one: {twice} of its rows come again, and {twice} are passed over" in line
+    assert f"The order of its rows has changed: {twice} rows come again, and {twice} are passed over" in line
 
 
 def test_a_checkpoint_of_rows_on_disk_does_not_stand_in_a_stream(tmp_path: Path) -> None:

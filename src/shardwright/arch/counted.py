@@ -60,7 +60,7 @@ def _refuse_other_products(inventory: Mapping[str, Any], sizes: Sizes) -> None:
         raise ConfigError(
             f"The matrix products of {name} cannot be counted: its forward fails on tensors without values "
             f"({inventory['uncounted']}).",
-            "plan would have to guess FLOPs and time.",
+            "plan would have to guess its FLOPs and time.",
             "`shardwright bench` measures the model as it is.",
         )
     blocks = tuple(f"{block}." for block in inventory["blocks"])
@@ -73,10 +73,10 @@ def _refuse_other_products(inventory: Mapping[str, Any], sizes: Sizes) -> None:
     if products < held or width < least or products != int(products) or width != int(width):
         experts = any("expert" in key and value for key, value in inventory["config"].items())
         raise ConfigError(
-            f"{name} is not planned: its forward is more than products of each token with every matrix, and attention.",
-            f"A token meets few of the experts: {max(products, 0):,.0f} weights, where blocks and head hold {held:,}."
+            f"{name} cannot be planned: its forward is not just attention and a product of each token with every matrix.",
+            f"A token uses some experts only: {max(products, 0):,.0f} of the {held:,} weights in blocks and head."
             if experts and products < held
-            else "It has recurrences, experts, or parts that do not run; their memory and time are not known to plan.",
+            else "The model has recurrences, experts, or parts that do not run; plan cannot tell their memory and time.",
             "`shardwright bench` measures the model as it is.",
         )
 
@@ -116,7 +116,8 @@ def shape_from_inventory(inventory: Mapping[str, Any]) -> Shape:
     hidden = _first(config, _WIDTH) or (table[1] if table and len(table) > 1 else None)
     if hidden is None:
         raise ConfigError(
-            "The width of the model is not known.", "It has no embedding and its config no hidden_size."
+            "The width of the model is not known.",
+            "The model has no embedding, and its config no hidden_size.",
         )
     heads = _first(config, _HEADS) or 1
     kv_heads = _first(config, ("num_key_value_heads",)) or heads

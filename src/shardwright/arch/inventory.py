@@ -93,8 +93,8 @@ def shape_from_config(source: str | Path | Mapping[str, Any]) -> Shape:
     if not is_known(config):
         raise ConfigError(
             f"The parameters of this {family.name} do not follow from its config.json alone.",
-            "It has parts beside a plain language model.",
-            "The model is built to count them where torch and Transformers are installed.",
+            "The model has parts beside a plain language model.",
+            "Install torch and Transformers: the model is then built, and its parameters are counted.",
         )
     numbers = {
         key: _value(config, family, key)

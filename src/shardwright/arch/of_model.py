@@ -39,7 +39,7 @@ def shape_of_model(
         raise ConfigError(
             f"`{name}` is Python code." if not there else f"{name} has to be built to be planned.",
             "No model can be built here.",
-            "Give its sizes: --layers --hidden --heads --vocab --ffn.",
+            "Give the sizes of the model: --layers --hidden --heads --vocab --ffn.",
         )
     return shape_from_inventory(inventory({**section, "model_name_or_path": name}))
 

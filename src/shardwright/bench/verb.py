@@ -107,8 +107,8 @@ def _refused_or_prepared(
     rows = prepare_run(next(iter(runs.values())), console)
     if peers and rows.table.weighted:
         raise ConfigError(
-            "--vs peers with targets that have weights.",
-            "Other programs are given labels, and know no weights.",
+            "--vs peers cannot be run with targets that have weights.",
+            "Other programs are given labels and cannot be given weights.",
             "Leave --vs out, or use data without weights.",
         )
     return runs, peers

@@ -240,7 +240,7 @@ def _company(facts: Facts) -> Iterable[Diagnosis]:
     if company.matters(facts.relative) == "neighbours":
         yield Diagnosis(
             "depends_on_neighbours",
-            f"a microbatch of {company.rows} rows has the loss sum {company.together:.9g}, its rows one by one "
+            f"a microbatch of {company.rows} rows has the loss sum {company.together:.9g}, the same rows one by one "
             f"{company.one_by_one:.9g}",
             "what the model computes over the rows of a batch (statistics, experts that are full, routing): "
             "per_device_train_batch_size and the layout change its objective",
@@ -248,7 +248,7 @@ def _company(facts: Facts) -> Iterable[Diagnosis]:
     else:
         yield Diagnosis(
             "depends_on_width",
-            f"rows as they are have the loss sum {company.one_by_one:.9g}, their documents alone {company.alone:.9g}",
+            f"whole rows have the loss sum {company.one_by_one:.9g}, their documents each alone {company.alone:.9g}",
             "what the model computes over padding or other documents of a row (attention to them, positions counted over them, "
             "tables chosen by the longest row): data.batching and the layout change its objective",
         )

@@ -197,9 +197,9 @@ def find_across(hosts: Hosts, output_dir: Path, resume: str, bad: Collection[Pat
         branch = " and on the branch that was chosen last" if choice is not None and not chosen else ""
         raise CheckpointError(
             f"No checkpoint of {', '.join(str(parent / key) for key in keys[:3])} is whole on the {hosts.count} hosts "
-            f"that are here{branch}. {' '.join(reasons) or 'It is not there.'}",
+            f"that are here{branch}. {' '.join(reasons) or 'No host has this checkpoint.'}",
             "The run would start from nothing.",
-            "Bring back the disk of a host that is named, or set another checkpoint.output_dir.",
+            "Restore the disk of a host that is named, or set another checkpoint.output_dir.",
         )
     return None
 

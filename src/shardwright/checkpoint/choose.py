@@ -65,11 +65,13 @@ def find(output_dir: Path, resume: str, bad: Collection[Path] = ()) -> Path | No
     if not (path / MANIFEST).is_file():
         others = [str(p) for p in complete_checkpoints(path.parent)]
         raise CheckpointError(
-            f"{path} holds no complete checkpoint.", f"It has no {MANIFEST}.", did_you_mean(str(path), others)
+            f"{path} holds no complete checkpoint.",
+            f"The directory has no {MANIFEST}.",
+            did_you_mean(str(path), others),
         )
     if path in bad or problems_of(path):
         raise DamagedCheckpointError(
-            f"{path} is damaged. {_reason(path)}", "", "Name another with checkpoint.resume."
+            f"{path} is damaged. {_reason(path)}", "", "Name another checkpoint with checkpoint.resume."
         )
     return path
 
@@ -102,10 +104,10 @@ def _refuse_nothing_good(
     there = complete_checkpoints(output_dir)
     if there and members and not found:
         raise CheckpointError(
-            f"{output_dir} holds {', '.join(m.path.name for m in members)} of a branch that was left, and nothing good of "
-            "the branch that was chosen last.",
+            f"{output_dir} holds {', '.join(m.path.name for m in members)} of a branch that was left, and no good checkpoint "
+            "of the branch that was chosen last.",
             "The run would go on from a branch that nobody chose.",
-            "Name one of them with checkpoint.resume, or set another checkpoint.output_dir.",
+            "Name one of these checkpoints with checkpoint.resume, or set another checkpoint.output_dir.",
         )
     if there:
         raise CheckpointError(
@@ -116,9 +118,9 @@ def _refuse_nothing_good(
         )
     if choice is not None and choice.origin is not None and os.path.isabs(choice.origin):
         raise CheckpointError(
-            f"The run in {output_dir} began from {choice.origin}, which is not what it was, and has saved nothing since.",
+            f"The run in {output_dir} began from {choice.origin}, which is gone or changed, and has saved nothing since.",
             "The run would start from nothing.",
-            f"Bring that checkpoint back, name another with checkpoint.resume, or remove {output_dir / LINEAGE}.",
+            f"Restore that checkpoint, name another with checkpoint.resume, or remove {output_dir / LINEAGE}.",
         )
 
 
@@ -176,7 +178,7 @@ def begin(output_dir: Path, choice: Choice, manifest: Manifest | None) -> list[s
         raise SaveError(
             f"{output_dir / LINEAGE} cannot be written: {error}.",
             "A later start would not know which checkpoint this run goes on from.",
-            "Free the disk or mend it, or set another checkpoint.output_dir.",
+            "Free or repair the disk, or set another checkpoint.output_dir.",
         ) from None
     line = [m.path for m in on_line(choice.lineage, members_of(output_dir))]
     notes = finish_removals(output_dir)
@@ -189,5 +191,7 @@ def begin(output_dir: Path, choice: Choice, manifest: Manifest | None) -> list[s
             try:
                 link.unlink()
             except OSError as error:
-                notes.append(f"{link} is of a branch that was left and cannot be removed: {error}.")
+                notes.append(
+                    f"{link} points to a branch that was left, and the link cannot be removed: {error}."
+                )
     return notes

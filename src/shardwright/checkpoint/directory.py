@@ -148,10 +148,14 @@ def retain(output_dir: Path, manifest: Manifest, retention: Retention) -> list[s
             unread = [p for p in on if on[p] is None and update_of(p) < oldest]
             for path in (*left, *unread):
                 why = "belongs to a branch that was left" if path in left else "cannot be read"
-                notes += retire(path) or [f"{path} is removed: it {why} (checkpoint.save_total_limit)."]
+                notes += retire(path) or [
+                    f"{path} is removed: the checkpoint {why} (checkpoint.save_total_limit)."
+                ]
         return notes + sync_directories(output_dir, output_dir)
     except OSError as error:
-        return [f"Older checkpoints in {output_dir} were not looked through: {error}. The next save does it."]
+        return [
+            f"Older checkpoints in {output_dir} were not looked through: {error}. The next save tries again."
+        ]
 
 
 def _losses(line: Sequence[Path], manifest: Manifest) -> dict[int, float]:

@@ -106,7 +106,7 @@ def _lineage(path: Path, found: Any) -> Lineage:
         return parse_lineage(found)
     except (KeyError, TypeError, ValueError):
         raise CheckpointError(
-            f"{path / MANIFEST} has no lineage that this version reads: {found!r}."
+            f"{path / MANIFEST} has a lineage that this version cannot read: {found!r}."
         ) from None
 
 

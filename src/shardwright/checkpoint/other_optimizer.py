@@ -46,7 +46,7 @@ class Fitted:
         """What to say of it. name: of the checkpoint."""
         found = []
         if self.dropped:
-            found.append(f"Optimizer state of {name} that this run does not keep: {_counted(self.dropped)}.")
+            found.append(f"Optimizer state of {name} that this run drops: {_counted(self.dropped)}.")
         if self.fresh:
             found.append(f"Optimizer state that starts fresh: {_counted(self.fresh)}.")
         return found

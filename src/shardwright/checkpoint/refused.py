@@ -28,7 +28,7 @@ def sync_directories(output_dir: Path, *directories: Path) -> list[str]:
             raise
         return [
             f"{output_dir}: the file system does not sync directories ({error.strerror}). After a power failure the newest "
-            "checkpoint may be missing; the one before is used then."
+            "checkpoint may be missing; a run then resumes from the checkpoint before."
         ]
     return []
 
@@ -48,8 +48,8 @@ def point(link: Path, target: str) -> list[str]:
         if link.exists() and not link.is_symlink():
             kind = "a directory" if link.is_dir() else "a file"
             return [
-                f"{link} is {kind} and no link, so it does not follow the run. Checkpoints are found without the link; "
-                f"remove {link} to have it made again."
+                f"{link} is {kind}, not a link, and is left as it is. Checkpoints are found without the link; "
+                f"remove {link}, and the next save makes the link."
             ]
         aside.unlink(missing_ok=True)
         aside.symlink_to(target)
@@ -59,7 +59,7 @@ def point(link: Path, target: str) -> list[str]:
             link.unlink(missing_ok=True)
             aside.rename(link)
     except OSError as error:
-        return [f"{link} cannot be made a link ({error.strerror}). Checkpoints are found without the link."]
+        return [f"The link {link} cannot be made ({error.strerror}). Checkpoints are found without the link."]
     return []
 
 

@@ -14,7 +14,7 @@ def check_directory(path: Path, name: str) -> None:
     while not os.path.lexists(place):
         place = place.parent
     if not place.is_dir():
-        what = "a link to nothing" if place.is_symlink() and not place.exists() else "no directory"
+        what = "a link to nothing" if place.is_symlink() and not place.exists() else "not a directory"
         raise ConfigError(
             f"{name} {path}: {place} is {what}.", "Results would be lost at the end.", f"Set another {name}."
         )

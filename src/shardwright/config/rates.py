@@ -32,14 +32,14 @@ def check_length(training: Training, updates: int) -> None:
             else "The learning rate would not come to the end of its schedule.",
             f"Lower training.warmup_steps below {updates}, or train longer."
             if training.warmup_steps >= updates
-            else "Lower them, or train longer.",
+            else "Lower these numbers of updates, or train longer.",
         )
     kwargs = training.lr_scheduler_kwargs
     if "num_stable_steps" in _steps(training) and needed < updates and not kwargs.get("min_lr_ratio"):
         raise ConfigError(
             f"training.lr_scheduler_type {training.lr_scheduler_type}: {given}, but {length}.",
-            f"The last {updates - needed} would have a learning rate of 0 and train nothing.",
-            "Remove num_stable_steps: it is then what warm-up and decay leave.",
+            f"The last {updates - needed} updates would have a learning rate of 0 and train nothing.",
+            "Remove num_stable_steps: the stable phase then fills what warm-up and decay leave.",
         )
     _check_cycles(training, updates, length)
 
@@ -82,6 +82,6 @@ def _check_cycles(training: Training, updates: int, length: str) -> None:
     if cycles > 1 and 2 * cycles > span:
         raise ConfigError(
             f"training.lr_scheduler_kwargs: num_cycles {cycles:g} in {span} updates; {length}.",
-            "A cycle of less than 2 updates has no course.",
+            "A cycle of fewer than 2 updates cannot change the learning rate.",
             f"Lower num_cycles to at most {max(1, span // 2)}.",
         )

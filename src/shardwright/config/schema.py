@@ -154,7 +154,7 @@ class Training(Section):
     lr_scheduler_kwargs: dict[str, Any] = {}
     warmup_steps: NonNegative = Field(
         0,
-        description="Updates before learning_rate is reached, fewer than the run has; the first has a rate of 0",
+        description="Updates of warm-up, fewer than the run has; the first update has a learning rate of 0",
     )
     max_grad_norm: PositiveFloat | None = Field(
         1.0, description="Gradient norm limit over all parameters; null: no clipping"
@@ -283,7 +283,7 @@ class Checkpoint(Section):
     )
     resume: Literal["auto", "never"] | str = Field(
         "auto",
-        description="auto: the newest good one of the branch chosen last; or a checkpoint directory, which begins a branch",
+        description="auto: the newest good checkpoint of the branch chosen last; or a directory, which begins a branch",
     )
     partial: list[str] = Field(
         [],
@@ -291,8 +291,8 @@ class Checkpoint(Section):
     )
     accept_changes: list[str] = Field(
         [],
-        description="Keys of the objective that may differ from those the checkpoint was saved with; rows that are done and "
-        "state that the optimizer has in common are kept",
+        description="Keys of the objective that may differ from the checkpoint's; the count of rows done is kept, and the "
+        "optimizer state that both have",
     )
     export_hf: Literal["none", "final"] = Field(
         "final", description="Write a Hugging Face directory at the end"
@@ -305,7 +305,7 @@ class Hardware(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads_per_rank: Positive | None = Field(
         None,
-        description="CPU threads; default: its cores, divided by the ranks on this machine that share them",
+        description="CPU threads of a rank; default: its cores, divided by the ranks on this machine that share them",
     )
     timeout_seconds: Positive = Field(
         600, description="A collective, or a phase of a rank without progress, that takes longer ends the run"

@@ -92,9 +92,9 @@ class ChatTemplate:
             message = turns.fitted.chat.messages[number]
             keys = ", ".join(f"`{key}`" for key, value in message.items() if key != "role" and value)
             raise DataError(
-                f"{where}: nothing of message {number} (assistant) stands in the text: {self.name} leaves {keys} out.",
+                f"{where}: message {number} (assistant) does not appear in the text: {self.name} leaves {keys} out.",
                 "An empty turn would be trained.",
-                "Set data.chat_template to a template that renders it, or set `train: false` on the message.",
+                "Set data.chat_template to a template that renders this message, or set `train: false` on the message.",
             )
 
     def _notes(self, turns: _Turns, chat: Chat) -> tuple[tuple[str, str], ...]:
@@ -231,11 +231,11 @@ def _weight(message: Message, place: str) -> float | None:
         number = isinstance(value, int | float) and (key == "train" or not isinstance(value, bool))
         if not number or not 0 <= value < float("inf"):
             shown = value if number else kind_of(value)
-            raise DataError(f"{place}: `{key}` is {shown}.", "It must be a number of at least 0.")
+            raise DataError(f"{place}: `{key}` is {shown}.", f"`{key}` must be a number of at least 0.")
         found[key] = float(value)
     if found.get("train") == 1.0 and len(found) > 1:
         del found["train"]  # a weight says more
     if len(set(found.values())) > 1:
         said = " and ".join(f"`{key}` is {json.dumps(given[key])}" for key in found)
-        raise DataError(f"{place}: {said}.", "", "Remove one of them.")
+        raise DataError(f"{place}: {said}.", "", "Remove one of these keys.")
     return next(iter(found.values()), None)

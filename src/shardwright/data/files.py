@@ -111,7 +111,7 @@ def find_files(sources: Sequence[Source], key: str) -> list[DataFile]:
             raise _no_file(source, key)
         for file in files:
             if not kind_of_file(file):
-                raise DataError(f"{key}: {file} is of no known kind.", "", _KINDS)
+                raise DataError(f"{key}: {file} is not a data file of a known kind.", "", _KINDS)
             same = file.resolve()  # only to compare: a link's own name says what it holds
             if same in found:
                 raise _twice(key, file, source, found[same][0], sources[found[same][1]])
@@ -123,16 +123,18 @@ def _no_file(source: Source, key: str) -> DataError:
     path = Path(source.path)
     if path.is_dir():
         others = _unread(path)
-        why = f"It holds {_some(others)}." if others else "It is empty."
+        why = f"The directory holds {_some(others)}." if others else "The directory is empty."
         return DataError(f"{key}: `{path}` is a directory without data files.", why, _KINDS)
     fix = "A function needs data.streaming: true." if names_function(source.path) else _KINDS
-    return DataError(f"{key}: `{source.path}` names no file.", f"Read from {Path.cwd()}.", fix)
+    return DataError(
+        f"{key}: `{source.path}` names no file.", f"The name was looked up from {Path.cwd()}.", fix
+    )
 
 
 def _twice(key: str, file: Path, source: Source, other: Path, by: Source) -> DataError:
     if other != file:
         return DataError(
-            f"{key}: {other} and {file} are one file.",
+            f"{key}: {other} and {file} are the same file.",
             "Its documents would count twice.",
             "Remove one of the links, or name files; `weight` says how often a source is passed.",
         )
@@ -152,7 +154,7 @@ def file_notices(sources: Sequence[Source]) -> Iterator[str]:
         if has_magic(source.path) and path.exists():
             others = [name for name in glob(source.path, recursive=True) if not path.samefile(name)]
             if others:
-                yield f"`{path}` is taken as a name, not as a pattern that also fits {_some(sorted(others))}"
+                yield f"`{path}` is read as one name, not as a pattern that also matches {_some(sorted(others))}"
 
 
 def _some(names: Sequence[str]) -> str:
@@ -182,15 +184,15 @@ def _expand(source: Source, key: str) -> list[Path]:
         if split not in splits:
             raise DataError(
                 f"{key}: {path} has no split `{split}`.",
-                f"It has: {', '.join(splits)}.",
+                f"Its splits are: {', '.join(splits)}.",
                 f"Write {{path: {path}, split: {splits[0]}}}.",
             )
         path /= split
     elif source.split is not None:
         raise DataError(
             f"{key}: `split: {source.split}` has no effect.",
-            f"{path} is no saved DatasetDict.",
-            "Remove it, or name the directory that save_to_disk wrote.",
+            f"{path} is not a saved DatasetDict.",
+            "Remove `split`, or name the directory that save_to_disk wrote.",
         )
     if (path / "state.json").is_file():
         state = json.loads((path / "state.json").read_text(encoding="utf-8"))

@@ -188,14 +188,14 @@ def _messages(record: Record, column: str, where: str) -> list[Message]:
 def _message(message: Any, place: str) -> Message:
     """A message with a role and something to say; keys that are null are left out."""
     if not isinstance(message, dict):
-        raise DataError(f"{place} is {kind_of(message)}, not a message of role and content.")
+        raise DataError(f"{place} is {kind_of(message)}, not a message with role and content.")
     if not isinstance(message.get("role"), str):
-        raise DataError(f"{place} has no `role`.", f"It has: {', '.join(message) or 'nothing'}.")
+        raise DataError(f"{place} has no `role`.", f"The message has: {', '.join(message) or 'nothing'}.")
     result = {key: value for key, value in message.items() if value is not None}
     if isinstance(result.get("tool_calls"), str):
         result["tool_calls"] = _from_json(result["tool_calls"], f"{place}: `tool_calls`")
     if "content" not in result and not set(result) - {"role", "name", *WEIGHTS}:
-        why = "It is null." if "content" in message else f"It has: {', '.join(message)}."
+        why = "`content` is null." if "content" in message else f"The message has: {', '.join(message)}."
         raise DataError(f"{place} has no `content`.", why, "Correct or remove the line.")
     if "content" in result:
         _check_content(result["content"], place)
@@ -215,7 +215,7 @@ def _check_content(content: Any, place: str) -> None:
         if kind != "text" or not isinstance(part.get("text"), str):
             raise DataError(
                 f"{place}: part {number} of `content` is {kind}, not text.",
-                "Only text is trained on: the model would be given no picture, sound or file.",
+                "Only text is trained on: the model would not be given the picture, sound or file.",
                 "Remove the record, or the part.",
             )
 
@@ -238,7 +238,9 @@ def _for_template(record: Record, where: str) -> dict[str, Any]:
         if value and not isinstance(value, kind):
             raise DataError(f"{place} is {kind_of(value)}, not {kind_of(kind())}.")
         if isinstance(value, list) and not all(isinstance(item, dict) for item in value):
-            raise DataError(f"{place} holds something that is no object.", "", "Correct or remove the line.")
+            raise DataError(
+                f"{place} holds an entry that is not an object.", "", "Correct or remove the line."
+            )
         values[column.removeprefix("chat_")] = value or None
     return values
 

@@ -15,16 +15,16 @@ from shardwright.data.special import UNENDED, trained_ends
 from shardwright.layout.functions import names_function
 
 _LINES = {
-    "begin twice": "{count} of {of} records begin with {subject} twice, their own and the one put before them: one is kept",
-    "end twice": "{count} of {of} records end in {subject} twice, their own and the tokenizer's: one is kept",
-    "begin missing": "{count} of {of} records begin without {subject}: the tokenizer puts it before a text, the chat template "
-    "does not write it",
+    "begin twice": "{count} of {of} records begin with {subject} twice, in the text and put before the text: one is kept",
+    "end twice": "{count} of {of} records end in {subject} twice, in the text and added by the tokenizer: one is kept",
+    "begin missing": "{count} of {of} records begin without {subject}, which the tokenizer puts before a text and the chat "
+    "template does not write",
     "begins again": "{count} of {of} records hold {subject}, which begins a text, more than once, and are trained as one text",
     "ends before": "{count} of {of} records hold the end token {subject} before their end, and are trained as one text",
-    "stops twice": "{count} trained turns end in {subject} twice: the content holds what the chat template writes",
-    "empty turn": "{count} of {of} records have an empty assistant message: only its end is trained",
+    "stops twice": "{count} trained turns end in {subject} twice: the content holds one, the chat template writes one",
+    "empty turn": "{count} of {of} records have an empty assistant message: only the end of the turn is trained",
     "divided": "{subject} divides {count} of {of} records into documents that do not see each other",
-    "dated": "{count} of {of} records are rendered with the date of this day, which the chat template writes",
+    "dated": "{count} of {of} records are rendered with today's date, which the chat template writes",
     "idle": "{subject} has no effect in {count} of {of} records: the chat template leaves it out",
     "changed": "{subject} in {count} of {of} records, as the chat template expects",
 }
@@ -70,8 +70,8 @@ def _of_files(meta: dict[str, Any], notes: list[Note]) -> Iterator[str]:
     ]
     if unpacked:
         yield (
-            f"{unpacked[0]} is read, and {Path(unpacked[0]).with_suffix('').name} beside it: where one was unpacked from the "
-            f"other, its documents count twice ({len(unpacked)} such)"
+            f"{unpacked[0]} and {Path(unpacked[0]).with_suffix('').name} are both read: where one was unpacked from the other, "
+            f"their documents count twice (such pairs: {len(unpacked)})"
         )
     columns: dict[int, dict[str, int]] = {}
     for note in notes:
@@ -105,8 +105,8 @@ def _of_ends(run: RunFile, meta: dict[str, Any], notes: list[Note]) -> Iterator[
     if (unended := totals.get(("end", UNENDED))) is not None:
         yield (
             f"{unended.count} of {turns} trained turns end in no special token, so the model does not learn to end them; the "
-            f"first is {unended.place}. The token that ends a turn belongs into what is trained: inside the "
-            "{% generation %} marks of a chat template, or data.append_eos for a completion"
+            f"first is {unended.place}. The token that ends a turn must be trained: put the token inside the "
+            "{% generation %} marks of a chat template, or set data.append_eos for a completion"
         )
     stops = {"the tokenizer": [meta["eos_id"]] if meta["eos_id"] is not None else [], **_stops(run)}
     for token, text in trained_ends(meta).items():
@@ -115,8 +115,8 @@ def _of_ends(run: RunFile, meta: dict[str, Any], notes: list[Note]) -> Iterator[
         ]
         if without:
             yield (
-                f"what is trained ends in `{text}` ({token}), which is no end token of {' nor of '.join(without)}: generation "
-                "that goes by it runs on"
+                f"trained turns end in `{text}` ({token}), which is not an end token of {' nor of '.join(without)}: generation "
+                "that follows these settings does not stop there"
             )
 
 
@@ -161,8 +161,8 @@ def _of_counts(run: RunFile, meta: dict[str, Any], counts: dict[str, int]) -> It
         )
     if counts["crossing_tokens"]:
         yield (
-            f"in {counts['crossing_tokens']} of {read} documents a token holds characters of what is given and of "
-            f"what is trained, and is trained; the first is {meta['first']['crossing']}"
+            f"in {counts['crossing_tokens']} of {read} documents a token holds characters of the given text and of "
+            f"the trained text, and is trained; the first is {meta['first']['crossing']}"
         )
     if counts["split_documents"]:
         yield f"{counts['split_documents']} of {documents} documents are longer than {length} tokens and split"
@@ -176,8 +176,8 @@ def _of_counts(run: RunFile, meta: dict[str, Any], counts: dict[str, int]) -> It
     full = -(-counts["row_tokens"] // length)
     if run.data.batching == "pad" and counts["rows"] > 2 * full:
         yield (
-            f"more than half of the slots are padding; with data.batching pack about {full:,} rows hold what these "
-            f"{counts['rows']:,} do, with bucket they are no wider than the longest beside them"
+            f"more than half of the slots are padding; data.batching pack would put the tokens of these "
+            f"{counts['rows']:,} rows into about {full:,}, and bucket pads rows only to the longest of their microbatch"
         )
 
 

@@ -98,7 +98,7 @@ def _whole(path: str) -> list[Any] | None:
     except ValueError as error:
         if not is_array:
             return None  # the line that is no JSON will be named
-        raise DataError(f"{path} begins as a JSON array and is none.", f"{error}.") from None
+        raise DataError(f"{path} begins like a JSON array but is not valid JSON.", f"{error}.") from None
     if isinstance(value, dict):
         return value["data"] if isinstance(value.get("data"), list) else [value]
     return list(value)

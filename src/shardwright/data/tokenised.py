@@ -77,7 +77,7 @@ def _labelled(record: Record, ids: list[int], where: str) -> list[float]:
         if label not in (token, -100):
             raise DataError(
                 f"{where}: `labels[{position}]` is {label} where `input_ids` has {token}.",
-                "A label is the token at its own position or -100; labels are shifted here, once.",
+                "A label is the token at its own position or -100; training shifts the labels itself.",
                 "Write labels that are not shifted.",
             )
     return [float(label != -100) for label in labels]
@@ -88,7 +88,7 @@ def _mask(record: Record, column: str, ids: list[int], where: str) -> list[float
     _same_length(values, ids, column, where)
     for position, value in enumerate(values):
         if value not in (0, 1):
-            fix = " Where documents begin is said by `position_ids` or `seq_lengths`." * (
+            fix = " Use `position_ids` or `seq_lengths` to say where documents begin." * (
                 column == "attention_mask"
             )
             raise DataError(f"{where}: `{column}[{position}]` is {value}.", "A mask holds 0 and 1." + fix)
@@ -107,8 +107,8 @@ def _bounds(
     if len({frozenset(starts) for starts in found.values()}) > 1:
         raise DataError(
             f"{where}: `seq_lengths` and `position_ids` begin documents at different places.",
-            "Which of them is meant cannot be told.",
-            "Correct or remove one of them.",
+            "Which column is right cannot be told.",
+            "Correct or remove one of the columns.",
         )
     starts = next(iter(found.values()), {0})
     return (*sorted(starts), len(kept)), tuple(found) if len(starts) > 1 else ()
@@ -119,7 +119,7 @@ def _from_lengths(record: Record, ids: list[int], kept: list[int], where: str) -
     if sum(lengths) != len(ids) or min(lengths, default=1) < 1:
         raise DataError(
             f"{where}: `seq_lengths` adds up to {sum(lengths)} for {len(ids)} `input_ids`.",
-            "It holds the length of each document, at least 1, in order.",
+            "`seq_lengths` must hold the length of each document, at least 1, in order.",
         )
     document = [number for number, length in enumerate(lengths) for _ in range(length)]
     return _changes([document[place] for place in kept])
@@ -135,7 +135,7 @@ def _from_positions(record: Record, ids: list[int], kept: list[int], where: str)
                 f"{where}: `position_ids[{place}]` is {positions[place]} after {before}."
                 if before >= 0
                 else f"{where}: `position_ids` begins with {positions[place]}.",
-                "The positions of a document count from 0; other positions cannot be trained with.",
+                "The positions of a document must count up from 0, one by one.",
                 "Correct the column, or remove it.",
             )
         before = positions[place]

@@ -198,10 +198,16 @@ def _read_json(file: Path) -> dict[str, Any]:
         values = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelError(
-            f"{file} cannot be read: {error}.", "It is exported with the model.", "Mend it, or remove it."
+            f"{file} cannot be read: {error}.",
+            "The file is exported with the model.",
+            "Repair or remove the file.",
         ) from None
     if not isinstance(values, dict):
-        raise ModelError(f"{file} is no JSON object.", "It is exported with the model.", "Mend or remove it.")
+        raise ModelError(
+            f"{file} is not a JSON object.",
+            "The file is exported with the model.",
+            "Repair or remove the file.",
+        )
     return values
 
 

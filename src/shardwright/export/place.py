@@ -23,13 +23,13 @@ def refusal(target: Path, spec: Model, tokenizer: Path | None = None) -> str | N
         if target.exists() and source.exists() and source.resolve() == place:
             return "it is the directory that the model was read from"
         if target.exists() and source.resolve().is_relative_to(place):
-            return f"{source} is in it, which the run reads"
+            return f"it holds {source}, which the run reads"
     if target.is_symlink():
         return f"it is a link, to {target.readlink()}"
     if target.exists() and not target.is_dir():
-        return "there is a file of that name"
+        return "it is a file"
     if target.is_dir() and (foreign := _foreign(target)) is not None:
-        return f"it holds something else than an earlier export: {foreign}"
+        return f"it holds files that are not of an earlier export: {foreign}"
     above = next(path for path in (target.parent, *target.parent.absolute().parents) if path.exists())
     if not above.is_dir():
         return f"{above} is a file"

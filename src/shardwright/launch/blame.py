@@ -192,9 +192,9 @@ def describe(sights: Sequence[Sight]) -> list[str]:
 def _lines(sight: Sight, waits: Sequence[Wait], blamed: bool) -> list[str]:
     text = f"  rank {sight.rank}: {sight.doing} for {sight.seconds:.1f} s, "
     if sight.ended:
-        return [f"{text}waiting for others in a collective, for too long"]
+        return [f"{text}waited for others in a collective for too long"]
     if sight.standing == STOPPED:
-        return [text + ("stopped by a signal" if sight.stopped else "deaf to signals")]
+        return [text + ("stopped by a signal" if sight.stopped else "not answering signals")]
     standing = WAITING if waits and not blamed else sight.standing
     doing = {OWN_CODE: "in", BACKWARD: "in backward at", WAITING: "waiting for others in"}[standing]
     note = f", {sight.note}" if sight.note else ""

@@ -90,7 +90,7 @@ def owned(
         raise ConfigError(
             f"{path} cannot be written: {error.strerror}.",
             "",
-            "Mend it, or set another checkpoint.output_dir.",
+            "Make the directory writable, or set another checkpoint.output_dir.",
         ) from None
     ended = threading.Event()
     heart = threading.Thread(target=_beat, args=(descriptor, ended), name="lock", daemon=True)
@@ -135,7 +135,7 @@ def _claim(path: Path, this: Owner, say: Callable[[str], None], patience: float)
                 continue
             if owner is not None:
                 say(
-                    f"{path.parent} was left by {owner}, which has ended without giving it back: this run takes it over."
+                    f"{path.parent} was held by {owner}, which ended without releasing it: this run takes the directory over."
                 )
             text = (json.dumps(asdict(this), indent=1) + "\n").encode()
             os.ftruncate(descriptor, os.pwrite(descriptor, text, 0))
@@ -156,7 +156,7 @@ def _refuse(path: Path, owner: Owner | None) -> NoReturn:
     raise ConfigError(
         f"{path.parent} is in use by {owner or 'another process'}.",
         "Two runs in one directory overwrite each other's checkpoints and metrics.",
-        f"Wait until it ends, or set another checkpoint.output_dir. If no such process runs, remove {path}.",
+        f"Wait until that process ends, or set another checkpoint.output_dir. If no such process runs, remove {path}.",
     )
 
 
@@ -182,7 +182,7 @@ def _gone(owner: Owner, path: Path, say: Callable[[str], None], patience: float)
     last = _touched(path)
     if now - last > OLD_SECONDS:
         return True
-    say(f"{path.parent} is in use by {owner}: waiting up to {patience:g} s for a sign of life.")
+    say(f"{path.parent} is in use by {owner}: waiting up to {patience:g} s for its heartbeat.")
     for _ in range(round(patience / POLL_SECONDS)):
         clock.sleep(POLL_SECONDS)
         if _touched(path) != last:

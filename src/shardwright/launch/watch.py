@@ -231,7 +231,7 @@ def _end_of(rank: Rank) -> str:
         return f"ended with exit code {rank.code}"
     name = signal.Signals(-rank.code).name
     if rank.code == -signal.SIGKILL:
-        return f"was ended by {name}. The kernel sends it when memory runs out"
+        return f"was ended by {name}. The kernel sends this signal when memory runs out"
     log = rank.directory / "stderr.log"
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     said = re.search(r"^  what\(\): +(.*)", text, re.MULTILINE)  # of a native error that nothing caught

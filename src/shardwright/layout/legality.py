@@ -245,7 +245,7 @@ def notices(run: RunFile) -> list[str]:
         )
     if c.async_save and c.save_steps is None:
         lines.append(
-            "checkpoint.async_save has no effect: only the last update is saved, and nothing goes on beside that save. "
+            "checkpoint.async_save has no effect: only the last update is saved, and no training goes on beside that save. "
             "Set checkpoint.save_steps."
         )
     steps = {

@@ -108,8 +108,8 @@ def check_own_attention(model: nn.Module, spec: Model) -> None:
     built = getattr(getattr(model, "config", None), "_attn_implementation", None)
     if not names_function(spec.model_name_or_path) and built != spec.attn_implementation:
         raise ModelError(
-            f"{type(model).__name__} does not have model.attn_implementation {spec.attn_implementation}.",
-            "Its attention does what that cannot, for example caps or shifts its scores.",
+            f"{type(model).__name__} cannot use model.attn_implementation {spec.attn_implementation}.",
+            "Its attention does what that implementation cannot, for example caps or shifts its scores.",
             f"Set model.attn_implementation to {built}.",
         )
 

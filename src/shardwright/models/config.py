@@ -60,7 +60,7 @@ def model_directory(spec: Model) -> Path:
     if not (directory / "config.json").is_file():
         raise ModelError(
             f"model.model_name_or_path: {directory} has no config.json.",
-            "It says what the model is.",
+            "That file says what the model is.",
             "Give the directory that save_pretrained of Transformers wrote.",
         )
     return directory
@@ -103,7 +103,7 @@ def _built(kind: Any, values: dict[str, Any], path: Path) -> Any:
     try:
         return kind.from_dict(copy.deepcopy(values))
     except Exception as error:  # Transformers validates in several ways; each says what is wrong
-        raise ModelError(f"{path} is refused: {error}") from error
+        raise ModelError(f"Transformers refuses {path}: {error}") from error
 
 
 def _merged(values: Mapping[str, Any], overrides: Mapping[str, Any], config: Any) -> dict[str, Any]:
@@ -166,9 +166,9 @@ def _rope(values: Mapping[str, Any], given: Mapping[str, Any], config: Any) -> d
     if stray := sorted(set(new) - by_layer):
         kinds = " or ".join(sorted(by_layer))
         raise ModelError(
-            f"model.config_overrides: `{stray[0]}` of rotary positions, where {type(config).__name__} has them for each kind "
+            f"model.config_overrides: `{stray[0]}` sets rotary positions, which {type(config).__name__} has for each kind "
             "of layer.",
-            "Which of them it means is not known.",
+            f"The kind of layer for which `{stray[0]}` is meant is not known.",
             f"Write rope_parameters: {{{kinds}: {{{stray[0]}: ...}}}}.",
         )
     return {kind: _one_rope(old[kind], new.get(kind) or {}) for kind in by_layer}
@@ -207,7 +207,7 @@ def _fit_lists(
         if not isinstance(grown, list) or grown[:before] != kinds or len(grown) != layers:
             raise ModelError(
                 f"model.config_overrides: {layers} layers where `{key}` of config.json lists {before}.",
-                "What the further layers are does not follow from it.",
+                "The kinds of the further layers do not follow from this list.",
                 f"Add `{key}` with {layers} entries to model.config_overrides.",
             )
         del values[key]
@@ -229,15 +229,15 @@ def _check_keys(
             home = _ELSEWHERE[key]
             raise ModelError(
                 f"model.config_overrides: `{name}` has no effect.",
-                f"{home} decides it." if home else "Training keeps no keys and values.",
+                f"{home} decides this value." if home else "Training keeps no cache of keys and values.",
                 f"Set {home}." if home else f"Remove `{key}`.",
             )
         part: Any = getattr(config, kind.attribute_map.get(key, key), None)
         if key not in known and not (hasattr(part, "to_dict") and key in kind.sub_configs):
             if not _is_read(kind, values, key, value):
                 raise ModelError(
-                    f"model.config_overrides: `{name}` is no key of {kind.__name__}.",
-                    "It would have no effect.",
+                    f"model.config_overrides: `{name}` is not a key of {kind.__name__}.",
+                    "The override would have no effect.",
                     _meant(key, known, config) or did_you_mean(key, known),
                 )
             yield (*path, key)
@@ -338,8 +338,8 @@ def _read_by(config: Any, rope: Mapping[str, Any]) -> set[str]:
 def _without_effect(config: Any, name: str, found: Any, wanted: Any) -> ModelError:
     return ModelError(
         f"model.config_overrides: `{name}` {wanted!r} has no effect: the config has {found!r}.",
-        f"{type(config).__name__} takes it from another key.",
-        "Remove it, or override the key that decides.",
+        f"{type(config).__name__} takes this value from another key.",
+        "Remove this override, or override the key that decides.",
     )
 
 

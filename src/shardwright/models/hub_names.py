@@ -94,8 +94,8 @@ class HubNames:
             shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
             raise ModelError(
                 f"{renamed} cannot be made from {shown}: {str(error).splitlines()[0]}.",
-                f"Transformers converts them by {rule.operations}.",
-                "Check that the files belong together and to this config.json. Else load and save the model once with "
+                f"Transformers converts these tensors by {rule.operations}.",
+                "Check that the files belong together and to this config.json. Otherwise load and save the model once with "
                 "Transformers.",
             ) from error
         return {name: t[0] if isinstance(t, list) else t for name, t in made.items()}

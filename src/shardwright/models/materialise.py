@@ -76,9 +76,7 @@ def weight_notices(model: nn.Module, spec: Model) -> list[str]:
         said = listed("weights in the files belong to no module of the model and are not used", unused)
         lines.append(f"{spec.model_name_or_path}: {said}".rstrip())
     if whole.beside:
-        lines.append(
-            f"kept as they are: {listed('parameters that text does not reach', whole.beside)}".rstrip()
-        )
+        lines.append(f"frozen: {listed('parameters that text does not reach', whole.beside)}".rstrip())
     return lines
 
 

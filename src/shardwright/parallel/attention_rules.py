@@ -71,8 +71,8 @@ def _check_numbering(model: nn.Module, by: Replacement) -> None:
     """Refuses positions that a model numbers otherwise by itself than it takes them: they are given to it here."""
     if table := numbers_from_elsewhere(model):
         raise ModelError(
-            f"{type(model).__name__} does not begin with position 0 of `{table}` by itself.",
-            f"{by.name} gives it positions from 0: other ones than it was trained with.",
+            f"{type(model).__name__} does not give its first token position 0 of `{table}`.",
+            f"{by.name} gives the model positions from 0, which are not those of its pretraining.",
             by.fix,
         )
 

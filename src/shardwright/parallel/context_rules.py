@@ -47,7 +47,7 @@ def check_context_model(model: nn.Module, run: RunFile) -> None:
     if follows_length(model):
         raise ModelError(
             f"{name} has rotary frequencies that follow the length of a document (rope_type longrope or dynamic).",
-            "Each rank holds part of every row, and does not see where its documents end.",
+            "Each rank holds part of every row, and does not see where the documents of the row end.",
             _ALONE,
         )
     check_config(name, values, _CONTEXT)

@@ -70,8 +70,8 @@ def check_padded_model(model: nn.Module) -> None:
     name, decoder = type(model).__name__, getattr(config, "is_decoder", None)
     if config.model_type in PADDED_ON_THE_LEFT:
         raise ModelError(
-            f"{name} expects padding before its rows.",
-            "Rows are padded behind, which it would take for tokens.",
+            f"{name} expects padding at the start of a row.",
+            "Rows are padded at the end, and the model would take this padding for tokens.",
             "Take another model.",
         )
     ahead, masked = "", ""
@@ -84,8 +84,8 @@ def check_padded_model(model: nn.Module) -> None:
         ahead = name if reads and decoder is False else ""
     if ahead and not decoder:  # a decoder may say it in the mask that it makes
         raise ModelError(
-            f"`{ahead}` is not causal: each token sees those behind it.",
-            "A model that is to predict the next token would see it, and the padding behind its row.",
+            f"`{ahead}` is not causal: each token sees later tokens.",
+            "The model would see the token that it has to predict, and the padding at the end of the row.",
             "Set model.config_overrides to {is_decoder: true}."
             if decoder is False
             else "Take a causal model.",
@@ -93,6 +93,6 @@ def check_padded_model(model: nn.Module) -> None:
     if masked:
         raise ModelError(
             f"`{masked}` of {name} makes an attention mask of its own.",
-            "What it masks may follow from the width of the row and the padding in it.",
+            "What this mask hides may depend on the width of a row and on its padding.",
             "Take another model.",
         )

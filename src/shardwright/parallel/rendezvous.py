@@ -79,7 +79,7 @@ class Meeting:
         if rank == 0:
             self._until(lambda: self.store.add("there", 0) >= ranks, self._missing)
             self.store.set("seats", _packed(self.store.multi_get([f"seat {rank}" for rank in range(ranks)])))
-        self._until(lambda: self.store.check(["seats"]), lambda: "the other ranks, which rank 0 counts")
+        self._until(lambda: self.store.check(["seats"]), lambda: "rank 0 to count the other ranks")
         return _unpacked(self.store.get("seats"))
 
     def _missing(self) -> str:
@@ -97,9 +97,9 @@ class Meeting:
         place = self._placement
         if not place.master_addr or not 0 < place.master_port < 2**16:
             raise ConfigError(
-                f"MASTER_ADDR = `{place.master_addr}`, MASTER_PORT = {place.master_port} is no place where ranks can meet.",
+                f"MASTER_ADDR = `{place.master_addr}`, MASTER_PORT = {place.master_port} is no address where ranks can meet.",
                 "All ranks need the host of rank 0 and one free port on it, from 1 to 65535.",
-                "Set both to the same on every rank.",
+                "Set both to the same values on every rank.",
             )
         listening: int | None = None
         if place.rank == 0 and not self._shared:
@@ -126,7 +126,7 @@ class Meeting:
                 raise ShardwrightError(
                     f"Rank {self._placement.rank} has waited {self._seconds:g} s for {what()}.",
                     "All ranks must start within that time and reach the host of rank 0.",
-                    "Look at the output of the ranks that are missing, and at MASTER_ADDR and MASTER_PORT.",
+                    "Look at the output of the missing ranks, and check MASTER_ADDR and MASTER_PORT on every rank.",
                 )
             if passed > word:
                 word *= 2
@@ -153,7 +153,9 @@ class _Knock(threading.Thread):
     def run(self) -> None:
         try:
             self._reach_host()
-            self.waits_for = f"an answer of {self._at}, where something listens that may be no run of ours"
+            self.waits_for = (
+                f"an answer from {self._at}, where perhaps another program than shardwright listens"
+            )
             self.store = TCPStore(
                 self._place.master_addr,
                 self._place.master_port,
@@ -200,7 +202,7 @@ def _listen(port: int) -> int:
         reason = "is taken" if error.errno == errno.EADDRINUSE else f"cannot be used ({error.strerror})"
         raise ConfigError(
             f"Port {port} of this machine {reason}, and rank 0 must listen there (MASTER_PORT).",
-            "Another run or program has it." if error.errno == errno.EADDRINUSE else "",
+            "Another run or program uses this port." if error.errno == errno.EADDRINUSE else "",
             "Set MASTER_PORT to a free port on every rank, or start with `shardwright ... --nproc-per-node N`.",
         ) from None
 

@@ -79,8 +79,8 @@ def attention_modules(model: nn.Module, parts: Parts) -> tuple[str, ...]:
     ]
     if mixing := [*convolutions, *blocks_without_attention(model, calls)]:
         raise ModelError(
-            f"`{mixing[0]}` of {type(model).__name__} mixes tokens by something else than attention.",
-            "With sequence_parallel each rank holds a piece of the sequence there.",
+            f"`{mixing[0]}` of {type(model).__name__} mixes tokens by something other than attention.",
+            "With sequence_parallel each rank holds only a piece of the sequence there.",
             "Set parallelism.sequence_parallel to false.",
         )
     return tuple(dict.fromkeys(call.module for call in calls))

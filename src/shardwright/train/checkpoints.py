@@ -178,8 +178,8 @@ class Checkpoints:
         if self.unsaved is not None:
             raise SaveError(
                 f"The run has ended without its last checkpoint. {self.unsaved.what}",
-                "A later start goes on from an older one.",
-                "Free the disk or mend it, and start again.",
+                "A later start goes on from an older checkpoint.",
+                "Free or repair the disk, and start again.",
             )
 
     # Resuming
@@ -319,6 +319,6 @@ class Checkpoints:
             self._at.eval_loss = self._at.best = None
             if manifest.best is not None:
                 self._say(
-                    "data.validation holds other rows than before: earlier evaluation losses count no longer."
+                    "data.validation holds other rows than before: earlier evaluation losses no longer count."
                 )
         self._eval_data = now or before

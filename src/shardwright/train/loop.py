@@ -168,7 +168,7 @@ class Trainer:
         if self._reached() and not done:
             self._say(
                 f"Evaluation loss {self.at.eval_loss:.4f} <= {limit} was reached in update {self.at.update}: nothing is left "
-                "to train. Lower training.until_eval_loss or leave it out to go on."
+                "to train. Lower training.until_eval_loss or remove that key to go on."
             )
             return
         since = f" since update {self.at.update - done}, where it resumed" if done < self.at.update else ""

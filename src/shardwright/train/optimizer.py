@@ -201,7 +201,7 @@ def learning_rate_factor(training: Training, updates: int) -> Callable[[int], fl
     if unknown := sorted(kwargs.keys() - arguments):
         raise ConfigError(
             f"training.lr_scheduler_kwargs: {name} does not know `{unknown[0]}`.",
-            f"It knows {', '.join(sorted(arguments)) or 'none'}.",
+            f"Its arguments are: {', '.join(sorted(arguments)) or 'none'}.",
             f"Remove `{unknown[0]}`.",
         )
     # min_lr and lr_end are learning rates: the schedules divide them by the optimizer's own
@@ -222,8 +222,8 @@ def learning_rate_factor(training: Training, updates: int) -> Callable[[int], fl
         raise ConfigError(
             f"training.lr_scheduler_kwargs for {name}: update {wrong} would have "
             f"{factor(wrong):.4g} times training.learning_rate.",
-            "training.learning_rate is the highest that a schedule comes to.",
-            "Lower what is given there, or raise training.learning_rate.",
+            "training.learning_rate must be the highest rate of a schedule.",
+            "Lower the rate that is given there, or raise training.learning_rate.",
         )
     return factor
 

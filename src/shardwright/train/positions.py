@@ -38,7 +38,7 @@ def check_positions(model: nn.Module, run: RunFile, tables: Iterable[Table | Str
         if needed > table.positions:
             raise ConfigError(
                 f"`{table.name}` of {type(model).__name__} has {table.positions} positions. {what} {needed} tokens.",
-                "A position behind the end of the table is an index error.",
+                "A position past the end of the table is an index error.",
                 f"Set data.max_length to at most {table.positions}, or take a model with more positions.",
             )
     return _beyond_training(model, longest)
@@ -56,5 +56,5 @@ def _beyond_training(model: nn.Module, longest: int) -> list[str]:
         return []
     return [
         f"Documents have up to {longest} tokens; {type(model).__name__} was made for {trained} "
-        "(max_position_embeddings). Rotary positions go on behind that, where the model was not trained."
+        "(max_position_embeddings). Rotary positions go on past that length, where the model was not trained."
     ]

@@ -15,7 +15,7 @@ from shardwright.data.stream_rows import StreamOrder
 
 _ONCE, _AGAIN = (
     "none of its rows comes again or is passed over",
-    "rows of it may come again or be passed over",
+    "some rows may come again or be passed over",
 )
 
 
@@ -91,18 +91,18 @@ def _of_rows(
     epoch, row = divmod(cursor["rows"], order.rows)
     place = f"row {row + 1:,} of {order.rows:,} of epoch {epoch + 1}" if row else f"epoch {epoch + 1}"
     if other or before is None:
-        what = f". The data are others: {_AGAIN}"
+        what = f". The data have changed: {_AGAIN}"
     elif before.same_order(order.stretch):
         what = f"; {_ONCE}"
     else:
         what = _other_order(order.repeated(former.update, cursor))
     yield f"{cursor['rows']:,} rows are done, and update {former.update} begins with {place}{what if row else ''}."
     if former.cursor is None:
-        yield "That number is the checkpoint's updates times its batch size: it is too old to hold the number itself."
+        yield "That number is the checkpoint's updates times its batch size: this old checkpoint does not hold the number."
 
 
 def _other_order(again: int) -> str:
-    return f". Its order is another one: {again:,} of its rows come again, and {again:,} are passed over"
+    return f". The order of its rows has changed: {again:,} rows come again, and {again:,} are passed over"
 
 
 def _of_stream(order: StreamOrder, former: Former, run: RunFile) -> Iterator[str]:
@@ -114,7 +114,7 @@ def _of_stream(order: StreamOrder, former: Former, run: RunFile) -> Iterator[str
     again = order.repeated_in_window(cursor, seed)
     done = f"{cursor['position']:,} rows are done, and update {former.update} begins in window {cursor['window']}"
     if again is None:
-        yield f"{done} of the stream. It holds other rows than it did: {_AGAIN}."
+        yield f"{done} of the stream. The window holds other rows than before: {_AGAIN}."
     elif again:
         yield f"{done} of the stream{_other_order(again)}."
     elif settings.get("training.global_batch_size") != run.training.global_batch_size:

@@ -72,7 +72,7 @@ def check_peers(run: RunFile) -> None:
     }
     if found := [name for name, is_wrong in wrong.items() if is_wrong]:
         raise ConfigError(
-            f"--vs peers with {', '.join(found)}.",
+            f"--vs peers cannot be run with {', '.join(found)}.",
             "Other programs are given the same padded microbatches, cross entropy, and AdamW over float32 weights.",
             "Leave --vs out, or remove these from the run.",
         )
