@@ -216,7 +216,7 @@ def test_train_and_loss_weight_of_messages(tmp_path: Path) -> None:
     ("message", "text"),
     [
         (assistant("x", train=1), "`train` is a number, not true or false"),
-        (assistant("x", loss_weight=-1), "`loss_weight` is -1. It must be"),
+        (assistant("x", loss_weight=-1), "`loss_weight` is -1. `loss_weight` must be"),
         (assistant("x", loss_weight="2"), "`loss_weight` is a string"),
         (assistant("x", train=False, loss_weight=2), "`train` is false and `loss_weight` is 2"),
         ({"content": "x"}, r"`messages\[1\]` has no `role`"),
