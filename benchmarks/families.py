@@ -330,13 +330,13 @@ def page(found: dict[str, dict[str, Outcome]]) -> str:
         "# Families",
         "",
         f"Causal families of Transformers {transformers.__version__}, {len(found)} of them, built tiny with random weights."
-        " Three documents are trained in one microbatch and compared with Transformers alone, each document by itself and with "
-        f"eager attention: loss and gradient norm in float64, equal to {tolerance():.0e}. Encoders are built with "
+        " Three documents are trained in one microbatch. Loss and gradient norm in float64 are compared with Transformers "
+        f"alone, which runs each document by itself with eager attention; they are equal to {tolerance():.0e}. Encoders are built with "
         "`is_decoder: true`. Made by `python benchmarks/families.py --write`.",
         "",
         f"Equal under pad: {counts['pad']}, bucket: {counts['bucket']}, pack: {counts['pack']}. `refused`: the gate before a "
-        "run says so, with the reason below the table. `not built`: such a small model of that family cannot be built or run "
-        "by Transformers itself (reason below). `eager`: it needs `model.attn_implementation: eager`.",
+        "run says so, with the reason below the table. `not built`: Transformers itself cannot build or run such a "
+        "small model of that family (reason below). `eager`: the family needs `model.attn_implementation: eager`.",
         "",
         "| family | pad | bucket | pack |",
         "|---|---|---|---|",
@@ -351,7 +351,11 @@ def page(found: dict[str, dict[str, Outcome]]) -> str:
             if outcome.verdict == "equal":
                 cells.append(f"equal{f' ({outcome.reason})' if outcome.reason else ''}")
                 continue
-            reason = re.sub(r"\b[A-Z]\w+(For\w+|LMHeadModel|Config|Model)\b", "The model", outcome.reason)
+            reason = re.sub(
+                r"\b[A-Z]\w+(For\w+|LMHeadModel|Config|Model)\b",
+                lambda name: "the model" if name.start() else "The model",
+                outcome.reason,
+            )
             number = reasons.setdefault(f"{outcome.verdict}: {reason}", len(reasons) + 1)
             cells.append(f"{outcome.verdict} [{number}]")
         lines.append(f"| {family} | {' | '.join(cells)} |")
