@@ -331,8 +331,8 @@ def page(found: dict[str, dict[str, Outcome]]) -> str:
         "",
         f"Causal families of Transformers {transformers.__version__}, {len(found)} of them, built tiny with random weights."
         " Three documents are trained in one microbatch. Loss and gradient norm in float64 are compared with Transformers "
-        f"alone, which runs each document by itself with eager attention; they are equal to {tolerance():.0e}. Encoders are built with "
-        "`is_decoder: true`. Made by `python benchmarks/families.py --write`.",
+        f"alone, which runs each document by itself with eager attention; they are equal to {tolerance():.0e}. Encoders are "
+        "built with `is_decoder: true`. Made by `python benchmarks/families.py --write`.",
         "",
         f"Equal under pad: {counts['pad']}, bucket: {counts['bucket']}, pack: {counts['pack']}. `refused`: the gate before a "
         "run says so, with the reason below the table. `not built`: Transformers itself cannot build or run such a "

@@ -153,7 +153,10 @@ def test_what_a_template_leaves_out_is_said_or_refused(tmp_path: Path) -> None:
         "`tools` has no effect",
     ]
     call = calling({}, content="")
-    with pytest.raises(DataError, match=r"data-1\.jsonl:1: nothing of message 1 .*leaves `tool_calls` out"):
+    with pytest.raises(
+        DataError,
+        match=r"data-1\.jsonl:1: message 1 .*does not appear in the text: .*leaves `tool_calls` out",
+    ):
         rendered(tmp_path, CHATML, USER, call, {"role": "tool", "content": "sunny"}, answer)
     text, notices = rendered(tmp_path, CHATML, USER, {**call, "train": False}, answer)
     assert text.count("[+") == 1 and any("`tool_calls` of messages has no effect" in line for line in notices)

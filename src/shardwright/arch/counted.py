@@ -31,7 +31,7 @@ def _is_matrix(size: tuple[int, ...]) -> bool:
 
 
 def _block_groups(sizes: Sizes, blocks: list[str]) -> list[Group]:
-    """One group for each parameter of a block; what blocks do not share is spread evenly over them."""
+    """One group for each parameter of a block; a parameter that some blocks lack is spread evenly over all blocks."""
     block = FAMILIES["gpt"].block
     found: dict[str, list[tuple[int, ...]]] = {}
     for name, size in sizes.items():
@@ -54,7 +54,7 @@ def _block_groups(sizes: Sizes, blocks: list[str]) -> list[Group]:
 
 
 def _refuse_other_products(inventory: Mapping[str, Any], sizes: Sizes) -> None:
-    """Raises `ConfigError` where the forward is not products of every weight with every token, and attention."""
+    """Raises `ConfigError` where the forward is more or less than attention and a product of every weight with every token."""
     name, products, width = inventory["name"], inventory["products"], inventory["attention_width"]
     if products is None:
         raise ConfigError(

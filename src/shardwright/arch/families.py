@@ -330,7 +330,7 @@ def family_of(name: str) -> Family:
 def is_known(config: Mapping[str, Any]) -> bool:
     """Whether the parameters of this config.json follow from its family, without building the model.
 
-    They do not where the config wraps that of a language model: what stands around the language model counts too.
+    They do not where the config wraps the config of a language model: the parts around the language model have parameters too.
     """
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None or family.name == _GENERIC or any(key in config for key in _WRAPPED):

@@ -1,4 +1,4 @@
-"""The shape of the model that a run file or a flag names: read from its config.json, or counted where that does not say it."""
+"""The shape of the model that a run file or a flag names: read from its config.json or, where that is not enough, counted."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def shape_of_model(
     """The shape of `name`: a directory, a config.json, `package.module:function`, or a well-known model.
 
     section: keys of the run file's `model` that decide what is built. inventory: None where no model can be built. With
-    overrides a model is built too, so that one place says what they make of the config. Raises `ConfigError` where the shape
-    is not to be known, and what building the model raises.
+    overrides a model is built too, so that one place decides what overrides make of the config. Raises `ConfigError` where the
+    shape cannot be known, and any error of building the model.
     """
     there, section = Path(name).exists(), dict(section or {})
     if not there and not names_function(name):

@@ -81,7 +81,7 @@ def run_bench(loaded: Loaded, request: Request) -> int:
 def _refused_or_prepared(
     loaded: Loaded, request: Request, output: Path, console: Console
 ) -> tuple[dict[str, Loaded], list[str]]:
-    """(the timed run of each layout, peers), all that can be refused without a rank refused, the rows tokenised."""
+    """(the timed run of each layout, peers). Before, refuses all that can be refused without a rank, and tokenises rows."""
     if request.versus not in ("", "peers"):
         raise ConfigError(f"--vs {request.versus} is not known.", "", "Valid: peers.")
     if request.device is not None:

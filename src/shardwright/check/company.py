@@ -1,8 +1,8 @@
-"""Whether the loss of a row follows from the company it is in: the other rows of its microbatch, or the padding behind it.
+"""Whether the loss of a row depends on the other rows of its microbatch, or on the padding at its end.
 
-Reference and candidate have the same microbatches, so that a model that mixes rows (statistics over a batch, experts that are
-full) gives both the same. Here the engine is compared with itself: a microbatch as the run has it, its rows one by one, and
-its documents alone.
+Reference and candidate have the same microbatches. So a model that mixes rows (statistics over a batch, experts that are full)
+gives the same numbers to both. Here the engine is compared with itself: a microbatch as the run has it, its rows one by one,
+and its documents alone.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ from shardwright.errors import CheckpointError, ConfigError, DamagedCheckpointEr
 
 
 def asked(resume: str, choice: Choice | None, job: str) -> str:
-    """What `checkpoint.resume` means to a job that is started again: the branch that it has chosen itself.
+    """What `checkpoint.resume` means to a job that is started again: the branch that the job has chosen itself.
 
     job: its name; empty for a job that is started for the first time, which chooses anew.
     """
@@ -100,7 +100,7 @@ def _elsewhere(output_dir: Path, choice: Choice | None) -> list[Member]:
 def _refuse_nothing_good(
     output_dir: Path, choice: Choice | None, members: Sequence[Member], found: Sequence[Member]
 ) -> None:
-    """Raises `CheckpointError` where there is something to go on from, but nothing of it is good."""
+    """Raises `CheckpointError` where there are checkpoints to go on from, but none of them is good."""
     there = complete_checkpoints(output_dir)
     if there and members and not found:
         raise CheckpointError(
@@ -125,7 +125,7 @@ def _refuse_nothing_good(
 
 
 def refuse_earlier(output_dir: Path, names: Sequence[str]) -> None:
-    """Raises `ConfigError` where checkpoints of an earlier run are there that are not to be resumed."""
+    """Raises `ConfigError` where there are checkpoints of an earlier run, which this run must not resume."""
     if names:
         raise ConfigError(
             f"checkpoint.resume is never, but {output_dir} holds {names[-1]} of an earlier run.",
@@ -146,11 +146,11 @@ def follow(
     job: str,
     passed: Collection[str] = (),
 ) -> Choice:
-    """What a run goes on with that goes on from `chosen`, or from nothing: the branch that is followed, or a new one.
+    """The branch of a run that goes on from `chosen`, or from nothing: the branch that is followed, or a new branch.
 
-    choice: the one before. members: what the directory holds. origin: of `chosen`, see `Choice`. passed: names of what is
-    there and not good. A new branch begins where something newer of the branch is left behind, and where `chosen` lies in
-    another directory.
+    choice: the one before. members: what the directory holds. origin: of `chosen`, see `Choice`. passed: names of
+    checkpoints that are there but not good. A new branch begins where a newer checkpoint of the
+    branch is left behind, and where `chosen` lies in another directory.
     """
     line = line_of(choice, members)
     before = choice.origin if choice is not None else None

@@ -71,7 +71,7 @@ def complete(
 ) -> list[str]:
     """Turns the directory that all ranks have written into a checkpoint: `seal`, `publish`, `retain`.
 
-    One rank does it, when the files of all are on the disk. Returns what a person should know.
+    One rank does this, when the files of all ranks are on the disk. Returns what a person should know.
     """
     seal(output_dir, records, numbers, manifest, run_yaml)
     return publish(output_dir, manifest) + retain(output_dir, manifest, retention)
@@ -101,7 +101,7 @@ def seal(
 def publish(output_dir: Path, manifest: Manifest) -> list[str]:
     """Gives a sealed checkpoint its name, and points `latest` to it; returns what a person should know.
 
-    What follows the name never fails, but where the disk has lost the name.
+    Nothing after the rename raises, except where the disk has lost the new name.
     """
     aside, final = aside_of(output_dir, manifest.update), checkpoint_of(output_dir, manifest.update)
     notes = sync_directories(output_dir, aside / TENSORS, aside)

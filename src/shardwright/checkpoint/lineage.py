@@ -1,6 +1,6 @@
 """Who descends from whom: the branches of a run that went back to an older checkpoint, and which of them is followed.
 
-A branch begins where a run goes on from something else than the newest checkpoint of the branch before. Each checkpoint
+A branch begins where a run goes on from another checkpoint than the newest of the branch before. Each checkpoint
 says the branches that lead to it, so the order of descent survives whatever is removed. Which branch was chosen last stands in
 `lineage.json` beside the checkpoints, from the moment that training begins on it: a run that is killed before its first
 save goes on from the checkpoint that was chosen.
@@ -47,8 +47,8 @@ class Member:
 class Choice:
     """The branch that was chosen last. job: who chose it; the same job does not choose again when its ranks are started again.
 
-    origin: the checkpoint that it began from, by its name where it lies in `output_dir`, which may be moved or copied, else
-    by its path; None where it began from nothing.
+    origin: the checkpoint from which the branch began. It is named by its name where it lies in `output_dir`, which may be
+    moved or copied, otherwise by its path; None where the branch began from nothing.
     """
 
     lineage: Lineage
@@ -64,7 +64,7 @@ def origin_text(output_dir: Path, path: Path | None) -> str | None:
 
 
 def parse_lineage(found: Iterable[Mapping[str, Any]]) -> Lineage:
-    """The lineage in the JSON of a manifest. Raises `KeyError`, `TypeError` or `ValueError` where it is none."""
+    """The lineage in the JSON of a manifest. Raises `KeyError`, `TypeError` or `ValueError` for any other JSON."""
     return tuple(Branch(int(b["number"]), str(b["id"]), int(b["begin"])) for b in found)
 
 
@@ -79,7 +79,7 @@ def number_of(line: Lineage) -> int:
 
 
 def line_of(choice: Choice | None, members: Iterable[Member]) -> Lineage:
-    """The line that is followed: the one that was chosen last, as far as the choice or the checkpoints tell."""
+    """The line that is followed: the line that was chosen last, as far as the choice or the checkpoints tell."""
     if choice is not None:
         return choice.lineage
     found = [member.lineage for member in members]
@@ -100,7 +100,7 @@ def branched(chosen: Member | None, number: int, name: str) -> Lineage:
 
 
 def read_choice(output_dir: Path) -> Choice | None:
-    """What `output_dir` says was chosen last; None where it says nothing that can be read."""
+    """The last choice that `output_dir` records; None where it records none, or one that cannot be read."""
     try:
         found = json.loads((output_dir / LINEAGE).read_bytes())
         origin = found["origin"]

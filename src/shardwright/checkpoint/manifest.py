@@ -135,8 +135,8 @@ class Share:
     """What one directory has of a checkpoint.
 
     member: what its manifest says of its place in the run. checksum: of the manifest, equal on hosts that wrote it together.
-    held: files whose sizes are right. absent: the others, with the names of the hosts that had them. wrong: what is not as
-    it was written.
+    held: files whose sizes are right. absent: the others, with the names of the hosts that had them. wrong: files that are not
+    as they were written.
     """
 
     member: Member

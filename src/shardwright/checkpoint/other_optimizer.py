@@ -32,7 +32,7 @@ Entries = dict[str, dict[str, torch.dtype | None]]
 
 @dataclass(frozen=True)
 class Fitted:
-    """An index without what this run does not keep. begun: keys that it lacks of a parameter of which it has others.
+    """An index without the entries that this run does not keep. begun: keys missing for a parameter that has others.
 
     dropped, fresh: entries of state, and of how many parameters; equal on all ranks.
     """
@@ -43,7 +43,7 @@ class Fitted:
     fresh: Counter[str]
 
     def lines(self, name: str) -> list[str]:
-        """What to say of it. name: of the checkpoint."""
+        """Lines about entries that are dropped or start fresh. name: of the checkpoint."""
         found = []
         if self.dropped:
             found.append(f"Optimizer state of {name} that this run drops: {_counted(self.dropped)}.")
@@ -89,7 +89,7 @@ def fit(
 
 
 def _going_on(there: set[str], here: dict[str, torch.dtype | None], change: OptimizerChange) -> set[str]:
-    """Which entries of a parameter's state stay; all or none where one that is no tensor of its shape is missing."""
+    """Which entries of a parameter's state stay; all or none where an entry without the shape of the parameter is missing."""
     if change == "none":
         return there
     missing = here.keys() - there

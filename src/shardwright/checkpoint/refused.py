@@ -1,7 +1,7 @@
 """What a file system may refuse without ending a save: a name, a link, a sync of a directory, a removal.
 
-Each function does what it can and returns a line for a person about what was refused, or nothing. What comes after the
-line of a removal is tried again at each save.
+Each function does what it can and returns lines for a person about what was refused, or none. A removal that was refused is
+tried again at each save.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def sync_directories(output_dir: Path, *directories: Path) -> list[str]:
 
 
 def sync_files(output_dir: Path) -> list[str]:
-    """Whether files written in `output_dir` can be waited for, tried with one."""
+    """A line where a sync of files in `output_dir` is refused, tried with one file."""
     with tempfile.TemporaryFile(dir=output_dir) as file:
         reason = settle(file.fileno())
     text = f"{output_dir}: the file system does not sync files ({reason}). A power failure may damage the newest checkpoints."

@@ -164,7 +164,7 @@ class Saver:
         return self._mine, {k: v for _, _, part, _ in reversed(found) for k, v in part.items()}
 
     def tell(self, notes: Sequence[Sequence[str] | None]) -> None:
-        """Says what ranks were refused that does not end a save, and has not been said. notes: of each rank."""
+        """Prints each refusal of a file system that has not been printed yet and does not end the save. notes: of each rank."""
         for rank, lines in enumerate(notes):
             for line in lines or ():
                 where = (

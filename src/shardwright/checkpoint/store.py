@@ -70,8 +70,8 @@ def save(
 ) -> Path:
     """Writes one checkpoint and returns its directory; collective. keep: how many of the newest stay, None for all.
 
-    It is one of the branch that the directory follows. Raises `SaveError` on all ranks when one could not write; nothing
-    older is touched before this one is complete.
+    The checkpoint is one of the branch that the directory follows. Raises `SaveError` on all ranks when one could not write;
+    nothing older is touched before the new checkpoint is complete.
     """
     saver = Saver(output_dir, Retention(keep))
     line = from_rank(0, line_of(read_choice(output_dir), members_of(output_dir)))

@@ -1,4 +1,4 @@
-"""Whether a place can be written, asked before any work whose result goes there. Nothing is made."""
+"""Whether a place can be written, asked before the work whose result goes there. Neither function makes anything."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ _STEPS = {"warmup_stable_decay": ("num_stable_steps", "num_decay_steps")}
 def check_length(training: Training, updates: int) -> None:
     """Raises `ConfigError` where a run of `updates` updates cannot hold the schedule: its warm-up, other phases, or cycles.
 
-    A warm-up reaches training.learning_rate in the update behind it, so it must be shorter than the run.
+    A warm-up reaches training.learning_rate in the update after it, so the warm-up must be shorter than the run.
     """
     phases = {"training.warmup_steps": training.warmup_steps} if training.warmup_steps else {}
     phases |= {f"lr_scheduler_kwargs {name}": steps for name, steps in _steps(training).items()}
@@ -68,7 +68,7 @@ def _whole_number(name: str, value: Any) -> int:
 
 
 def _check_cycles(training: Training, updates: int, length: str) -> None:
-    """Raises `ConfigError` for cycles of no length, or of less than two updates: the rates would not show them."""
+    """Raises `ConfigError` for cycles of no length, or of fewer than two updates: the rates would not show such cycles."""
     cycles = training.lr_scheduler_kwargs.get("num_cycles")
     if cycles is None:
         return

@@ -1,9 +1,9 @@
-"""A conversation in the manner that a chat template expects, and what of it the template leaves out.
+"""A conversation in the form that a chat template expects, and the parts that the template leaves out.
 
-Records write the same conversation in several manners: no content as null or as "", text as a string or as parts, the arguments
-of a call as an object or as JSON. A template knows one or two of them and, given another, prints `None`, quotes JSON twice or
-leaves the text out, without an error. So each doubtful value is rendered in both manners and the texts are compared. What is
-left when a key is taken away and the text stays the same has no effect, and is counted.
+Records write the same conversation in several forms: no content as null or as "", text as a string or as parts, the arguments
+of a call as an object or as JSON. A template knows one or two of these forms and, given another, prints `None`, quotes JSON
+twice or leaves the text out, without an error. So each doubtful value is rendered in both forms and the texts are compared. A
+key without which the text stays the same has no effect, and is counted.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ Text = tuple[str, list[tuple[int, int]]]
 class Fitted:
     """`chat` as the template expects it, without the keys that only say what is trained.
 
-    render: the text of a conversation; raises `DataError` where the template fails. text: of `chat`. changed: what is given
-    in another manner than the record has it. idle: what has no effect on the text. silent: messages that leave nothing in it.
+    render: the text of a conversation; raises `DataError` where the template fails. text: of `chat`. changed: values that
+    are given in another form than in the record. idle: keys without effect on the text. silent: messages that leave no text.
     """
 
     def __init__(self, chat: Chat, render: Callable[[Chat], Text]) -> None:
@@ -73,13 +73,13 @@ class Fitted:
         return replace(self.chat, messages=messages)
 
     def _take(self, chat: Chat) -> None:
-        """Goes on with `chat` where it renders, and otherwise than now."""
+        """Takes `chat` where the template renders it, and to another text than before."""
         text = self._try(chat)
         if text not in (None, self._rendered):
             self.chat, self._rendered = chat, text
 
     def _make_it_render(self) -> None:
-        """Where the template fails, the first of the other manners, in any combination, under which it does not."""
+        """Where the template fails, takes the first combination of the other forms under which it does not fail."""
         for changes in product((_same, _emptied), (_same, _joined), (_same, _with_objects, _with_json)):
             if self._rendered is not None:
                 return
@@ -93,7 +93,7 @@ class Fitted:
         return self._rendered == self._try(self._with(number, content=str(content)))
 
     def _fit_missing_content(self) -> None:
-        """No content is null, as templates of tool calls ask, unless the template prints it.
+        """Missing content is null, as templates of tool calls ask, unless the template prints `None`.
 
         Empty text beside a call is null where the template else leaves the call out.
         """
@@ -250,7 +250,7 @@ def _in_calls(message: Message, change: Callable[[Any], Any]) -> Message:
 
 
 def _changes(given: Chat, taken: Chat) -> Iterator[str]:
-    """What was given in another manner, as the lines before training name it."""
+    """What was given in another form, as the lines before training name it."""
     for before, after in zip(given.messages, taken.messages):
         kinds = (type(before["content"]), type(after["content"]))
         if before["content"] != after["content"] and kinds in _CONTENTS:

@@ -46,7 +46,7 @@ class Encoded:
 class Document:
     """The tokens of one document; weights None: all 1.
 
-    crossing: a token holds characters of what is given and of what is trained. notes: (kind, subject) of what a person should
+    crossing: a token holds characters of the given text and of the trained text. notes: (kind, subject) of what a person should
     know of it. is_blank: whether the token at a place is white space alone; None: not known.
     """
 

@@ -4,10 +4,10 @@
 .txt           one document per line, as in Hugging Face's `text` data sets; use JSONL for longer ones
 .parquet       one record per row
 .arrow         the same, in a directory that `datasets.Dataset.save_to_disk` wrote
-Files of lines may be compressed: .gz, .bz2, .xz, .zst after the suffix. Of a link, its own name says what it holds.
+Files of lines may be compressed: .gz, .bz2, .xz, .zst after the suffix. Of a link, its own suffix counts.
 A directory means the files of these kinds in it, or the data set saved there; of a saved DatasetDict one split.
-Files are taken in the order of the entries, and sorted within one. What exists under an entry's own name is meant, also where
-the name would be a pattern.
+Files are taken in the order of the entries, and sorted within one. A file or directory with exactly the name of
+an entry is meant by it, also where the name could be a pattern.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class DataFile:
 
 
 def kind_of_file(path: str | Path) -> str:
-    """The suffix that says what the file holds, without that of its compression; empty where it is none we read."""
+    """The suffix that says what the file holds, without that of its compression; empty for files that we do not read."""
     name = Path(path)
     if name.suffix in _COMPRESSED:
         inner = Path(name.stem).suffix
@@ -146,7 +146,7 @@ def _twice(key: str, file: Path, source: Source, other: Path, by: Source) -> Dat
 
 
 def file_notices(sources: Sequence[Source]) -> Iterator[str]:
-    """Lines about what stands beside the files that are read and is not read itself."""
+    """Lines about what stands beside the files that are read, and is not read."""
     for source in sources:
         path = Path(source.path)
         if path.is_dir() and not _is_data_set(path) and (others := _unread(path)):

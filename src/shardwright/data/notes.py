@@ -1,4 +1,4 @@
-"""What is seen of records while they are tokenised: counted, with the first line, for the lines before training."""
+"""Facts about records that are seen while these are tokenised: counted, with the first line, for the lines before training."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Note:
-    """`count` records (or turns) of file `file`, the first at `line`, of which `kind` is so. subject: of what, as text."""
+    """`count` records (or turns) of `file`, the first at `line`, to which `kind` applies. subject: of the kind, as text."""
 
     kind: str
     subject: str
@@ -24,7 +24,7 @@ class Notes:
         self._found: dict[tuple[str, str, int], tuple[int, int]] = {}
 
     def add(self, kind: str, subject: str, file: int, line: int, count: int = 1) -> None:
-        """Counts `count` more; the first line of all stays."""
+        """Counts `count` more; the line that was given first stays."""
         before, first = self._found.get((kind, subject, file), (0, line))
         self._found[kind, subject, file] = (before + count, first)
 

@@ -99,7 +99,7 @@ def _of_records(meta: dict[str, Any], notes: list[Note]) -> Iterator[str]:
 
 
 def _of_ends(run: RunFile, meta: dict[str, Any], notes: list[Note]) -> Iterator[str]:
-    """Whether what is trained teaches to stop, with a token that makes generation stop."""
+    """Lines where the trained text does not teach the model to stop, or with a token that does not stop generation."""
     totals = _totals(meta, notes)
     turns = sum(total.count for (kind, _), total in totals.items() if kind == "end")
     if (unended := totals.get(("end", UNENDED))) is not None:

@@ -173,7 +173,7 @@ class Order:
         return max(0, self._all_rows() - self.stretch.end) if self._drop_last and self._epochs else 0
 
     def seek(self, update: int, cursor: Cursor | None, trusted: bool = False) -> None:
-        """Lets `update` begin behind the rows that `cursor` says are done, each of the rest once an epoch.
+        """Lets `update` begin after the rows that `cursor` says are done; each other row comes once an epoch.
 
         Where nothing has changed, the updates are those of a run without interruption. Else the rows of updates that share
         theirs (`bucket_updates`), and that are not done, come first. trusted: the rows themselves are others, which is

@@ -1,4 +1,4 @@
-"""The special tokens that begin and end documents: each once, and which of them a model is trained to stop with."""
+"""The special tokens that begin and end documents: each appears once; and those with which a model is trained to stop."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class SpecialTokens:
         return cls(tokenizer.bos_token_id, tokenizer.eos_token_id, texts, head, tail)
 
     def once(self, ids: Sequence[int], added: bool = True) -> tuple[slice, Said]:
-        """The part of `ids` in which what begins and ends a document stands once, and what is said of the rest.
+        """The part of `ids` in which the tokens that begin and end a document stand once, and notes about the rest.
 
         added: the tokenizer has put its own tokens around a text that may have held them.
         """
@@ -63,7 +63,7 @@ class SpecialTokens:
         return slice(first, end), tuple(said)
 
     def missing(self, ids: Sequence[int]) -> Said:
-        """What is said of a rendered chat that lacks what the tokenizer puts before a text."""
+        """A note about a rendered chat that lacks the tokens that the tokenizer puts before a text."""
         lacks = self.head and tuple(ids[: len(self.head)]) != self.head
         return (("begin missing", self._shown(self.head[0])),) if lacks else ()
 
@@ -102,7 +102,7 @@ class SpecialTokens:
 def trained_ends(meta: Mapping[str, Any]) -> dict[int, str]:
     """The special tokens (id -> text) in which what is trained of the documents of `meta` ends, the most frequent first.
 
-    A program that generates must stop at these: they are the end tokens of the trained model.
+    A program that generates text must stop at these tokens: they are the end tokens of the trained model.
     """
     counts: Counter[str] = Counter()
     for kind, subject, _, count, _ in meta["notes"]:

@@ -1,6 +1,6 @@
 """What an exported directory holds beside weights: configs, tokenizer, templates, code, terms.
 
-All of it is known before training: `companions_of` reads the model's directory and says what will differ or be left out.
+All these files are known before training: `companions_of` reads the model's directory and says what will differ or be left out.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Companions:
     lines: tuple[str, ...]
 
     def write(self, directory: Path) -> None:
-        """Writes all of it into `directory`."""
+        """Writes all these files into `directory`."""
         for name, source in self.copied.items():
             (directory / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, directory / name)
@@ -79,7 +79,7 @@ def companions_of(
             del copied[name]
         if extra:
             lines.append(
-                f"not exported: {', '.join(extra)}; data.chat_template takes the place of every template"
+                f"not exported: {', '.join(extra)}; data.chat_template replaces every template"
             )
     written, generation = None, None
     if config is not None and hasattr(config, "save_pretrained"):
@@ -125,23 +125,23 @@ def _generation(source: Path, config: Any) -> tuple[dict[str, Any] | None, list[
         ]
         if idle and values.get("do_sample") is False:
             lines.append(
-                f"{file} sets do_sample false and {', '.join(idle)}, which then have no effect; it is exported as it is"
+                f"{file} sets do_sample false and {', '.join(idle)}, which then have no effect; the file is exported unchanged"
             )
     moved = _settings_in(config, source / "config.json")
     if moved and values is not None:
         lines.append(
-            f"not exported: {', '.join(moved)} of {source / 'config.json'}; generation_config.json takes their place"
+            f"not exported: {', '.join(moved)} of {source / 'config.json'}; generation_config.json replaces them"
         )
     elif moved:
         tokens = ("bos_token_id", "eos_token_id", "pad_token_id")
         kept = {key: getattr(config, key, None) for key in tokens}
         values = moved | {key: value for key, value in kept.items() if value is not None}
-        lines.append(f"exported in generation_config.json, out of config.json: {', '.join(moved)}")
+        lines.append(f"exported in generation_config.json instead of config.json: {', '.join(moved)}")
     return values, lines
 
 
 def _settings_in(config: Any, file: Path) -> dict[str, Any]:
-    """Settings of generation in the config.json of the model, those that do nothing aside; takes them out of `config`."""
+    """Settings of generation in the config.json of the model, without idle ones; takes all of them out of `config`."""
     from transformers import GenerationConfig
 
     stored = _read_json(file) if file.is_file() else {}
@@ -163,7 +163,7 @@ _NEUTRAL = {"temperature": (1.0,), "top_p": (1.0,), "top_k": (50,)}
 
 
 def _with_ends(config: Any, generation: dict[str, Any] | None, ends: Sequence[int]) -> Iterator[str]:
-    """Adds the end tokens that training teaches where generation looks for them; says so."""
+    """Adds the end tokens that training teaches where generation looks for end tokens, and adds a line."""
     text = config.get_text_config(decoder=True)
     owner = config if getattr(config, "eos_token_id", None) is not None else text
     stops = _stops(getattr(owner, "eos_token_id", None))

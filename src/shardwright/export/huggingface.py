@@ -48,8 +48,8 @@ def save_pretrained(
     added to the end tokens of the configs. A plain `nn.Module` has only its safetensors. Files have at most
     `max_shard_bytes`, or one tensor.
 
-    The directory appears complete or not at all: rank 0 writes next to it and renames. One that is there is
-    replaced if it holds an earlier export; what `place.refusal` names never is.
+    The directory appears complete or not at all: rank 0 writes beside it and renames. A directory that is there is
+    replaced if it holds an earlier export; a place that `place.refusal` names is never replaced.
 
     Raises `ModelError` on every rank when rank 0 cannot write.
     """
@@ -81,9 +81,9 @@ def check_export(
     chat_template: str | None,
     end_tokens: Sequence[int],
 ) -> tuple[str, ...]:
-    """What should be known of the later `save_pretrained` with these arguments, one line each; call it before training.
+    """What should be known of the later `save_pretrained` with these arguments, one line each; call this before training.
 
-    Raises `ConfigError` for what would stop it.
+    Raises `ConfigError` for what would stop the export.
     """
     reason = refusal(directory, spec, tokenizer)
     if reason is not None:
@@ -143,7 +143,7 @@ class _Export:
         return failure
 
     def _gathered(self) -> Iterator[tuple[TensorFile, str, dict[str, Tensor]]]:
-        """Each tensor of the files, with the whole tensors that it is made of on rank 0. Those are kept while needed."""
+        """Each tensor of the files, with the whole tensors that make it up, on rank 0 and while needed."""
         order: list[str] = []
         steps: list[tuple[TensorFile, str, list[str], int]] = []
         kept: list[str] = []

@@ -17,7 +17,7 @@ from shardwright.config.schema import Model
 
 
 def refusal(target: Path, spec: Model, tokenizer: Path | None = None) -> str | None:
-    """Why an export may not take the place of what is at `target`, or cannot be written there; None: it may."""
+    """Why an export may not replace what is at `target`, or cannot be written there; None where it can."""
     place = target.resolve()
     for source in (Path(spec.model_name_or_path), tokenizer or Path(spec.tokenizer_name_or_path or "")):
         if target.exists() and source.exists() and source.resolve() == place:
@@ -39,7 +39,7 @@ def refusal(target: Path, spec: Model, tokenizer: Path | None = None) -> str | N
 
 
 def _foreign(directory: Path) -> str | None:
-    """A file of `directory` that no export writes; what is there where it holds no weights."""
+    """A file of `directory` that no export writes; any file where the directory holds no weights."""
     known = {*matching(directory, (*WEIGHT_FILES, *MODEL_FILES, *TOKENIZER_FILES, *OTHER_FILES))}
     held = sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if not path.is_dir())
     other = [name for name in held if name not in known]
@@ -49,7 +49,7 @@ def _foreign(directory: Path) -> str | None:
 
 
 def replace(partial: Path, target: Path) -> None:
-    """Puts the finished directory in place; one that was there goes only when the new one is."""
+    """Puts the finished directory in place; an older one is removed only when the new one is in place."""
     old = target.with_name(f".{target.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if target.exists():

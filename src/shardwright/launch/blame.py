@@ -1,8 +1,9 @@
 """Which rank the others wait for, from what each has given to its process groups and where its main thread stands.
 
-Pure. A rank waits for those that have not issued the collective it waits in, or another one in its place, or that have not
-sent what it receives. Whoever is waited for and waits for nobody is to blame. Work that a rank has begun and does not wait
-for looks like waiting too; where that closes a circle, the place where the main thread stands decides.
+Pure functions. A rank waits for the ranks that have not issued its collective, that have issued another in its place, or that
+have not sent the message that it receives. The rank that others wait for, and that waits for nobody, is to blame. Work that a
+rank has begun without waiting looks like waiting too; where ranks so seem to wait in a circle, the place of the main thread
+decides.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Sight:
     """One rank of a run that hangs.
 
     doing: its phase, which `position` sorts. stack: frames of the main thread, innermost first: `file:line function`. issued:
-    as `measure.outstanding.issued` has it; None when the rank did not answer. note: what else it says of itself.
+    as `measure.outstanding.issued` has it; None when the rank did not answer. note: the error that the rank handles.
     """
 
     rank: int
@@ -95,7 +96,7 @@ class Sight:
 
 @dataclass
 class Wait:
-    """What one rank waits for: `what`, the ranks that have `not_begun` it, and what `others` do in its place."""
+    """What one rank waits for: `what`, the ranks that have `not_begun` this, and what `others` do in its place."""
 
     what: str
     not_begun: list[int] = field(default_factory=list)

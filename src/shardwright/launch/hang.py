@@ -1,4 +1,4 @@
-"""Ranks that no longer move: they are asked what they do, and the one that the others wait for is named (`blame.py`)."""
+"""Ranks that no longer move: the launcher asks what they do, and names the rank that the others wait for (`blame.py`)."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ _open_for_good: list[object] = []
 
 
 def _answer(directory: Path, issued: Callable[[], Mapping[str, Any]]) -> None:
-    """Waits until the launcher asks, and answers. A signal could not do that: its handler waits for the main thread."""
+    """Waits until the launcher asks, and answers. A signal could not ask: its handler waits for the main thread."""
     while not (directory / ASKED).exists():
         clock.sleep(_LOOK_SECONDS)
     part = (directory / ANSWER).with_suffix(".part")
@@ -164,8 +164,8 @@ def _note() -> str:
 class OwnWatch:
     """The same for a rank that torchrun or Slurm has started: a thread that looks at this rank's own pulse.
 
-    It prints its stacks, and the ranks that are there leave in the store what they do; the first of them says who is stuck. If
-    no collective has ended the rank 20 s later, the thread does.
+    The thread prints the stacks, and the ranks that are alive write to the store what they do; the first of them says which is
+    stuck. If no collective has ended the rank 20 s later, the thread does.
     """
 
     def __init__(
@@ -212,7 +212,7 @@ class OwnWatch:
                 os._exit(ExitCode.CRASH)
 
     def _meet(self, beat: Beat, ask: bool = False) -> None:
-        """Leaves what this rank does in the store, when a rank asks; the first rank that does says who is stuck."""
+        """Writes to the store what this rank does, when a rank asks; the first rank that has written says which is stuck."""
         with suppress(Exception):  # the store is gone with its rank; this rank's own stacks are printed
             if ask:
                 self._store.set(_STUCK, "1")

@@ -1,8 +1,8 @@
 """One run at a time in a directory: a file that says who works there, and that its owner is still alive.
 
-The file is locked with flock where the file system can: the kernel gives that back when the process ends. It is a help and
-not the rule, which holds without it: on the same machine the owner is looked for among the processes; an owner on another
-machine touches the file every two seconds.
+Where the file system can, the file is locked with flock; the kernel releases this lock when the process ends. The rule does not
+need flock: an owner on the same machine is looked for among the processes; an owner on another machine touches the file every
+two seconds (its heartbeat).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from shardwright.measure import clock
 
 BEAT_SECONDS, POLL_SECONDS = 2.0, 0.5
 PATIENCE_SECONDS = 15 * BEAT_SECONDS
-"""How long a sign of life of an owner on another machine is waited for: so many heartbeats missed are death."""
+"""How long to wait for a heartbeat of an owner on another machine: after so many missed heartbeats the owner is dead."""
 OLD_SECONDS = 600.0
-"""A heartbeat so old is not waited for; clocks of hosts that touch files themselves differ by less."""
+"""An owner whose last heartbeat is older is dead without a wait; clocks of hosts that touch files themselves differ by less."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ def _flock(descriptor: int) -> bool | None:
 
 
 def _gone(owner: Owner, path: Path, say: Callable[[str], None], patience: float) -> bool:
-    """Whether the owner has ended: its process is not there; on another machine, its heart does not beat."""
+    """Whether the owner has ended: its process is not there; on another machine, no heartbeat comes."""
     if owner.machine == _machine():
         return _started(owner.pid) != owner.started
     with tempfile.TemporaryFile(

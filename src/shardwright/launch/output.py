@@ -1,4 +1,4 @@
-"""Standard output and error that never end a run: what can't be written is lost, and that is said once on the other of them.
+"""Standard output and error that never end a run: what cannot be written is lost, and the other stream says so once.
 
 A terminal that is closed (EIO), a reader that has ended (EPIPE) and a full disk (ENOSPC) otherwise raise in whatever prints:
 our lines, rich, logging, warnings and progress bars of libraries, which all write to `sys.stdout` and `sys.stderr`. A terminal
@@ -23,7 +23,7 @@ PATIENCE_SECONDS = 10.0
 
 
 class Lossy(io.TextIOBase):
-    """A text stream that hands everything to another one and drops what that one cannot write."""
+    """A text stream that hands everything to another stream and drops what that stream cannot write."""
 
     def __init__(self, stream: TextIO, name: str) -> None:
         self._stream, self._name, self._said, self._unread = stream, name, False, False
@@ -54,7 +54,7 @@ class Lossy(io.TextIOBase):
             self._lost(error)
 
     def isatty(self) -> bool:
-        """Whether it is a terminal that is still there."""
+        """Whether the stream is a terminal that is still there."""
         with suppress(OSError, ValueError):
             return self._stream.isatty()
         return False
@@ -66,7 +66,7 @@ class Lossy(io.TextIOBase):
         return self._stream.fileno()
 
     def close(self) -> None:
-        """Does nothing: the process's own streams end with it."""
+        """Does nothing: the process's own streams end with the process."""
 
     @property
     def buffer(self) -> Any:

@@ -37,7 +37,7 @@ _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADD
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
-    """The signals that ask a run to stop and save. A terminal that is closed sends SIGHUP, which nohup has set aside."""
+    """The signals that ask a run to stop and save. A terminal that is closed sends SIGHUP, unless nohup ignores that signal."""
     always = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
     return always if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (*always, signal.SIGHUP)
 

@@ -1,8 +1,8 @@
-"""The Transformers config of a directory, with the run file's overrides merged into it and seen to have an effect.
+"""The Transformers config of a directory, with the run file's overrides merged in and seen to have an effect.
 
-Overrides change single values: a key inside `rope_parameters` or `text_config` leaves its neighbours as the model has them.
-What the config derives from others is derived anew. A key may have the name that Transformers gives all models, or that of
-this config.
+Overrides change single values: a key inside `rope_parameters` or `text_config` leaves its neighbours as the model has them. A
+value that the config derives from other values is derived anew. A key may have the name that Transformers gives all models, or
+that of this config.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ def _fit_lists(
 def _check_keys(
     overrides: Mapping[str, Any], config: Any, values: Mapping[str, Any], path: tuple[str, ...]
 ) -> Iterator[tuple[str, ...]]:
-    """Raises `ModelError` for a key of `overrides` that `config` does not have, with the one that was meant.
+    """Raises `ModelError` for a key of `overrides` that `config` does not have, with the key that was meant.
 
     values: of the config.json, from which `config` is. Gives the keys that are no part of a config but are read when it is made
     (old names, for example): that they are read has been seen.
@@ -255,7 +255,7 @@ def _is_read(kind: Any, values: Mapping[str, Any], key: str, value: Any) -> bool
 
 
 def _meant(key: str, known: Iterable[str], config: Any) -> str:
-    """Where `config` has what another config calls `key`: under another name, or in the config of its text model."""
+    """Names the key of `config` that another config calls `key`: under another name, or in the config of the text model."""
     same = next((names for names in _SAME if key in names), ())
     if found := next((name for name in same if name in set(known)), None):
         own = type(config).attribute_map.get(found, found)

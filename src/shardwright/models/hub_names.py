@@ -1,8 +1,8 @@
 """Names of weights as the files of a Hugging Face directory have them, and as the model built from it has them.
 
-Transformers renames weights, stacks experts and joins or cuts projections while it loads, and undoes that while it saves. Its
-own rules and its own functions are used here, on tensors without values: they say which elements of which stored tensors make
-up each tensor of the model, and the other way round.
+While Transformers loads weights, it renames them, stacks experts and joins or cuts projections; while it saves, it undoes
+this. Its own rules and its own functions are used here, on tensors without values: they say which elements of which stored
+tensors make up each tensor of the model, and the other way round.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ Like = tuple[tuple[int, ...], torch.dtype]
 
 
 class HubNames:
-    """Transformers' rules for one model, and what they ask of it: its config and the shapes of its tensors.
+    """Transformers' rules for one model, and what these rules ask of the model: its config and the shapes of its tensors.
 
-    It stands for the model in Transformers' functions, which a rank that holds a part of the model could not give.
+    This object stands for the model in Transformers' functions; a rank that holds a part of the model could not pass the model.
     kept: of weights that are tied, the name under which they are saved, by their first name.
     """
 

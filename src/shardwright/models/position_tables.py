@@ -1,7 +1,7 @@
 """Tables that a model looks up by position, and how many positions they hold: seen in one forward on the meta device.
 
-A learned table of positions ends, and so does a table of sines that a model made once: a longer row is an index error in
-the middle of a run. Which table is one is seen, not known by name: in a forward, weights and activations are on meta, while
+A learned table of positions ends, and so does a table of sines that a model made once: a longer row is an index error in the
+middle of a run. Such tables are recognised by their use, not by name: in a forward, weights and activations are on meta, while
 whole numbers keep their values, so that what a table is indexed with can be read.
 """
 
@@ -58,7 +58,7 @@ def position_tables(model: nn.Module, **given: Any) -> tuple[PositionTable, ...]
 
 
 def numbers_from_elsewhere(model: nn.Module) -> str:
-    """The table in which `model` begins elsewhere by itself than where position 0, given to it, points; empty without one."""
+    """The table in which `model`, without given positions, begins elsewhere than at position 0; empty without such a table."""
     own = {table.name: table.positions for table in position_tables(model)}
     given = position_tables(model, position_ids=torch.arange(_TOKENS).unsqueeze(0))
     return next((t.name for t in given if own.get(t.name, t.positions) != t.positions), "")

@@ -1,9 +1,9 @@
 """Tensors without values that know where each of their elements comes from.
 
-A conversion of weights (experts stacked, projections joined or cut) is run once on such tensors. What it gives is then read
-by parts: for a slice of the result only those slices of the stored tensors are read that it is made of. So a rank that holds
-some experts of a layer reads those experts alone. What is more than moving elements is computed from whole inputs, when it
-is asked for.
+A conversion of weights (experts stacked, projections joined or cut) is run once on such tensors. The result is then read by
+parts: for a slice of the result, only the slices of the stored tensors that make it up are read. So a rank that holds some
+experts of a layer reads those experts alone. An operation that does more than move elements is computed from whole inputs,
+when its result is asked for.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Origin(Protocol):
         """Fills `out` with the part `box`, in the dtype of `out`."""
 
     def stored(self) -> Iterator[str]:
-        """Names of the stored tensors that it is made of; a name may come more than once."""
+        """Names of the stored tensors that the tensor is made of; a name may come more than once."""
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ def check_config(name: str, values: dict[str, Any], by: Replacement) -> None:
 
 
 def _check_numbering(model: nn.Module, by: Replacement) -> None:
-    """Refuses positions that a model numbers otherwise by itself than it takes them: they are given to it here."""
+    """Refuses a model that by itself numbers tokens otherwise than from 0; here positions from 0 are given to the model."""
     if table := numbers_from_elsewhere(model):
         raise ModelError(
             f"{type(model).__name__} does not give its first token position 0 of `{table}`.",

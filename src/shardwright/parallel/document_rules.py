@@ -61,8 +61,8 @@ PADDED_ON_THE_LEFT = ("cpmant",)
 def check_padded_model(model: nn.Module) -> None:
     """Raises `ModelError` where padding behind a row reaches the tokens of `model` (on meta), which keeps its own attention.
 
-    Tokens that see those behind them would see the token that they are to predict, too. What cannot be looked into is judged by
-    the key that such models have for it.
+    Tokens that see later tokens would also see the token that they have to predict. A model that cannot be looked into is
+    judged by its key `is_decoder`.
     """
     config: Any = getattr(model, "config", None)
     if not is_transformers(model) or config._attn_implementation not in ("sdpa", "eager"):

@@ -1,6 +1,7 @@
-"""How ranks meet: in the store of rank 0, before any collective, in a way that says what it waits for and can be stopped.
+"""How ranks meet: in the store of rank 0, before any collective. A rank that waits says what it waits for, and can be stopped.
 
-What may block runs in a thread of its own: a signal's handler runs in the main thread, and not while that is inside torch.
+Calls that may block run in a thread of their own: a signal's handler runs only in the main thread, and not while that thread is
+inside torch.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ NAME_SECONDS = 60
 FIRST_WORD_SECONDS = 5
 """When a rank that waits says so first; then after twice as long each time."""
 WATCHED_FACTOR = 12
-"""As many times later where our launcher has started all ranks and watches them."""
+"""How many times later a rank says so where our launcher has started all ranks and watches them."""
 
 _number = count()
-"""Of the meetings of this process: a store that outlives one, as torchrun's does, keeps each apart."""
+"""Numbers the meetings of this process: a store that outlives a meeting, as torchrun's does, keeps the meetings apart."""
 
 
 class Meeting:
@@ -114,7 +115,7 @@ class Meeting:
         return knock.store
 
     def _until(self, done: Callable[[], Any], what: Callable[[], str]) -> None:
-        """Waits until `done()`; says `what` it waits for. Raises when it takes too long or this process is told to leave."""
+        """Waits until `done()`; prints `what` it waits for. Raises after too long, or when this process is told to leave."""
         watched = self._placement.started_by == "shardwright"
         passed, word, pause = 0.0, float(FIRST_WORD_SECONDS * (WATCHED_FACTOR if watched else 1)), 0.001
         while not done():
@@ -140,7 +141,7 @@ class Meeting:
 
 
 class _Knock(threading.Thread):
-    """Tries to reach the store until there is a `store`, or an `error` that another try would not mend."""
+    """Tries to reach the store until there is a `store`, or an `error` that another try would not remove."""
 
     def __init__(self, place: Placement, listening: int | None, seconds: float) -> None:
         super().__init__(name="rendezvous", daemon=True)
@@ -195,7 +196,7 @@ def _pause(seconds: float) -> None:
 
 
 def _listen(port: int) -> int:
-    """A descriptor of a socket that listens at `port` on all addresses. Raises `ConfigError` where it is taken."""
+    """A descriptor of a socket that listens at `port` on all addresses. Raises `ConfigError` where the port is taken."""
     try:
         return _bound(port, socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET)
     except OSError as error:

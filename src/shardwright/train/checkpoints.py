@@ -313,7 +313,7 @@ class Checkpoints:
         return manifest
 
     def _compare_eval_data(self, manifest: store.Manifest) -> None:
-        """An evaluation loss of other rows counts no longer. Checkpoints that do not say their rows are trusted."""
+        """Drops evaluation losses of other rows. Checkpoints that do not name their rows are trusted."""
         now, before = self._eval_data, manifest.eval_data
         if now and before and now != before:
             self._at.eval_loss = self._at.best = None

@@ -38,7 +38,7 @@ def export_lines(run: RunFile, model: nn.Module, train: Prepared) -> Iterable[st
 
 
 def export_model(run: RunFile, model: nn.Module, arguments: dict[str, Any]) -> Path | None:
-    """Writes the trained model; every rank calls it. Gives its directory, or None where none was asked for.
+    """Writes the trained model; every rank calls it. Returns its directory, or None where no export was asked for.
 
     arguments: of `export_arguments`, on rank 0.
     """

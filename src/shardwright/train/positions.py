@@ -1,4 +1,4 @@
-"""Rows against the positions of a model: refused where a table ends before them, said where it was trained for fewer."""
+"""Rows against the positions of a model: an error where a table is shorter than the rows, a line where the training was."""
 
 from __future__ import annotations
 

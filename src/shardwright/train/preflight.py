@@ -1,4 +1,4 @@
-"""What is refused, prepared and said before the first update, wherever the ranks were started."""
+"""What is refused, prepared and printed before the first update, however the ranks were started."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _former(loaded: Loaded) -> Former | None:
 def prepare_run_in_ranks(loaded: Loaded, place: Placement, console: Console) -> None:
     """`prepare_run` for ranks that torchrun or Slurm has started: the first rank of each host does it. Collective.
 
-    Raises on all ranks what it raises on one.
+    An error of one rank is raised on all ranks.
     """
     refused: ShardwrightError | None = None
     if place.local_rank == 0:

@@ -1,4 +1,4 @@
-"""Where a checkpoint stands in the data, and how a run goes on from there: with the rows that are not done yet."""
+"""How many rows a checkpoint has done, and how a run goes on with the rows that are not done yet."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def accepts_other_data(run: RunFile) -> bool:
 
 
 def go_on(order: Order, former: Former, run: RunFile, fingerprint: str) -> list[str]:
-    """Lets `order` begin behind the rows that are done; returns what has changed for rows and the length, in lines.
+    """Lets `order` begin after the rows that are done; returns what has changed for rows and the length, in lines.
 
     fingerprint: of this run's rows. Raises `CheckpointError` where a stream holds something else there than it did, unless
     that is accepted.

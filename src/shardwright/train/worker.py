@@ -40,7 +40,7 @@ WATCHDOG_SECONDS = 5
 def run_rank(loaded: Loaded, alone: bool = False) -> int:
     """Trains as one rank of the group that the environment names; returns the exit code.
 
-    alone: no process of ours has started the ranks and said what should be known of the run.
+    alone: no process of ours has started the ranks and printed the lines about the run.
     """
     run, hardware = loaded.run, loaded.run.hardware
     quiet_transformers()
