@@ -76,7 +76,7 @@ def test_sampling_settings_in_the_config_of_an_older_model(place: Path) -> None:
     edit(place / "source/config.json", do_sample=True, temperature=0.6, top_p=0.9, eos_token_id=2)
     before = AutoModelForCausalLM.from_pretrained(place / "source").generation_config.to_diff_dict()
     assert checked(place) == (
-        "exported in generation_config.json, out of config.json: do_sample, temperature, top_p",
+        "exported in generation_config.json instead of config.json: do_sample, temperature, top_p",
     )
     loaded = AutoModelForCausalLM.from_pretrained(exported(place))
     after = loaded.generation_config.to_diff_dict()
@@ -84,7 +84,7 @@ def test_sampling_settings_in_the_config_of_an_older_model(place: Path) -> None:
     assert [after.get(key) for key in keys] == [before.get(key) for key in keys] == [True, 0.6, 0.9, 2]
     loaded.save_pretrained(place / "again")  # which Transformers refuses with the settings in config.json
     edit(place / "source/generation_config.json", do_sample=False)
-    assert "generation_config.json takes their place" in checked(place)[0]
+    assert "generation_config.json replaces them" in checked(place)[0]
     assert not AutoModelForCausalLM.from_pretrained(exported(place)).generation_config.do_sample
 
 

@@ -78,9 +78,7 @@ def companions_of(
         for name in extra:
             del copied[name]
         if extra:
-            lines.append(
-                f"not exported: {', '.join(extra)}; data.chat_template replaces every template"
-            )
+            lines.append(f"not exported: {', '.join(extra)}; data.chat_template replaces every template")
     written, generation = None, None
     if config is not None and hasattr(config, "save_pretrained"):
         written = _written_config(config, source, dtype, architecture)
