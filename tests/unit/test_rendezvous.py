@@ -110,7 +110,7 @@ def test_a_host_that_is_unknown_or_does_not_answer(capsys: Any, monkeypatch: Any
         taken() as port,
         pytest.raises(StoppedEarly, match="where perhaps another program than shardwright listens"),
     ):
-        meeting(1, port, stop=lambda: "something listens" in capsys.readouterr().err)
+        meeting(1, port, stop=lambda: "than shardwright listens" in capsys.readouterr().err)
     monkeypatch.setattr(rendezvous, "NAME_SECONDS", 0)
     with pytest.raises(ConfigError, match=r"The host no-such-host.invalid is unknown \(.*Set MASTER_ADDR"):
         meeting(1, 4711, host="no-such-host.invalid")
