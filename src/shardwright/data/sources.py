@@ -210,7 +210,7 @@ def _json(source: str, where: str) -> Record:
             f"{error.msg}, column {error.colno}." if isinstance(error, json.JSONDecodeError) else f"{error}."
         )
         fix = (
-            "A JSON array is not JSON Lines: write one object per line, or name the file .json."
+            "A JSON array is not JSON Lines: write one object per line, or give the file the suffix .json."
             if source[0] == "["
             else ""
         )
