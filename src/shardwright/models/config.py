@@ -8,15 +8,15 @@ this config.
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from shardwright.arch.families import refuse_quantized
+from shardwright.arch.inventory import read_config as read_json
 from shardwright.config.schema import Model
-from shardwright.errors import ModelError, did_you_mean
+from shardwright.errors import ConfigError, ModelError, did_you_mean
 
 _ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
 """Keys of one fact: how rotary positions are made. Transformers keeps all of it in `rope_parameters`."""
@@ -75,9 +75,9 @@ def read_config(spec: Model) -> Any:
 
     path = model_directory(spec) / "config.json"
     try:
-        values: dict[str, Any] = json.loads(path.read_text())
-    except ValueError as error:
-        raise ModelError(f"{path} is not JSON: {error}.") from None
+        values = dict(read_json(path))
+    except ConfigError as error:
+        raise ModelError(error.what, error.why, error.fix) from None
     kind = values.get("model_type")
     if kind not in CONFIG_MAPPING:
         raise ModelError(
