@@ -133,7 +133,7 @@ def _small(key: str, value: Any, heads: Any) -> Any:
         return (
             1 if isinstance(value, int) and key == "pad_token_id" else 2 if isinstance(value, int) else None
         )
-    if key == "is_decoder":
+    if key in ("is_decoder", "causal"):
         return True
     if isinstance(value, float):
         return 0.0 if "drop" in key or "noise" in key or "jitter" in key else value
@@ -320,13 +320,23 @@ def survey(families: list[str]) -> Iterator[tuple[str, dict[str, Outcome]]]:
 
 def in_groups(families: list[str]) -> Iterator[tuple[str, dict[str, Outcome]]]:
     """The same, of some families at a time in a process of their own."""
-    for first in range(0, len(families), GROUP):
-        command = [sys.executable, __file__, "--json", *families[first : first + GROUP]]
+    left = list(families)
+    while left:
+        group = left[:GROUP]
+        command = [sys.executable, __file__, "--json", *group]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as child:
             assert child.stdout is not None
             for line in child.stdout:
                 family, found = json.loads(line)
+                left.remove(family)
                 yield family, {batching: Outcome(**outcome) for batching, outcome in found.items()}
+        if group[-1] in left and child.returncode < 0:  # the system ended it, for memory as a rule
+            family = next(family for family in group if family in left)
+            left.remove(family)
+            ended = Outcome("not built", f"its process was ended by signal {-child.returncode}: too large")
+            yield family, dict.fromkeys(BATCHINGS, ended)
+        elif group[-1] in left:
+            raise SystemExit(f"The survey of {left[0]} ended with {child.returncode}.")
 
 
 def page(found: dict[str, dict[str, Outcome]]) -> str:
