@@ -35,7 +35,7 @@ def sessions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     values = {
         "training.max_steps": UPDATES, "checkpoint.save_steps": 2, "checkpoint.output_dir": str(tmp_path / "x"),
-        "data.cache_dir": str(tmp_path / "cache"), "hardware.device": "cpu", "hardware.timeout_seconds": LIMIT,
+        "data.cache_dir": str(tmp_path / "cache"), "hardware.device": "cpu", "hardware.timeout_seconds": int(LIMIT),
         "hardware.threads_per_rank": 1,
     }  # fmt: skip
     loaded = load_run_file("examples/tiny.yaml", values)

@@ -61,6 +61,9 @@ class Launchers:
             "stdout": subprocess.PIPE,
             "stderr": subprocess.PIPE,
             "start_new_session": True,
+            "preexec_fn": lambda: signal.signal(
+                signal.SIGHUP, signal.SIG_DFL
+            ),  # the tests may run under nohup
             **(how or {}),
         }
         self.started.append(

@@ -7,12 +7,13 @@ import gzip
 import json
 import lzma
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.byte_tokens import ready, write_tokenizer
 
 from shardwright.data.files import find_files, sources_of
-from shardwright.data.sources import columns, records, slices
+from shardwright.data.sources import _whole, columns, records, slices
 from shardwright.errors import DataError
 from shardwright.layout.functions import names_function
 
@@ -188,3 +189,21 @@ def test_a_directory_whose_name_has_a_colon_is_no_function(
         assert names_function(name) == function
         Path(name).mkdir(parents=True)
         assert not names_function(name)
+
+
+@pytest.mark.parametrize(
+    ("content", "records"),
+    [
+        ({"version": "1", "data": [{"text": "a"}, {"text": "b"}]}, 2),
+        ({"messages": [{"role": "user", "content": "a"}], "data": [{"text": "a"}]}, 1),
+        ({"text": "a", "data": [{"text": "of the record"}]}, 1),
+        ({"text": "a", "data": [1, 2]}, 1),
+    ],
+)
+def test_records_inside_data_are_told_from_a_record_with_a_column_data(
+    tmp_path: Path, content: dict[str, Any], records: int
+) -> None:
+    path = tmp_path / "one.json"
+    path.write_text(json.dumps(content))
+    found = _whole(str(path))
+    assert (found is None and records == 1) or (found is not None and len(found) == records)

@@ -222,6 +222,15 @@ def test_best_is_of_the_branch(tmp_path: Path) -> None:
     assert not (tmp_path / "best").is_symlink() and not (tmp_path / "latest").is_symlink()
 
 
+def test_losses_of_checkpoints_that_do_not_say_their_rows_count(tmp_path: Path) -> None:
+    """A run that an older version began keeps its best checkpoint."""
+    written(tmp_path, 2, lineage=A, eval_loss=0.5)
+    written(tmp_path, 4, lineage=A, eval_loss=0.8)
+    written(tmp_path, 6, lineage=A, eval_loss=0.9, eval_data="rows", retention=Retention(1, best=True))
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-6"]
+    assert (tmp_path / "best").resolve().name == "checkpoint-2"
+
+
 def test_checkpoints_without_lineage_are_read(tmp_path: Path) -> None:
     """As those that were written before there were branches: the highest number, and no key of a branch in the manifest."""
     for update in (2, 4):

@@ -206,3 +206,23 @@ def test_what_is_refused_leaves_nothing(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_names_of_jobs(environment: dict[str, str], job: Job) -> None:
     assert job_of(environment) == job
+
+
+def test_a_start_that_waited_while_another_took_over_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both have seen the same dead owner; the second finds the first one there when it has waited."""
+    path, dead = lock_of(tmp_path, "train"), replace(Owner.this_process("train"), machine="elsewhere")
+    path.write_text(json.dumps(asdict(dead)))
+    first, judge = replace(Owner.this_process("train"), job="first"), lock._gone
+
+    def taken_over(owner: Owner, *arguments: Any) -> bool:
+        if owner != dead:
+            return judge(owner, *arguments)
+        path.write_text(json.dumps(asdict(first)))
+        return True
+
+    monkeypatch.setattr(lock, "_gone", taken_over)
+    with pytest.raises(ConfigError, match="job first"), owned(tmp_path, "train", print):
+        pass
+    assert read_owner(path) == first

@@ -187,3 +187,18 @@ def test_the_formula_of_llama3_by_hand(tmp_path: Path) -> None:
         mixed = (1 - smooth) * base / 16 + smooth * base
         right = base / 16 if wavelength > 64 else base if wavelength < 16 else mixed
         assert math.isclose(value, right, rel_tol=tolerance.few(8, torch.float32))
+
+
+def test_two_overrides_of_rotary_positions_at_once_are_refused(tmp_path: Path) -> None:
+    both = {"rope_local_base_freq": 20_000.0, "rope_parameters": {"full_attention": {"factor": 8.0}}}
+    with pytest.raises(ModelError, match=r"`rope_local_base_freq` beside `rope_parameters`"):
+        read_config(spec_of(GEMMA, both, tmp_path))
+
+
+def test_lists_as_long_as_the_layers_by_chance_are_kept(tmp_path: Path) -> None:
+    file = {**OLD, "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "eos_token_id": [1]}
+    assert read_config(spec_of(file, {"num_hidden_layers": 2}, tmp_path)).architectures == [
+        "LlamaForCausalLM"
+    ]
+    file = {**OLD, "num_hidden_layers": 2, "eos_token_id": [1, 2]}
+    assert read_config(spec_of(file, {"num_hidden_layers": 1}, tmp_path)).eos_token_id == [1, 2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,13 @@ import torch
 from tests.tiny_models import FAMILIES, VOCABULARY, spec_of, write_model
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Mamba2Config
 
 from shardwright.config.schema import Model
 from shardwright.errors import ModelError
 from shardwright.models import build_model, find_parts, materialise
 from shardwright.models.adapters import canonical_parameters
+from shardwright.models.build import read_config
 
 CPU = torch.device("cpu")
 HERE = __name__
@@ -223,3 +225,14 @@ def test_function_arguments_reach_the_function() -> None:
     with pytest.raises(ModelError, match=r"extra\.weight .* it was added later"):
         materialise(added, spec, seed=0, device=CPU)
     assert isinstance(VOCABULARY, int) and isinstance(model.inlet.weight, Tensor)
+
+
+def test_a_config_may_hold_infinity_as_transformers_writes_it(tmp_path: Path) -> None:
+    """`save_pretrained` writes a limit without end as an object, for JSON knows no infinity."""
+    config = Mamba2Config(
+        hidden_size=32, state_size=8, num_hidden_layers=1, num_heads=8, head_dim=8, n_groups=1, vocab_size=64
+    )
+    config.save_pretrained(tmp_path)
+    assert '"__float__"' in (tmp_path / "config.json").read_text()
+    spec = Model.model_validate({"model_name_or_path": str(tmp_path), "init": "random"})
+    assert read_config(spec).time_step_limit[1] == math.inf

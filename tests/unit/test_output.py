@@ -130,3 +130,23 @@ def test_what_can_be_written_again_is() -> None:
     below.full = False
     stream.write("kept")
     assert below.getvalue() == "kept" and said.getvalue().count("cannot be written") == 1
+
+
+def test_a_long_text_waits_no_longer_than_a_line_for_a_reader() -> None:
+    """A pipe holds some pieces of it; then nobody reads, and the rest is dropped."""
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "w", encoding="utf-8") as stream, os.fdopen(reading, "rb") as reader:
+        lossy = Lossy(stream, "standard output")
+        lossy.patience = 0.01
+        assert lossy.write("\u00e9" * 1_000_000) == 1_000_000
+        os.set_blocking(reader.fileno(), False)
+        assert 0 < len(reader.read()) < 1_000_000
+
+
+def test_what_else_a_program_asks_of_its_output_is_answered() -> None:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    lossy = Lossy(stream, "standard output")
+    lossy.reconfigure(line_buffering=True)
+    assert stream.line_buffering and lossy.line_buffering
+    with pytest.raises(AttributeError):
+        lossy.nothing  # noqa: B018

@@ -165,10 +165,7 @@ def written(place: Path, **config: Any) -> Path:
             },
             "holds quantized weights",
         ),
-        (
-            {"model_type": "mistral3", "text_config": {"model_type": "mistral", **TEXT}},
-            "no causal language model",
-        ),
+        ({"model_type": "t5", "d_model": 32, "num_layers": 2}, "no causal language model"),
         ({"model_type": "gpt", **TEXT}, "'gpt' is unknown to the installed Transformers"),
         ({"model_type": "ernie4_5_moe", **TEXT, "moe_num_experts": 8, "moe_k": 2}, "cannot be planned"),
     ],

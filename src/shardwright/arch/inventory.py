@@ -65,7 +65,7 @@ def read_config(source: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
     path = Path(source)
     path = path / "config.json" if path.is_dir() else path
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(path.read_text(encoding="utf-8"), object_hook=_float)
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be read: {error.strerror}.", "", "Name a Hugging Face directory or config.json."
@@ -75,6 +75,11 @@ def read_config(source: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(config, dict):
         raise ConfigError(f"{path} must hold a JSON object.")
     return config
+
+
+def _float(found: dict[str, Any]) -> Any:
+    """The number that Transformers writes as `{"__float__": "Infinity"}`, since JSON has no infinity."""
+    return float(found["__float__"]) if found.keys() == {"__float__"} else found
 
 
 def shape_from_config(source: str | Path | Mapping[str, Any]) -> Shape:

@@ -107,7 +107,7 @@ def publish(output_dir: Path, manifest: Manifest) -> list[str]:
     notes = sync_directories(output_dir, aside / TENSORS, aside)
     replaced = output_dir / f".{final.name}.replaced"
     if final.exists():
-        if not _on_line(manifest.lineage, final):
+        if _on_line(manifest.lineage, final) is False:
             notes.append(f"{final} of a branch that was left is replaced.")
         final.rename(replaced)
     aside.rename(final)
@@ -159,10 +159,15 @@ def retain(output_dir: Path, manifest: Manifest, retention: Retention) -> list[s
 
 
 def _losses(line: Sequence[Path], manifest: Manifest) -> dict[int, float]:
-    """Update -> evaluation loss of the good checkpoints that were evaluated on the same rows as `manifest`."""
+    """Update -> evaluation loss of the good checkpoints that were evaluated on the same rows as `manifest`.
+
+    Checkpoints of older versions do not say their rows and are trusted.
+    """
     good = [read_manifest(path) for path in line if not problems_of(path, whole=False)]
     return {
-        m.update: m.eval_loss for m in good if m.eval_loss is not None and m.eval_data == manifest.eval_data
+        m.update: m.eval_loss
+        for m in good
+        if m.eval_loss is not None and m.eval_data in ("", manifest.eval_data)
     }
 
 

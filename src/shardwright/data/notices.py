@@ -15,7 +15,7 @@ from shardwright.data.special import UNENDED, trained_ends
 from shardwright.layout.functions import names_function
 
 _LINES = {
-    "begin twice": "{count} of {of} records begin with {subject} twice, from the text and from the tokenizer: one is kept",
+    "begin twice": "{count} of {of} records begin with {subject} twice, in the text and before the text: one is kept",
     "end twice": "{count} of {of} records end in {subject} twice, from the text and from the tokenizer: one is kept",
     "begin missing": "{count} of {of} records begin without {subject}, which the tokenizer puts before a text and the chat "
     "template does not write",

@@ -210,9 +210,12 @@ def _vocabulary(run: RunFile, default: int) -> int:
     path = Path(run.model.model_name_or_path) / "config.json"
     if not path.is_file():
         return default
-    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) | run.model.config_overrides
-    text = config.get("text_config", config)
-    return int(config.get("vocab_size", text.get("vocab_size", default)))
+    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    for values in (run.model.config_overrides, config):
+        for part in (values.get("text_config"), values):
+            if part and "vocab_size" in part:
+                return int(part["vocab_size"])
+    return default
 
 
 def check_vocabulary(run: RunFile, tokenizer_path: Path | None, meta: dict[str, Any]) -> None:

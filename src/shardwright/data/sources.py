@@ -100,7 +100,7 @@ def _whole(path: str) -> list[Any] | None:
             return None  # the line that is no JSON will be named
         raise DataError(f"{path} begins like a JSON array but is not valid JSON.", f"{error}.") from None
     if isinstance(value, dict):
-        return value["data"] if isinstance(value.get("data"), list) else [value]
+        return value["data"] if _is_envelope(value) else [value]
     return list(value)
 
 
@@ -110,7 +110,16 @@ def _is_one(first: bytes, second: bytes) -> bool:
         value = json.loads(first)
     except ValueError:
         return True
-    return isinstance(value, dict) and isinstance(value.get("data"), list) and not second.strip()
+    return isinstance(value, dict) and _is_envelope(value) and not second.strip()
+
+
+def _is_envelope(value: dict[str, Any]) -> bool:
+    """Whether `{"data": [...]}` holds records: they are objects, and what stands beside them is no part of one."""
+    records = value.get("data")
+    if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
+        return False
+    beside = value.keys() - {"data"}
+    return not any(isinstance(value[key], list) or any(key in record for record in records) for key in beside)
 
 
 def _batches(path: str, keep: frozenset[str] | None, skip: int) -> Iterator[Any]:

@@ -85,7 +85,8 @@ def _run(loaded: Loaded, plan: Plan, directory: Path, console: Console) -> int:
     adjusted, changes = _adjusted(loaded, plan, device)
     check_run(adjusted, plan.ranks)
     prepare_run(adjusted.replaced({"checkpoint.output_dir": str(directory / "none")}, "drill"), console)
-    shutil.rmtree(directory, ignore_errors=True)
+    for left in directory.glob("[!.]*"):  # of an earlier drill; the rows just prepared stay, in `.cache`
+        shutil.rmtree(left) if left.is_dir() else left.unlink()
     say(console, f"{plan.ranks} ranks, seed {plan.seed}; changed for the drill: {changes}.")
     drill, started = _Drill(adjusted, plan, directory, console), clock.now()
     try:

@@ -130,6 +130,9 @@ def _claim(path: Path, this: Owner, say: Callable[[str], None], patience: float)
             gone = owner is not None and _gone(owner, path, say, patience)
             if not gone and (owner is not None or locked is False):
                 _refuse(path, owner)
+            if read_owner(path) not in (owner, None):  # another start has taken it over meanwhile
+                os.close(descriptor)
+                continue
             if not _same_file(descriptor, path):  # its owner has ended and removed it meanwhile
                 os.close(descriptor)
                 continue
@@ -139,9 +142,8 @@ def _claim(path: Path, this: Owner, say: Callable[[str], None], patience: float)
                 )
             text = (json.dumps(asdict(this), indent=1) + "\n").encode()
             os.ftruncate(descriptor, os.pwrite(descriptor, text, 0))
-            if (
-                not locked
-            ):  # another one that started at the same moment may have written too: the last one has it
+            # another one that started at the same moment may have written too: the last one has it
+            if not locked or owner is not None:
                 clock.sleep(POLL_SECONDS)
                 if (owner := read_owner(path)) != this:
                     _refuse(path, owner)

@@ -21,6 +21,9 @@ _GONE = frozenset({errno.EIO, errno.EPIPE, errno.EBADF, errno.ENXIO, errno.ECONN
 PATIENCE_SECONDS = 10.0
 """How long a line of a run may wait for somebody to read it."""
 
+PIECE = 1024
+"""Characters that are written at once: no more bytes in UTF-8 than the 4096 for which a pipe that is ready has room."""
+
 
 class Lossy(io.TextIOBase):
     """A text stream that hands everything to another stream and drops what that stream cannot write."""
@@ -35,10 +38,15 @@ class Lossy(io.TextIOBase):
     def write(self, text: str, /) -> int:
         """Returns the number of characters, written or not."""
         try:
-            if self.patience is not None and not self._is_read():
-                self._lost(TimeoutError(errno.ETIMEDOUT, f"nobody has read for {self.patience:g} s"))
-                return len(text)
-            return self._stream.write(text)
+            if self.patience is None:
+                return self._stream.write(text)
+            for start in range(0, len(text), PIECE):
+                if not self._is_read():
+                    self._lost(TimeoutError(errno.ETIMEDOUT, f"nobody has read for {self.patience:g} s"))
+                    break
+                self._stream.write(text[start : start + PIECE])
+                self._stream.flush()
+            return len(text)
         except (OSError, ValueError) as error:  # ValueError: it was closed
             self._lost(error)
             return len(text)
@@ -64,6 +72,12 @@ class Lossy(io.TextIOBase):
 
     def fileno(self) -> int:
         return self._stream.fileno()
+
+    def __getattr__(self, name: str) -> Any:
+        """Whatever else a program asks of its standard output, for example `reconfigure`."""
+        if name == "_stream":  # not made yet
+            raise AttributeError(name)
+        return getattr(self._stream, name)
 
     def close(self) -> None:
         """Does nothing: the process's own streams end with the process."""

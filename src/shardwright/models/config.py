@@ -8,15 +8,15 @@ that of this config.
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from shardwright.arch.families import refuse_quantized
+from shardwright.arch.inventory import read_config as read_json
 from shardwright.config.schema import Model
-from shardwright.errors import ModelError, did_you_mean
+from shardwright.errors import ConfigError, ModelError, did_you_mean
 
 _ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
 """Keys of one fact: how rotary positions are made. Transformers keeps all of it in `rope_parameters`."""
@@ -75,9 +75,9 @@ def read_config(spec: Model) -> Any:
 
     path = model_directory(spec) / "config.json"
     try:
-        values: dict[str, Any] = json.loads(path.read_text())
-    except ValueError as error:
-        raise ModelError(f"{path} is not JSON: {error}.") from None
+        values = dict(read_json(path))
+    except ConfigError as error:
+        raise ModelError(error.what, error.why, error.fix) from None
     kind = values.get("model_type")
     if kind not in CONFIG_MAPPING:
         raise ModelError(
@@ -111,6 +111,12 @@ def _merged(values: Mapping[str, Any], overrides: Mapping[str, Any], config: Any
     names = type(config).attribute_map
     result, given = _under_own_names(values, names), _under_own_names(overrides, names)
     rope = {key: given.pop(key) for key in _ROPE if key in given and hasattr(config, "rope_parameters")}
+    if rope and (stray := next(filter(_says_rope, given), None)):
+        raise ModelError(
+            f"model.config_overrides: `{stray}` beside `{next(iter(rope))}`: both say how rotary positions are made.",
+            "One of the two would be lost.",
+            f"Say all of it in `{next(iter(rope))}`.",
+        )
     for key, value in given.items():
         part: Any = getattr(config, key, None)
         if isinstance(value, dict) and hasattr(part, "to_dict"):
@@ -193,9 +199,14 @@ def _fit_lists(
     values: dict[str, Any], given: Mapping[str, Any], config: Any, before: int, layers: int
 ) -> None:
     """Cuts lists with an entry for each layer to `layers`; of more layers the config must go on with its own pattern."""
+    from transformers import PretrainedConfig
+
+    of_every_config = PretrainedConfig().to_dict().keys()
     for key, kinds in list(values.items()):
         if not isinstance(kinds, list) or len(kinds) != before or key in given or layers == before:
             continue
+        if key in of_every_config or key.endswith(("_token_id", "architectures")):
+            continue  # as long by chance
         if layers < before:
             values[key] = kinds[:layers]
             continue

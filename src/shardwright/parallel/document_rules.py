@@ -54,6 +54,8 @@ def check_packed_model(model: nn.Module, cp_size: int = 1) -> None:
         )
 
 
+_CAUSAL_KEYS = ("is_decoder", "causal")
+"""Keys by which a config makes an encoder a decoder, whose tokens do not see those behind them."""
 PADDED_ON_THE_LEFT = ("cpmant",)
 """Families that read from the ids where a row begins, and expect padding before it."""
 
@@ -62,12 +64,13 @@ def check_padded_model(model: nn.Module) -> None:
     """Raises `ModelError` where padding behind a row reaches the tokens of `model` (on meta), which keeps its own attention.
 
     Tokens that see later tokens would also see the token that they have to predict. A model that cannot be looked into is
-    judged by its key `is_decoder`.
+    judged by its key of `_CAUSAL_KEYS`.
     """
     config: Any = getattr(model, "config", None)
     if not is_transformers(model) or config._attn_implementation not in ("sdpa", "eager"):
         return  # a core attention of ours is causal
-    name, decoder = type(model).__name__, getattr(config, "is_decoder", None)
+    name, keys = type(model).__name__, {key: getattr(config, key, None) for key in _CAUSAL_KEYS}
+    decoder, off = any(keys.values()), next((key for key, value in keys.items() if value is False), "")
     if config.model_type in PADDED_ON_THE_LEFT:
         raise ModelError(
             f"{name} expects padding at the start of a row.",
@@ -80,15 +83,14 @@ def check_padded_model(model: nn.Module) -> None:
         ahead = next((call.module for call in calls if not call.causal), "")
         masked = next((call.module for call in calls if "attention_mask" in call.others), "")
     except ModelError:
-        reads = "is_decoder" in inspect.getsource(inspect.getmodule(type(model)) or type(model))
-        ahead = name if reads and decoder is False else ""
+        source = inspect.getsource(inspect.getmodule(type(model)) or type(model))
+        off = next((key for key, value in keys.items() if value is False and key in source), "")
+        ahead = name if off else ""
     if ahead and not decoder:  # a decoder may say it in the mask that it makes
         raise ModelError(
             f"`{ahead}` is not causal: each token sees later tokens.",
             "The model would see the token that it has to predict, and the padding at the end of the row.",
-            "Set model.config_overrides to {is_decoder: true}."
-            if decoder is False
-            else "Take a causal model.",
+            f"Set model.config_overrides to {{{off}: true}}." if off else "Take a causal model.",
         )
     if masked:
         raise ModelError(

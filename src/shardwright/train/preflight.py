@@ -7,6 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from shardwright.checkpoint.hosts import everyone
+from shardwright.checkpoint.settings import changes, refuse_unaccepted
 from shardwright.checkpoint.store import asked, find, read_choice, read_config, read_manifest
 from shardwright.config.load import Loaded
 from shardwright.config.places import check_directory
@@ -88,10 +89,14 @@ def _former(loaded: Loaded) -> Former | None:
     path = find(
         output_dir, asked(run.checkpoint.resume, read_choice(output_dir), job.name if job.again else "")
     )
-    try:
-        return None if path is None else Former.of(read_manifest(path), read_config(path))
-    except DamagedCheckpointError:
+    if path is None:
         return None
+    try:
+        manifest, config = read_manifest(path), read_config(path)
+    except DamagedCheckpointError:  # the ranks name it and take the one before
+        return None
+    refuse_unaccepted(str(path), changes(config, loaded), run.checkpoint.accept_changes)
+    return Former.of(manifest, config)
 
 
 def prepare_run_in_ranks(loaded: Loaded, place: Placement, console: Console) -> None:
