@@ -240,7 +240,7 @@ def test_the_plan_is_written_once_and_mapped(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"data.packing_strategy": "bfd"}, "data.batching is pad"),
+        ({"data.packing_strategy": "wrapped"}, "data.batching is pad"),
         ({"data.bucket_updates": 4}, "data.batching is pad"),
         ({"data.batching": "pack", "data.bucket_updates": 4}, "data.batching is pack"),
         ({"data.batching": "bucket", "data.packing_strategy": "wrapped"}, "data.batching is bucket"),
