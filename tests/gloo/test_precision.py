@@ -188,7 +188,9 @@ def test_cross_entropy_of_bf16_logits() -> None:
 def _compiled(loaded: Loaded) -> tuple[Outcome, int]:
     """What is trained, and how many graphs were compiled for it."""
     torch._inductor.config.compile_threads = 1
-    if os.environ.get("ATEN_CPU_CAPABILITY") == "avx2":  # else inductor's AVX512 beside torch's AVX2 gives NaN
+    if (
+        os.environ.get("ATEN_CPU_CAPABILITY") == "avx2"
+    ):  # else inductor's AVX512 beside torch's AVX2 gives NaN
         torch._inductor.config.cpp.simdlen = 256
     found = pipelined(loaded)
     return found, torch._dynamo.utils.counters["stats"]["unique_graphs"]
