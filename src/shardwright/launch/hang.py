@@ -199,7 +199,7 @@ class OwnWatch:
                 said = beat
                 print(
                     f"shardwright: rank {self._rank} has made no progress in {beat} for {clock.now() - beat.at:.0f} s. "
-                    "A stack in torch/distributed means that it waits for another rank.",
+                    "Its stack follows. The ranks together then name the one that the others wait for.",
                     file=sys.stderr,
                 )
                 with suppress(OSError, ValueError):  # stderr without a file
