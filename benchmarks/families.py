@@ -30,6 +30,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tests.causal_configs import small_config
+
 from shardwright.check.throughout import Float64Throughout
 from shardwright.config.load import load_run_file
 from shardwright.config.schema import RunFile
@@ -92,7 +95,8 @@ class Outcome:
 def tiny_configs(family: str) -> Iterator[dict[str, Any]]:
     """Values of config.json for a small model of `family`, from the defaults of its config: sizes by name, nothing random.
 
-    First with every kind of layer among the four; then without the lists that a config makes itself of its sizes.
+    First with every kind of layer among the four; then without the lists that a config makes itself of its sizes; then with
+    the sizes that the tests of the planner have found to go together.
     """
     from transformers import CONFIG_MAPPING
 
@@ -101,6 +105,17 @@ def tiny_configs(family: str) -> Iterator[dict[str, Any]]:
     special = {**copy.deepcopy(SPECIAL.get(family, {})), "model_type": family}
     yield {**values, **special}
     yield {**_changed(values, defaults), **special}
+    if (made := small_config(family)) is not None:
+        yield {**_own_tokens(json.loads(made[0].to_json_string(use_diff=False))), **special}
+
+
+def _own_tokens(values: dict[str, Any]) -> dict[str, Any]:
+    """`values` with the vocabulary of the documents, in which no token means anything."""
+    result: dict[str, Any] = {}
+    for key, value in values.items():
+        own = VOCABULARY if key == "vocab_size" else None if key.endswith("token_id") else value
+        result[key] = _own_tokens(value) if isinstance(value, dict) else own
+    return result
 
 
 def _changed(values: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
