@@ -205,6 +205,7 @@ def test_trials_are_known_by_name() -> None:
 def test_ranks_without_a_launcher_name_the_one_that_is_stuck(capsys: Any, monkeypatch: Any) -> None:
     """Two ranks of torchrun: each leaves what it has issued in the store, and the first of them says who is to blame."""
     monkeypatch.delenv(STARTED_HERE, raising=False)
+    monkeypatch.setattr("faulthandler.dump_traceback", lambda **given: None)  # of all that this process runs
     store = HashStore()
     done = {"ranks": [0, 1], "collectives": [[1, "all_reduce", [[[8]], [[8]]], True]]}
     left = {"ranks": [0, 1], "collectives": [*done["collectives"], [2, "all_reduce", [[[8]], [[8]]], False]]}
