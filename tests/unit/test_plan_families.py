@@ -110,6 +110,7 @@ def what_differs(shape: Shape, model: torch.nn.Module) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 def test_what_plan_answers_is_what_transformers_builds(part: int, tmp_path: Path) -> None:
     """Parameters equal, by name where the family is known; FLOPs equal to those of a forward; all else is refused."""
