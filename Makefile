@@ -20,7 +20,7 @@ demo: $(READY)  ## Train on real text with 2 ranks (zero3), save, and write a fe
 test: $(READY)  ## All tests, two files at a time: ranks that wait for each other leave a core free
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
-test-fast: $(READY)  ## Under a minute on two cores; its last lines say what it leaves out
+test-fast: $(READY)  ## One to two minutes on two cores; its last lines say what it leaves out
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -q -m "not slow" $(ARGS)
 
 matrix: $(READY)  ## `make test` with other instruction sets, libraries and numbers of threads, in one table; hours
