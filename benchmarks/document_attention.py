@@ -2,7 +2,7 @@
 
 Forward and backward of the core attention alone on the CPU, in turns, for mixes of lengths at several widths of rows. `mask`:
 one call with a T x T mask, made once. `document`: a call for each document. `ours`: a call for each length that occurs
-(models/document_attention.py). `causal`: one call that lets documents see each other, as rows of one document cost.
+(attention/document_attention.py). `causal`: one call that lets documents see each other, as rows of one document cost.
 Ratios are processor seconds of the others over those of `ours`, median of the turns and their spread: above 1 ours is
 faster. Processor time on one thread, so that what else the machine does counts little.
 """
@@ -26,8 +26,8 @@ from torch.nn import functional as F
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "src"))
 
-from shardwright.models.document_attention import document_attention  # noqa: E402
-from shardwright.models.packed_rows import PackedRows  # noqa: E402
+from shardwright.attention.document_attention import document_attention  # noqa: E402
+from shardwright.attention.packed_rows import PackedRows  # noqa: E402
 
 SIZES = ((256, 8, 8, 4, 32), (1024, 2, 8, 4, 64), (4096, 1, 8, 4, 64))
 """(tokens of a row, rows, query heads, kv heads, head width)."""

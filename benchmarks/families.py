@@ -33,15 +33,15 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.causal_configs import small_config
 
-from shardwright.check.throughout import Float64Throughout
 from shardwright.config.load import load_run_file
 from shardwright.config.schema import RunFile
 from shardwright.data.loader import Microbatch, UpdateBatch
 from shardwright.errors import ShardwrightError
 from shardwright.layout.axes import Axes
+from shardwright.mesh.process_group import connect
 from shardwright.models.build import build_model, quiet_transformers
 from shardwright.parallel.apply import check_model
-from shardwright.parallel.process_group import connect
+from shardwright.tools.check.force_float64 import Float64Throughout
 from shardwright.train.update import Engine
 
 LENGTHS = (12, 30, 40)

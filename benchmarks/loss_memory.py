@@ -31,7 +31,7 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from shardwright.layout.loss import loss_chunk_tokens
-from shardwright.parallel.chunked_loss import How, Targets, chunked_cross_entropy_sum
+from shardwright.loss.chunked_loss import How, Targets, chunked_cross_entropy_sum
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 RECORDS = Path(__file__).with_name("results.jsonl")

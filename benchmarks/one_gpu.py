@@ -20,10 +20,10 @@ import torch.nn.functional as F
 
 from shardwright.arch.flops import model_flops, utilisation
 from shardwright.arch.inventory import shape_from_config
-from shardwright.parallel.process_group import connect
-from shardwright.plan.job import Job, Layout
-from shardwright.plan.memory import peak
-from shardwright.plan.program import SHARDWRIGHT_COMPILED
+from shardwright.mesh.process_group import connect
+from shardwright.planner.job import Job, Layout
+from shardwright.planner.memory_timeline import peak
+from shardwright.planner.program import SHARDWRIGHT_COMPILED
 from shardwright.train.utilisation import device_of
 from shardwright.units import format_bytes_binary
 

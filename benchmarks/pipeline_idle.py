@@ -2,8 +2,8 @@
 
 Gloo ranks with one thread each, a Llama of 8 equal blocks with a small head, float32. Busy is the wall time inside forwards
 and backwards of stages; idle is the rest of the schedule, as a share of ranks x time, median over n updates. Beside it:
-(p - 1) / (m + p - 1), which holds for gpipe and 1f1b, and the action lists of layout/schedule.py played with the measured
-times of each action. More ranks than cores share them, and then idle time is lent to the other ranks.
+(p - 1) / (m + p - 1), which holds for gpipe and 1f1b, and the action lists of layout/pipeline_schedules.py played with the
+measured times of each action. More ranks than cores share them, and then idle time is lent to the other ranks.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def worker(task: dict[str, Any]) -> None:
 
 def played_idle(schedule: str, ranks: int, microbatches: int, measured: Any) -> float:
     """Idle share of the action lists with the median measured time of each action of each stage."""
-    from shardwright.layout.schedule import actions, chunks_of, stage_rank
-    from shardwright.plan.playback import StageSeconds, play
+    from shardwright.layout.pipeline_schedules import actions, chunks_of, stage_rank
+    from shardwright.planner.pipeline_simulator import StageSeconds, play
 
     chunks = chunks_of(schedule)  # type: ignore[arg-type]
     seconds: dict[str, list[float]] = defaultdict(list)

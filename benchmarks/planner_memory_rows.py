@@ -22,10 +22,10 @@ from planner_rows import nanotron, torchtitan
 
 from shardwright.arch.known import known_shape
 from shardwright.layout.axes import Axes
-from shardwright.plan.hardware import find_device
-from shardwright.plan.job import Job, Layout
-from shardwright.plan.memory import Peak, peak
-from shardwright.plan.program import (
+from shardwright.planner.hardware import find_device
+from shardwright.planner.job import Job, Layout
+from shardwright.planner.memory_timeline import Peak, peak
+from shardwright.planner.program import (
     MEGATRON,
     NANOTRON,
     TORCHTITAN,

@@ -18,10 +18,10 @@ from shardwright.arch.inventory import generic_shape
 from shardwright.arch.known import known_shape
 from shardwright.arch.shape import Shape
 from shardwright.layout.axes import Axes
-from shardwright.plan.device import Device
-from shardwright.plan.hardware import find_device
-from shardwright.plan.job import Job, Layout
-from shardwright.plan.kernels import Software
+from shardwright.planner.device import Device
+from shardwright.planner.hardware import find_device
+from shardwright.planner.job import Job, Layout
+from shardwright.planner.kernels import Software
 
 STALLED = (
     "over 0.3 s and twice the time per microbatch of a run with the same model, TP and microbatch: stalled"

@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 from resource import RUSAGE_CHILDREN, getrusage
 
-from shardwright.plan.space import cells, kinds_of, shells, variants
-from shardwright.plan.verb import Request, make_search
+from shardwright.planner.space import cells, kinds_of, shells, variants
+from shardwright.planner.verb import Request, make_search
 
 CASES = (
     ("llama-3-8b", 8, 8192, 64),

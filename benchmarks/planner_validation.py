@@ -20,7 +20,7 @@ from typing import NamedTuple
 from planner_memory_rows import memory_table
 from planner_rows import SOFTWARE, STALLED, Row, all_rows, device_of
 
-from shardwright.plan.step_time import Clock
+from shardwright.planner.step_time import Clock
 
 LEFT_UNEXPLAINED = """\
 Left unexplained:

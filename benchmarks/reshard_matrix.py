@@ -3,7 +3,7 @@
 Gloo ranks on one machine, a Llama-like model of 4 blocks with tied embedding and head of 257 rows, float64, AdamW. Each layout
 trains an update and saves; whole weights and moments after a load are hashed and compared with those of the layout that
 saved; then one update is made, and its loss compared to 1e-9. Prints a table of saved (rows) by loaded (columns); exit code 3
-on any difference. Without --all: the pairs of tests/gloo/test_resharding.py.
+on any difference. Without --all: the pairs of tests/gloo/checkpoint/test_resharding.py.
 """
 
 from __future__ import annotations

@@ -53,8 +53,8 @@ def settings(name: str, directory: str) -> dict[str, Any]:
 
 def rank(task: dict[str, Any]) -> None:
     """Measures what the doctor measures, then every layout."""
-    from shardwright.doctor.rank import measured
-    from shardwright.parallel.process_group import connect
+    from shardwright.mesh.process_group import connect
+    from shardwright.tools.doctor.rank import measured
 
     with connect("cpu", 600, 1) as connection:
         found: dict[str, Any] = {"doctor": asdict(measured(connection))}
@@ -77,9 +77,9 @@ def mean(one: Any, other: Any) -> Any:
 
 def predictions(found: dict[str, Any], directory: str, layouts: list[str]) -> dict[str, Any]:
     """layout -> `Planned`, with the constants that the ranks measured."""
-    from shardwright.doctor.hardware_file import fitted, hardware, to_yaml
-    from shardwright.doctor.spec import Measured
     from shardwright.layout.legality import check_run
+    from shardwright.tools.doctor.hardware_file import fitted, hardware, to_yaml
+    from shardwright.tools.doctor.spec import Measured
     from shardwright.train.planned import plan_of, shape_of
 
     measured = Measured.from_json(mean(found["doctor"], found["doctor after"]))

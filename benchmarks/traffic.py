@@ -2,7 +2,7 @@
 
 Four gloo ranks run three updates of a small model under each layout; the third is recorded from the collectives (the first
 verifies, and then ddp's ranks agree on an order of gradients). Calls and bytes of every rank are compared with
-`plan/traffic.py`; the table shows one rank. Ends with 1 when anything differs on any rank.
+`planner/traffic.py`; the table shows one rank. Ends with 1 when anything differs on any rank.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ def worker(task: dict[str, Any]) -> None:
     from shardwright.layout.legality import check_run
     from shardwright.layout.names import with_layout
     from shardwright.measure.communication import CommunicationRecorder, compare
-    from shardwright.parallel.mesh import axis_of_groups
-    from shardwright.plan.of_run import job_of, layout_of
-    from shardwright.plan.traffic import Place, traffic
+    from shardwright.mesh.device_mesh import axis_of_groups
+    from shardwright.planner.of_run import job_of, layout_of
+    from shardwright.planner.traffic import Place, traffic
     from shardwright.train.update import Engine
 
     rank_of_task(task)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from loops import Job, Update, alone, bare, deepspeed_zero, ours, unwired
 
 from shardwright.measure.communication import CommunicationRecorder
-from shardwright.parallel.mesh import axis_of_groups
+from shardwright.mesh.device_mesh import axis_of_groups
 
 SAME = {False: 2e-5, True: 2e-2}
 """Relative difference of the first losses that is accepted, by bf16."""

@@ -278,8 +278,8 @@ def main() -> None:
     parser.add_argument("--record", action="store_true")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
+    from shardwright.mesh.process_group import connect
     from shardwright.models.build import quiet_transformers
-    from shardwright.parallel.process_group import connect
 
     quiet_transformers()
     with connect("cpu", 600, 1):

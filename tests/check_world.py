@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.check.compare import compare_records
-from shardwright.check.explain import Finding, explain
-from shardwright.check.record import MicrobatchNote, Notes, Record, Scalars
-from shardwright.check.tolerance import Tolerance, float64_tolerance
 from shardwright.layout.axes import Axes
+from shardwright.tools.check.compare import compare_records
+from shardwright.tools.check.explain import Finding, explain
+from shardwright.tools.check.record import MicrobatchNote, Notes, Record, Scalars
+from shardwright.tools.check.tolerance import Tolerance, float64_tolerance
 
 SHAPES = {
     "embed.weight": (10, 4),

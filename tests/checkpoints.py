@@ -12,8 +12,8 @@ from torch import Tensor
 
 from shardwright.checkpoint import directory
 from shardwright.checkpoint.files import TENSORS, file_order, write_parts
-from shardwright.checkpoint.keep import Retention
 from shardwright.checkpoint.parts import held_parts
+from shardwright.checkpoint.retention import Retention
 
 TENSORS_OF = {
     "model.weight": torch.arange(12.0).reshape(4, 3),

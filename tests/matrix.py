@@ -3,7 +3,7 @@
 python -m tests.matrix                                  # every variation, every test: about ten minutes each
 python -m tests.matrix --only avx2 onednn_off           # two of them
 python -m tests.matrix --python A/bin/python B/bin/python   # each with every Python given, so with several torch versions
-python -m tests.matrix tests/golden tests/gloo/test_parity.py   # some files; what follows `--` goes to pytest
+python -m tests.matrix tests/golden tests/gloo/parallel/test_parity.py   # some files; what follows `--` goes to pytest
 """
 
 from __future__ import annotations

@@ -32,14 +32,14 @@ from shardwright.errors import ConfigError
 from shardwright.layout.functions import names_function
 from shardwright.layout.legality import check_run
 from shardwright.layout.names import parse_layout
+from shardwright.mesh.device_mesh import make_mesh
+from shardwright.mesh.process_group import connect
 from shardwright.models.build import build_model
 from shardwright.parallel.apply import DTYPES
 from shardwright.parallel.apply import parallelize as _parallelize
-from shardwright.parallel.data_parallel import Sharded
-from shardwright.parallel.mesh import make_mesh
-from shardwright.parallel.pipeline import Pipelined
-from shardwright.parallel.process_group import connect
-from shardwright.parallel.replicated import Replicated
+from shardwright.parallel.ddp import Replicated
+from shardwright.parallel.fsdp import Sharded
+from shardwright.parallel.pipeline.schedule_runner import Pipelined
 from shardwright.train import update
 from shardwright.train.optimizer import OPTIMIZER_KEYS, optimizer_change
 from shardwright.train.update import UpdateResult

@@ -99,7 +99,7 @@ def check(
     from shardwright.config import load_run_file, parse_overrides
 
     loaded = load_run_file(run_file, parse_overrides(context.args))
-    from shardwright.check.verb import run_check
+    from shardwright.tools.check.verb import run_check
 
     raise typer.Exit(run_check(loaded, layouts, nproc_per_node, dtype=dtype, updates=updates, plant=plant))
 
@@ -142,7 +142,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="The answer as JSON")] = False,
 ) -> None:
     """Plan: which layouts fit, what each costs, which to test first; exit 4 when nothing fits."""
-    from shardwright.plan.verb import Request, run_plan
+    from shardwright.planner.verb import Request, run_plan
 
     request = Request(
         run_file, model, layers, hidden, heads, kv_heads, ffn, vocab, gated, devices, device, max_length,
@@ -158,7 +158,7 @@ def _inventory(section: dict[str, Any]) -> dict[str, Any]:
     from shardwright.launch.module import output_of
 
     purpose = f"Building `{section['model_name_or_path']}` to count its parameters"
-    text = output_of("shardwright.models.inventory", [json.dumps(section)], purpose)
+    text = output_of("shardwright.models.parameter_inventory", [json.dumps(section)], purpose)
     result: dict[str, Any] = json.loads(text.splitlines()[-1])
     if "refused" in result:
         raise ModelError(*result["refused"])
@@ -185,7 +185,7 @@ def bench(
     from shardwright.config import load_run_file, parse_overrides
 
     loaded = load_run_file(run_file, parse_overrides(context.args))
-    from shardwright.bench.verb import Request, run_bench
+    from shardwright.tools.bench.verb import Request, run_bench
 
     request = Request(nproc_per_node, layouts, vs, updates, warmup, device, trace)
     raise typer.Exit(run_bench(loaded, request))
@@ -213,7 +213,7 @@ def drill(
     from shardwright.config import load_run_file, parse_overrides
 
     loaded = load_run_file(run_file, parse_overrides(context.args))
-    from shardwright.drill.verb import Plan, parse_trials, run_drill
+    from shardwright.tools.drill.verb import Plan, parse_trials, run_drill
 
     plan = Plan(nproc_per_node, parse_trials(trials), seed, soak, updates, keep)
     raise typer.Exit(run_drill(loaded, plan))
@@ -231,7 +231,7 @@ def inspect(
     from rich.console import Console
 
     from shardwright.config import load_run_file, parse_overrides
-    from shardwright.inspect.verb import run_inspect
+    from shardwright.tools.inspect.verb import run_inspect
 
     loaded = load_run_file(run_file, parse_overrides(context.args))
     raise typer.Exit(run_inspect(loaded, Console(), samples=samples, row=row, as_json=as_json))
@@ -251,7 +251,7 @@ def report(
     ] = None,
 ) -> None:
     """Report: one self-contained HTML page about runs and measured layouts."""
-    from shardwright.report.verb import run_report
+    from shardwright.tools.report.verb import run_report
 
     raise typer.Exit(run_report(directories, output, device, typer.echo, _inventory))
 
@@ -263,7 +263,7 @@ def doctor(
     output: Annotated[Path, typer.Option(help="The hardware file that is written")] = Path("hardware.yaml"),
 ) -> None:
     """Doctor: is this machine sane, and what does it reach? Writes a hardware file for plan and bench; exit 1 on a failure."""
-    from shardwright.doctor.verb import run_doctor
+    from shardwright.tools.doctor.verb import run_doctor
 
     raise typer.Exit(run_doctor(nproc_per_node, device, output))
 

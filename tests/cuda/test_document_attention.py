@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from tests.cuda.test_gpu import ROUNDING, metrics, shardwright
-from tests.unit.test_document_attention import ROWS, attention, drawn, heads, packed
+from tests.unit.attention.test_document_attention import ROWS, attention, drawn, heads, packed
 from torch import Tensor
 
-from shardwright.models.document_attention import fits_flash
-from shardwright.models.packed_rows import PackedRows
+from shardwright.attention.document_attention import fits_flash
+from shardwright.attention.packed_rows import PackedRows
 
 pytestmark = [
     pytest.mark.cuda,

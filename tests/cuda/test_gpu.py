@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from tests import tolerance
+from tests.places import ROOT
 
 pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device on this machine"),
 ]
-ROOT = Path(__file__).parents[2]
 
 ROUNDING = {
     "fp32": tolerance.positive(*[64, 64, 176] * 7 * 4, dtype=torch.float32),

@@ -10,22 +10,21 @@ import copy
 import importlib
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from tests import tolerance
 from tests.gloo.ranks import THREADS, run_ranks
+from tests.places import EXAMPLES
 from torch import Tensor, nn
 
-from shardwright.check.gather import whole_on_first_rank
 from shardwright.config.load import Loaded, load_run_file
 from shardwright.data.loader import Microbatch, UpdateBatch
 from shardwright.layout.legality import check_run
+from shardwright.tools.check.gather import whole_on_first_rank
 from shardwright.train.update import Engine, UpdateResult
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 FP64 = {f"precision.{name}_dtype": "fp64" for name in ("param", "reduce", "master")}
 LLAMA, GPT2, QWEN3 = (str(EXAMPLES / name) for name in ("tiny", "gpt2-tiny", "qwen3-tiny"))
 ODD = "tests.odd_models:odd_model"

@@ -14,7 +14,7 @@ from pathlib import Path
 from tests.started import LIMIT
 
 from shardwright.errors import ConfigError, ShardwrightError
-from shardwright.launch import Pulse, finish, listen_for_dumps, worker_main
+from shardwright.launch import Heartbeat, finish, listen_for_dumps, worker_main
 from shardwright.train.signals import StopFlag
 
 FOREVER = 2 * LIMIT  # seconds: longer than a test waits for what must end
@@ -112,7 +112,7 @@ def record(directory: str) -> int:
     """Writes the configuration of the connection, one file a rank."""
     import torch
 
-    from shardwright.parallel.process_group import connect
+    from shardwright.mesh.process_group import connect
 
     with connect("cpu", LIMIT) as connection:
         value = torch.tensor([connection.placement.rank + 1.0])
@@ -127,7 +127,7 @@ def train(directory: str, until: str) -> int:
     """Updates of one reduction each, in which the ranks agree to stop."""
     import torch
 
-    from shardwright.parallel.process_group import connect
+    from shardwright.mesh.process_group import connect
 
     with StopFlag() as stop, connect("cpu", LIMIT, 1):
         # like a loader, a fork that holds copies of the sockets; a child of multiprocessing would end with its parent
@@ -150,7 +150,7 @@ def train(directory: str, until: str) -> int:
 def stuck(how: str) -> int:
     """Rank 1 does not come back from its data, or is stopped there; rank 0 waits in the reduction of the same update."""
     listen_for_dumps()
-    pulse = Pulse.of_this_rank()
+    pulse = Heartbeat.of_this_rank()
     pulse.begin(3)
     pulse.update = 4
     pulse.enter("data")
@@ -176,7 +176,7 @@ def stuck_in_a_chain() -> int:
     import torch.distributed as dist
 
     from shardwright.measure.outstanding import count_transfers, issued
-    from shardwright.parallel.process_group import connect
+    from shardwright.mesh.process_group import connect
 
     count_transfers()
     listen_for_dumps(issued)
@@ -187,7 +187,7 @@ def stuck_in_a_chain() -> int:
             dist.recv(torch.empty(3), 2, tag=4)
         if RANK == 2:
             dist.send(given, 0, tag=4)
-        pulse = Pulse.of_this_rank()
+        pulse = Heartbeat.of_this_rank()
         pulse.begin(3)
         pulse.update = 4
         pulse.enter("forward_backward")
@@ -218,7 +218,7 @@ def tell(directory: str) -> int:
 def stuck_in_save() -> int:
     """Rank 1 does not come back from a save, which may be long; a collective of rank 0 times out."""
     listen_for_dumps()
-    pulse = Pulse.of_this_rank()
+    pulse = Heartbeat.of_this_rank()
     pulse.begin(3)
     pulse.update = 4
     pulse.enter("save")
@@ -230,7 +230,7 @@ def stuck_in_save() -> int:
 
 def slow_but_alive() -> int:
     """An evaluation of many batches and a long save, each over the limit of three seconds."""
-    pulse = Pulse.of_this_rank()
+    pulse = Heartbeat.of_this_rank()
     pulse.begin(3)
     pulse.update = 4
     pulse.enter("evaluate")
@@ -244,7 +244,7 @@ def slow_but_alive() -> int:
 
 def needs_two(directory: str) -> int:
     """Fails before its first update on more than two ranks."""
-    pulse = Pulse.of_this_rank()
+    pulse = Heartbeat.of_this_rank()
     if int(os.environ["WORLD_SIZE"]) > 2:
         raise ValueError("device 3 is gone")
     pulse.begin(0)
@@ -255,7 +255,7 @@ def needs_two(directory: str) -> int:
 
 def crash_after_updates() -> int:
     """Fails after its first update, on any number of ranks."""
-    pulse = Pulse.of_this_rank()
+    pulse = Heartbeat.of_this_rank()
     pulse.begin(0)
     pulse.update = 1
     pulse.enter("data")

@@ -15,9 +15,9 @@ from tests.gloo.engine import UPDATES, Outcome, batches_for, gathered_moments, m
 from tests.gloo.ranks import run_ranks
 from torch import Tensor
 
-from shardwright.check.gather import whole_on_first_rank
 from shardwright.config.load import Loaded
 from shardwright.parallel import pipeline
+from shardwright.tools.check.gather import whole_on_first_rank
 from shardwright.train.update import Engine
 
 

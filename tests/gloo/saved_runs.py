@@ -9,8 +9,8 @@ from typing import Any
 
 import torch.distributed as dist
 from rich.console import Console
+from tests.gloo.checkpoint.test_state_goes_on import Data, Flag
 from tests.gloo.engine import ODD, make_engine, run_file
-from tests.gloo.test_checkpoint import Data, Flag
 
 from shardwright.errors import CheckpointError
 from shardwright.train.loop import Trainer

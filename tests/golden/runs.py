@@ -19,7 +19,7 @@ from tests.gloo.engine import FP64, GPT2, LLAMA, QWEN3, batches_for, make_engine
 from tests.gloo.ranks import run_ranks
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from shardwright.check.throughout import Float64Throughout
+from shardwright.tools.check.force_float64 import Float64Throughout
 from shardwright.train.update import Engine
 
 FILE = Path(__file__).with_name("losses.json")

@@ -1,7 +1,8 @@
 """A shape from what a model really has, for architectures whose names and sizes do not follow from their config.json.
 
-The inventory comes from `shardwright.models.inventory`, which builds the model on the meta device, in a process of its own
-where torch is not loaded. Parameters and FLOPs are exact; activations are those of a transformer block with as many products.
+The inventory comes from `shardwright.models.parameter_inventory`, which builds the model on the meta device, in a process of
+its own where torch is not loaded. Parameters and FLOPs are exact; activations are those of a transformer block with as many
+products.
 """
 
 from __future__ import annotations

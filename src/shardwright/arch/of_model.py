@@ -15,7 +15,7 @@ from shardwright.errors import ConfigError
 from shardwright.layout.functions import names_function
 
 Inventory = Callable[[dict[str, Any]], dict[str, Any]]
-"""Builds the model of a `model` section without memory and returns what `shardwright.models.inventory.inventory` does."""
+"""Builds the model of a `model` section without memory, as what `shardwright.models.parameter_inventory.inventory`."""
 
 
 def shape_of_model(

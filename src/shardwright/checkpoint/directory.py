@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.checkpoint.files import CONFIG, INDEX, MANIFEST, TENSORS, index_text, write_text
-from shardwright.checkpoint.keep import Retention, best_of, surplus
 from shardwright.checkpoint.lineage import Lineage, Member, follows
 from shardwright.checkpoint.manifest import Manifest, manifest_text, member_of, problems_of, read_manifest
 from shardwright.checkpoint.refused import discard, point, retire, sync_directories, sync_files
+from shardwright.checkpoint.retention import Retention, best_of, surplus
 from shardwright.errors import CheckpointError
 
 LATEST, BEST = "latest", "best"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardwright.checkpoint.files import Index
-from shardwright.checkpoint.hosts import everyone
+from shardwright.checkpoint.multi_host.hosts import everyone
 from shardwright.checkpoint.state import (
     STATE_GROUP,
     STATE_OPTIMIZER,

@@ -25,12 +25,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.checkpoint import directory
-from shardwright.checkpoint.copies import hosts_of, send_copies
 from shardwright.checkpoint.files import TENSORS, file_order, write_parts
-from shardwright.checkpoint.hosts import Hosts, everyone, from_rank
-from shardwright.checkpoint.keep import Retention
 from shardwright.checkpoint.manifest import Manifest
+from shardwright.checkpoint.multi_host.hosts import Hosts, everyone, from_rank
+from shardwright.checkpoint.multi_host.replication import hosts_of, send_copies
 from shardwright.checkpoint.parts import Held, Value, held_parts, local_part, writers
+from shardwright.checkpoint.retention import Retention
 from shardwright.errors import SaveError
 
 

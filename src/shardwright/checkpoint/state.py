@@ -28,7 +28,7 @@ Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 class LocalParameter(Protocol):
-    """What the state needs to know of a trainable parameter (see `train.optimizer.Local`)."""
+    """What the state needs to know of a trainable parameter (see `train.optimizer.ShardedParam`)."""
 
     name: str
     parameter: nn.Parameter

@@ -19,8 +19,6 @@ from shardwright.checkpoint.directory import (
     skipped,
 )
 from shardwright.checkpoint.files import CONFIG, INDEX, MANIFEST, TENSORS
-from shardwright.checkpoint.hosts import from_rank
-from shardwright.checkpoint.keep import Retention
 from shardwright.checkpoint.lineage import line_of, read_choice
 from shardwright.checkpoint.manifest import (
     Manifest,
@@ -32,8 +30,10 @@ from shardwright.checkpoint.manifest import (
     torch_version,
     verify,
 )
+from shardwright.checkpoint.multi_host.hosts import from_rank
 from shardwright.checkpoint.parts import Value
 from shardwright.checkpoint.reader import load, read_whole
+from shardwright.checkpoint.retention import Retention
 from shardwright.checkpoint.saver import Saver
 
 __all__ = [

@@ -23,10 +23,10 @@ from torch import Tensor
 
 from shardwright.data.bucketing import bucketed
 from shardwright.data.order import FILLER, Cursor, Int64, Order
-from shardwright.data.stream_rows import StreamRows
+from shardwright.data.streaming.stream_rows import StreamRows
 from shardwright.data.table import Table
 from shardwright.layout.batch import accumulation_steps
-from shardwright.layout.placement import stop_signals
+from shardwright.mesh.placement import stop_signals
 
 EVALUATION_BATCHES = 64
 """Evaluation batches whose rows are sorted by length together."""

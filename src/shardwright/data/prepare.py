@@ -17,9 +17,9 @@ from shardwright.data.mixture import Mixture
 from shardwright.data.notices import notices
 from shardwright.data.read import Read, Split, read_documents
 from shardwright.data.rows import Cut, Overlong, PackingStrategy
-from shardwright.data.stream import Place, Stream
+from shardwright.data.streaming.stream import Place, Stream
+from shardwright.data.streaming.windows import Windows
 from shardwright.data.table import Table
-from shardwright.data.windows import Windows
 from shardwright.errors import ConfigError
 
 

@@ -10,7 +10,7 @@ from shardwright.data.bucketing import bucketed
 from shardwright.data.mixture import Mixture, mixed
 from shardwright.data.order import Int64, Order
 from shardwright.data.prepare import Prepared, check_vocabulary, open_windows, pad_of, prepare
-from shardwright.data.stream_rows import StreamOrder, StreamRows
+from shardwright.data.streaming.stream_rows import StreamOrder, StreamRows
 from shardwright.data.table import Table
 
 

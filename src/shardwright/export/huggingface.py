@@ -23,10 +23,10 @@ from shardwright.errors import ConfigError, ModelError
 from shardwright.export.companions import Companions, companions_of
 from shardwright.export.place import refusal, replace
 from shardwright.export.tensor_files import TensorFile, append, header, split_files, write_index
-from shardwright.models.adapters import canonical_name, canonical_parameters, unwrapped
+from shardwright.models.gather_full_tensors import described, whole_tensors
 from shardwright.models.materialise import whole_of
-from shardwright.models.traced import Box, Origin, Stored
-from shardwright.models.whole import described, whole_tensors
+from shardwright.models.model_parts import canonical_name, canonical_parameters, unwrapped
+from shardwright.models.tensor_tracing import Box, Origin, Stored
 
 
 def save_pretrained(

@@ -6,14 +6,14 @@ docs/decisions/0002-own-supervisor.md.
 """
 
 from shardwright.launch.hang import OwnWatch, listen_for_dumps
+from shardwright.launch.heartbeat import Heartbeat
 from shardwright.launch.lock import owned
-from shardwright.launch.pulse import Pulse
 from shardwright.launch.rank import finish, inside_a_launcher, own_job, worker_main
 from shardwright.launch.start import run_workers
 
 __all__ = [
+    "Heartbeat",
     "OwnWatch",
-    "Pulse",
     "finish",
     "inside_a_launcher",
     "listen_for_dumps",

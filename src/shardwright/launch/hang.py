@@ -19,9 +19,9 @@ import psutil
 
 from shardwright.errors import ExitCode
 from shardwright.launch.blame import Sight, describe
-from shardwright.launch.pulse import Beat, Pulse, read_pulse
-from shardwright.layout.placement import STARTED_HERE
+from shardwright.launch.heartbeat import Beat, Heartbeat, read_pulse
 from shardwright.measure import clock
+from shardwright.mesh.placement import STARTED_HERE
 
 STACKS = "stacks.txt"
 ASKED, ANSWER = "asked", "collectives.json"
@@ -170,7 +170,7 @@ class OwnWatch:
 
     def __init__(
         self,
-        pulse: Pulse,
+        pulse: Heartbeat,
         rank: int,
         world_size: int,
         seconds: float,

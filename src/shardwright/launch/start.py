@@ -16,7 +16,7 @@ from types import FrameType
 from shardwright.errors import ConfigError, ExitCode
 from shardwright.launch.output import without_waiting_for_readers
 from shardwright.launch.watch import Rank, Watch
-from shardwright.layout.placement import (
+from shardwright.mesh.placement import (
     JOB,
     MALLOC_MMAP,
     MALLOC_TRIM,
@@ -26,7 +26,7 @@ from shardwright.layout.placement import (
     job_of,
     stop_signals,
 )
-from shardwright.layout.seat import seat_here, share_of_cores
+from shardwright.mesh.seat import seat_here, share_of_cores
 
 # Ends the ranks when this process is killed. It reads the ranks' process groups from a pipe that closes with us.
 _GUARD = """

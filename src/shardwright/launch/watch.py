@@ -16,7 +16,7 @@ from typing import Any
 from shardwright.errors import ExitCode
 from shardwright.launch.blame import place_of
 from shardwright.launch.hang import HangWatch, main_stack
-from shardwright.launch.pulse import read_pulse
+from shardwright.launch.heartbeat import read_pulse
 from shardwright.launch.rank import OUTCOME
 from shardwright.measure import clock
 

@@ -29,7 +29,7 @@ class Sharding:
 
 
 def replica_traffic(axis: str, elements: int, ranks: int, reduce_bytes: int) -> tuple[Traffic, ...]:
-    """`ddp`: all gradients once per update, in stretches (`parallel/replicated.py`), counted as one here."""
+    """`ddp`: all gradients once per update, in stretches (`parallel/ddp.py`), counted as one here."""
     if ranks == 1:
         return ()
     return (Traffic(axis, "all-reduce", "gradients", ranks, 1, elements * reduce_bytes),)

@@ -13,7 +13,7 @@ from shardwright.config.schema import RunFile
 from shardwright.errors import ConfigError, did_you_mean
 from shardwright.layout.axes import Axes, resolve_axes
 from shardwright.layout.batch import accumulation_steps
-from shardwright.layout.combine import check_combination
+from shardwright.layout.combinations import check_combination
 from shardwright.layout.functions import names_function
 from shardwright.layout.rules_context import check_context
 from shardwright.layout.rules_pipeline import check_pipeline

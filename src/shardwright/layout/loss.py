@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardwright.layout.axes import Axes
-from shardwright.layout.combine import SPLIT_BACKWARD
+from shardwright.layout.combinations import SPLIT_BACKWARD
 
 if TYPE_CHECKING:  # the planner reads this and loads no pydantic
     from shardwright.config.schema import RunFile

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardwright.layout.schedule import rank_stages, stage_rank
+from shardwright.layout.pipeline_schedules import rank_stages, stage_rank
 from shardwright.layout.traffic import Traffic
 
 if TYPE_CHECKING:

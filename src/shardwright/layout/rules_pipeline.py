@@ -1,4 +1,4 @@
-"""What a pipeline cannot run, said before any process starts. What depends on the model itself: `parallel/stages.py`."""
+"""What a pipeline cannot run, said before any process starts. What depends on the model: `parallel/pipeline/stages.py`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from shardwright.config.schema import Parallelism, RunFile, Schedule
 from shardwright.errors import ConfigError
 from shardwright.layout.axes import Axes
 from shardwright.layout.batch import accumulation_steps
-from shardwright.layout.schedule import chunks_of, legality, rank_stages
+from shardwright.layout.pipeline_schedules import chunks_of, legality, rank_stages
 
 
 def schedule_of(p: Parallelism) -> Schedule:

@@ -58,7 +58,8 @@ PREFETCH = {"cpu": 2, "cuda": 1}
 """Units gathered ahead by default. gloo gathers the next unit only when it is asked to: with one, the link rests while a
 gathered unit is copied; two are 3 to 4% faster at 1 Gbit/s (docs/LOG.md). NCCL's stream has no such pause."""
 EXCHANGED = 2
-"""Units whose gradients gloo exchanges at a time (`parallel/wire.py`): what was sent and what comes are both in memory."""
+"""Units whose gradients gloo exchanges at a time (`backends/gloo/reductions.py`): what was sent and what comes
+are both in memory."""
 
 STAGES = {
     "ddp": Stage("ddp", False, False, False, False, False, False),

@@ -135,7 +135,8 @@ class Comparison:
 def compare(predicted: Iterable[Traffic], recorded: Iterable[Traffic], buckets: bool) -> list[Comparison]:
     """Both sides by axis and collective. `buckets`: the data-parallel kind reduces in buckets (ddp).
 
-    An all-to-all counts as the reduce-scatter that it is: on gloo, pieces are exchanged and then summed (`parallel/wire.py`).
+    An all-to-all counts as the reduce-scatter that it is: on gloo, pieces are exchanged and then summed
+    (`backends/gloo/reductions.py`).
     """
     sides: list[dict[tuple[str, str], list[float]]] = []
     for side in (predicted, recorded):

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from shardwright.config.schema import Model
 from shardwright.errors import ModelError, did_you_mean
 from shardwright.layout.functions import names_function
-from shardwright.models.adapters import beside_text, tied_names
-from shardwright.models.config import model_directory as model_directory
-from shardwright.models.config import read_config as read_config
 from shardwright.models.hub_names import hub_names
-from shardwright.models.init import META, Recipe, Recorder, Whole, assign_owners, view_of
+from shardwright.models.initialization import META, Recipe, Recorder, Whole, assign_owners, view_of
+from shardwright.models.model_config import model_directory as model_directory
+from shardwright.models.model_config import read_config as read_config
+from shardwright.models.model_parts import beside_text, tied_names
 from shardwright.models.weights import read_headers
 
 RECIPES = (

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.errors import ModelError
-from shardwright.models.traced import Origin, Stored, Traced, traced
+from shardwright.models.tensor_tracing import Origin, Stored, Traced, traced
 
 Like = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype of a tensor."""

@@ -14,8 +14,8 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from shardwright.config.schema import Model
 from shardwright.errors import ModelError
 from shardwright.models.build import RECIPES, model_directory, tensors_of
-from shardwright.models.init import Recipe, Whole, replay
-from shardwright.models.traced import Box
+from shardwright.models.initialization import Recipe, Whole, replay
+from shardwright.models.tensor_tracing import Box
 from shardwright.models.weights import Weights, listed
 
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from shardwright.models.adapters import is_transformers
 from shardwright.models.build import RECIPES
-from shardwright.models.init import replay
+from shardwright.models.initialization import replay
+from shardwright.models.model_parts import is_transformers
 
 _TOKENS = 5
 _TOKEN = 7

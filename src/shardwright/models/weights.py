@@ -21,8 +21,8 @@ from torch import Tensor
 
 from shardwright.arch.directory import FOREIGN_WEIGHTS, matching
 from shardwright.errors import ModelError
-from shardwright.models.init import Recipe, Whole, modules_above
-from shardwright.models.traced import Box, Origin, Stored
+from shardwright.models.initialization import Recipe, Whole, modules_above
+from shardwright.models.tensor_tracing import Box, Origin, Stored
 
 BUFFER_BYTES = 8 * 2**20
 MAX_HEADER_BYTES = 100_000_000

@@ -9,33 +9,40 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwright.attention.document_attention import isolate_documents
+from shardwright.attention.document_rules import check_packed_model, check_padded_model
+from shardwright.backends.cpu_attention import speed_up_narrow_attention
 from shardwright.config.schema import Parallelism, RunFile
 from shardwright.errors import ModelError
 from shardwright.layout.loss import CROSS_ENTROPY
+from shardwright.layout.pipeline_schedules import stage_rank
 from shardwright.layout.rules_context import is_balanced
 from shardwright.layout.rules_pipeline import own_stages, schedule_of, stages_of
-from shardwright.layout.schedule import stage_rank
 from shardwright.layout.zero import PREFETCH, STAGES
-from shardwright.models.adapters import Parts, find_parts, is_transformers
+from shardwright.loss.chunked_loss import ChunkedHead, LossChunks, find_loss_chunks
+from shardwright.mesh.device_mesh import replica_group, shard_mesh
 from shardwright.models.build import check_own_attention
-from shardwright.models.document_attention import isolate_documents
 from shardwright.models.materialise import materialise
-from shardwright.models.narrow_attention import speed_up_narrow_attention
+from shardwright.models.model_parts import Parts, find_parts, is_transformers
 from shardwright.models.rotary import decide_by_document
-from shardwright.parallel.casting import compute_in
-from shardwright.parallel.chunked_loss import ChunkedHead, LossChunks, find_loss_chunks
-from shardwright.parallel.context import ContextPlace, split_attention
-from shardwright.parallel.context_rules import check_context_model
-from shardwright.parallel.data_parallel import Sharded, ShardOptions, Unit
-from shardwright.parallel.document_rules import check_packed_model, check_padded_model
-from shardwright.parallel.mesh import replica_group, shard_mesh
-from shardwright.parallel.pipeline import Pipelined, Ties
-from shardwright.parallel.recompute import compile_block, recompute_block
-from shardwright.parallel.replicated import BUCKET_BYTES, Replicated
-from shardwright.parallel.stages import Cut, Stage, cut_stages, plan_cut, stage_parts, tied_over_stages
-from shardwright.parallel.styles import divided
-from shardwright.parallel.tensor import TensorParallel
-from shardwright.parallel.tensor_plan import attention_modules, plan_tensor
+from shardwright.parallel.activation_checkpointing import compile_block, recompute_block
+from shardwright.parallel.context.attention import ContextPlace, split_attention
+from shardwright.parallel.context.rules import check_context_model
+from shardwright.parallel.ddp import BUCKET_BYTES, Replicated
+from shardwright.parallel.fsdp import Sharded, ShardOptions, Unit
+from shardwright.parallel.mixed_precision import compute_in
+from shardwright.parallel.pipeline.schedule_runner import Pipelined, Ties
+from shardwright.parallel.pipeline.stages import (
+    Cut,
+    Stage,
+    cut_stages,
+    plan_cut,
+    stage_parts,
+    tied_over_stages,
+)
+from shardwright.parallel.tensor.apply_plan import TensorParallel
+from shardwright.parallel.tensor.styles import divided
+from shardwright.parallel.tensor.tp_plan import attention_modules, plan_tensor
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 

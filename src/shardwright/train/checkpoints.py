@@ -10,11 +10,11 @@ from typing import Any
 import torch.distributed as dist
 
 from shardwright.checkpoint import store
-from shardwright.checkpoint.across import Across, choice_across, find_across
 from shardwright.checkpoint.choose import begin, follow
 from shardwright.checkpoint.directory import members_of
-from shardwright.checkpoint.hosts import Hosts, everyone, find_hosts, from_rank
 from shardwright.checkpoint.lineage import Choice, Lineage, Member, follows, line_of, origin_text
+from shardwright.checkpoint.multi_host.hosts import Hosts, everyone, find_hosts, from_rank
+from shardwright.checkpoint.multi_host.transfer import Across, choice_across, find_across
 from shardwright.checkpoint.parts import Value
 from shardwright.checkpoint.reader import Directory, Source
 from shardwright.checkpoint.restore import current_state, restore
@@ -23,8 +23,8 @@ from shardwright.checkpoint.state import buffer_keys, check_buffers
 from shardwright.config.load import Loaded
 from shardwright.data.order import Cursor
 from shardwright.errors import CheckpointError, DamagedCheckpointError, SaveError, ShardwrightError
-from shardwright.layout.placement import Job
-from shardwright.parallel.process_group import transfer_group
+from shardwright.mesh.placement import Job
+from shardwright.mesh.process_group import transfer_group
 from shardwright.train.optimizer import optimizer_change
 from shardwright.train.rows_done import Former, accepts_other_data
 from shardwright.train.update import Engine

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardwright.config.load import Loaded
 from shardwright.errors import ConfigError, MemoryExhausted
-from shardwright.launch import Pulse
+from shardwright.launch import Heartbeat
 from shardwright.layout.axes import Axes
 from shardwright.layout.legality import check_device, check_run
 from shardwright.measure.exhausted import alive, in_backward, is_out_of_memory
@@ -37,14 +37,14 @@ class Watched:
     axes: Axes
     rank: int
     device: torch.device
-    pulse: Pulse
+    pulse: Heartbeat
     base_bytes: int
     engine: Engine | None = None
 
 
 @contextmanager
 def explaining_exhaustion(
-    loaded: Loaded, axes: Axes, rank: int, device: torch.device, pulse: Pulse
+    loaded: Loaded, axes: Axes, rank: int, device: torch.device, pulse: Heartbeat
 ) -> Iterator[Watched]:
     """A context in which memory that runs out becomes a `MemoryExhausted`; the caller gives it the engine when there is one."""
     watched = Watched(loaded, axes, rank, device, pulse, allocated_bytes(device) or 0)

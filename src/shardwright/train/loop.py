@@ -15,9 +15,9 @@ from shardwright.config.load import Loaded
 from shardwright.console import say
 from shardwright.data.loader import UpdateBatch
 from shardwright.errors import ExitCode, NonFiniteError, SpikeError
-from shardwright.launch import Pulse
-from shardwright.layout.placement import Job
+from shardwright.launch import Heartbeat
 from shardwright.measure import clock
+from shardwright.mesh.placement import Job
 from shardwright.train.anomaly import Spikes
 from shardwright.train.checkpoints import Checkpoints, Progression
 from shardwright.train.log import Log
@@ -33,10 +33,10 @@ class Trainer:
     """One rank of a run. Collective throughout."""
 
     def __init__(
-        self, loaded: Loaded, engine: Engine, data: RunData, console: Console, pulse: Pulse | None = None
+        self, loaded: Loaded, engine: Engine, data: RunData, console: Console, pulse: Heartbeat | None = None
     ) -> None:
         self.loaded, self.run, self.engine, self.data = loaded, loaded.run, engine, data
-        self.pulse = pulse or Pulse()
+        self.pulse = pulse or Heartbeat()
         engine.enter = self.pulse.enter
         self.output_dir = Path(self.run.checkpoint.output_dir)
         self.first = dist.get_rank() == 0

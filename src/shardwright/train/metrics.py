@@ -21,7 +21,7 @@ from shardwright.measure import clock
 from shardwright.measure.memory import peak_device_bytes, peak_host_bytes
 from shardwright.measure.profile import Window, profiled
 from shardwright.measure.verdict import Figures, Verdict, what_limits
-from shardwright.parallel.mesh import all_groups
+from shardwright.mesh.device_mesh import all_groups
 from shardwright.train.anomaly import slow_rank
 from shardwright.train.update import Engine, UpdateResult
 from shardwright.train.utilisation import make_utilisation

@@ -23,8 +23,8 @@ from shardwright.checkpoint.other_optimizer import OptimizerChange
 from shardwright.checkpoint.settings import Change
 from shardwright.config.schema import Training
 from shardwright.errors import ConfigError, did_you_mean
-from shardwright.models.adapters import canonical_name
-from shardwright.parallel.mesh import FLATTENED
+from shardwright.mesh.device_mesh import FLATTENED
+from shardwright.models.model_parts import canonical_name
 from shardwright.train.muon import Muon
 
 _CLASSES: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
@@ -42,7 +42,7 @@ _ROUNDING = 8 * sys.float_info.epsilon
 
 
 @dataclass
-class Local:
+class ShardedParam:
     """This rank's part of one trainable parameter.
 
     name: fully qualified, that of the unsplit model. parameter: the model's. tensor: what the optimizer holds, either
@@ -85,7 +85,7 @@ def split_axes(parameter: nn.Parameter) -> set[str]:
     return {axis for name in names for axis in FLATTENED.get(name, (name,))}
 
 
-def local_parameters(module: nn.Module, plain_views: bool, place: Mapping[str, int]) -> list[Local]:
+def local_parameters(module: nn.Module, plain_views: bool, place: Mapping[str, int]) -> list[ShardedParam]:
     """Every trainable parameter of `module` once, in the order of the model (tied ones under their first name).
 
     plain_views: give the optimizer views of shards. place: this rank's coordinates on the axes; of ranks that hold the
@@ -98,7 +98,7 @@ def local_parameters(module: nn.Module, plain_views: bool, place: Mapping[str, i
         divided = split_axes(p)
         counts = all(at == 0 for axis, at in place.items() if axis != "pp" and axis not in divided)
         tensor = nn.Parameter(p.to_local().detach()) if plain_views and isinstance(p, DTensor) else p
-        found.append(Local(canonical_name(name), p, tensor, counts))
+        found.append(ShardedParam(canonical_name(name), p, tensor, counts))
     return found
 
 
@@ -108,7 +108,7 @@ def decays(name: str, shape: Iterable[int], patterns: Iterable[str]) -> bool:
 
 
 def make_optimizer(
-    training: Training, parameters: list[Local], not_matrices: Iterable[str] = ()
+    training: Training, parameters: list[ShardedParam], not_matrices: Iterable[str] = ()
 ) -> torch.optim.Optimizer:
     """The optimizer of the run file over `parameters`, in groups by weight decay (and, for muon, by kind of step).
 
@@ -147,7 +147,9 @@ def make_optimizer(
 def check_optimizer(training: Training) -> None:
     """Raises the `ConfigError` that `make_optimizer` would, before any process starts."""
     matrix, vector = (nn.Parameter(torch.zeros(shape)) for shape in ((2, 2), (2,)))
-    make_optimizer(training, [Local("matrix", matrix, matrix, True), Local("vector", vector, vector, True)])
+    make_optimizer(
+        training, [ShardedParam("matrix", matrix, matrix, True), ShardedParam("vector", vector, vector, True)]
+    )
 
 
 def optimizer_change(changed: Iterable[Change], now: str) -> OptimizerChange:

@@ -10,14 +10,14 @@ from shardwright.config.schema import RunFile
 from shardwright.errors import ShardwrightError
 from shardwright.layout.axes import Axes
 from shardwright.layout.traffic import Traffic
-from shardwright.models.inventory import inventory
-from shardwright.plan.hardware import find_device
-from shardwright.plan.memory import short_peak
-from shardwright.plan.of_run import job_of, layout_of
-from shardwright.plan.own_software import own_software
-from shardwright.plan.program import SHARDWRIGHT, SHARDWRIGHT_COMPILED
-from shardwright.plan.step_time import Clock
-from shardwright.plan.traffic import Place, own_stages, traffic
+from shardwright.models.parameter_inventory import inventory
+from shardwright.planner.hardware import find_device
+from shardwright.planner.memory_timeline import short_peak
+from shardwright.planner.of_run import job_of, layout_of
+from shardwright.planner.own_software import own_software
+from shardwright.planner.program import SHARDWRIGHT, SHARDWRIGHT_COMPILED
+from shardwright.planner.step_time import Clock
+from shardwright.planner.traffic import Place, own_stages, traffic
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ from typing import Any
 from torch import nn
 
 from shardwright.config.schema import RunFile
-from shardwright.data.stream_rows import StreamRows
+from shardwright.data.streaming.stream_rows import StreamRows
 from shardwright.data.table import Table
 from shardwright.errors import ConfigError
 from shardwright.layout.axes import Axes
 from shardwright.layout.batch import row_multiple
-from shardwright.models.adapters import is_transformers
+from shardwright.models.model_parts import is_transformers
 from shardwright.models.position_tables import position_tables
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from shardwright.checkpoint.hosts import everyone
+from shardwright.checkpoint.multi_host.hosts import everyone
 from shardwright.checkpoint.settings import changes, refuse_unaccepted
 from shardwright.checkpoint.store import asked, find, read_choice, read_config, read_manifest
 from shardwright.config.load import Loaded
@@ -19,13 +19,13 @@ from shardwright.data.updates import make_order
 from shardwright.errors import ConfigError, DamagedCheckpointError, ShardwrightError
 from shardwright.launch import own_job
 from shardwright.layout.legality import notices
-from shardwright.layout.placement import Placement
+from shardwright.loss.objective import own_loss
 from shardwright.measure.record import check_sinks
+from shardwright.mesh.placement import Placement
 from shardwright.models.build import build_model
 from shardwright.models.materialise import check_weights, weight_notices
 from shardwright.parallel.apply import DTYPES, check_model
 from shardwright.train.exported import export_lines
-from shardwright.train.objective import own_loss
 from shardwright.train.optimizer import check_optimizer, learning_rate_factor
 from shardwright.train.positions import check_positions
 from shardwright.train.rows_done import Former, go_on

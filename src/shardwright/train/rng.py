@@ -10,8 +10,8 @@ since a stage cannot know how many numbers the stages before it have drawn. Mask
 microbatch, stage): the same in a resumed run and under every schedule with the same cut, but not those of another pp_size.
 
 Context-parallel ranks hold other tokens of a row: their rank is part of the place. Tensor-parallel ranks are seeded alike and
-draw numbers of their own where their work is divided (`parallel/streams.py`). So masks depend on the sizes of pp, cp and tp,
-and their distribution does not.
+draw numbers of their own where their work is divided (`parallel/tensor/tp_rng.py`). So masks depend on the sizes of
+pp, cp and tp, and their distribution does not.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ from __future__ import annotations
 import signal
 from types import FrameType
 
-from shardwright.layout.placement import stop_signals
 from shardwright.measure import clock
+from shardwright.mesh.placement import stop_signals
 
 
 class StopFlag:

@@ -13,7 +13,7 @@ from shardwright.console import say
 from shardwright.errors import ConfigError
 from shardwright.launch import finish, inside_a_launcher, owned, run_workers, worker_main
 from shardwright.layout.legality import check_device, check_run
-from shardwright.parallel.process_group import device_kind
+from shardwright.mesh.process_group import device_kind
 from shardwright.train.preflight import prepare_run
 from shardwright.train.worker import run_rank
 

@@ -16,24 +16,30 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from shardwright.attention.packed_rows import PackedRows
 from shardwright.config.rates import check_length
 from shardwright.config.schema import RunFile
 from shardwright.data.loader import Microbatch, UpdateBatch
 from shardwright.errors import NonFiniteError, ShardwrightError
 from shardwright.layout.axes import Axes
-from shardwright.models.adapters import find_parts, is_transformers
+from shardwright.loss.chunked_loss import chunked_head, find_loss_chunks
+from shardwright.loss.objective import cross_entropy_sum, forward_arguments, logits_of, own_loss
+from shardwright.loss.output_head import Deferred
+from shardwright.mesh.device_mesh import make_mesh
 from shardwright.models.build import build_model
-from shardwright.models.head import Deferred
-from shardwright.models.packed_rows import PackedRows
+from shardwright.models.model_parts import find_parts, is_transformers
 from shardwright.models.rotary import follows_length
 from shardwright.parallel.apply import DTYPES, context_place, parallelize
-from shardwright.parallel.chunked_loss import chunked_head, find_loss_chunks
-from shardwright.parallel.data_parallel import Sharded
-from shardwright.parallel.mesh import make_mesh
-from shardwright.parallel.pipeline import Pipelined
-from shardwright.parallel.replicated import Replicated
-from shardwright.train.objective import cross_entropy_sum, forward_arguments, logits_of, own_loss
-from shardwright.train.optimizer import LOCAL, Local, learning_rate_factor, local_parameters, make_optimizer
+from shardwright.parallel.ddp import Replicated
+from shardwright.parallel.fsdp import Sharded
+from shardwright.parallel.pipeline.schedule_runner import Pipelined
+from shardwright.train.optimizer import (
+    LOCAL,
+    ShardedParam,
+    learning_rate_factor,
+    local_parameters,
+    make_optimizer,
+)
 from shardwright.train.rng import seed_microbatch
 
 
@@ -77,7 +83,7 @@ class Engine:
         place = axes.coordinates(self.rank)
         self._part = place["cp"]
         self._counts_loss = place["tp"] == 0  # tensor-parallel peers hold the same loss
-        self.locals: list[Local] = local_parameters(self.module, plain, place)
+        self.locals: list[ShardedParam] = local_parameters(self.module, plain, place)
         if isinstance(self.parallel, Pipelined):
             for local in self.locals:
                 local.counts = local.counts and local.name not in self.parallel.copies
@@ -114,7 +120,7 @@ class Engine:
         return [f"{name}.weight" for name in {*names, *tables} if name is not None]
 
     @property
-    def named_locals(self) -> dict[str, Local]:
+    def named_locals(self) -> dict[str, ShardedParam]:
         """Trainable parameters by their name in the unsplit model."""
         return {local.name: local for local in self.locals}
 
@@ -259,14 +265,14 @@ class Engine:
             )
         self._checked = True
 
-    def gradients(self) -> Iterator[tuple[Local, Tensor]]:
+    def gradients(self) -> Iterator[tuple[ShardedParam, Tensor]]:
         """This rank's part of every gradient, as plain tensors; parameters without one are left out."""
         for local in self.locals:
             gradient = local.gradient()
             if gradient is not None:
                 yield local, gradient
 
-    def _agree(self, stop: bool) -> tuple[float, float, int]:
+    def _reduce_scalars(self, stop: bool) -> tuple[float, float, int]:
         """(gradient norm, loss sum, ranks asked to stop) over all ranks, in one reduction."""
         counted = [g for local, g in self.gradients() if local.counts]
         square = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -292,7 +298,7 @@ class Engine:
         if batch is None:
             raise ShardwrightError("step() without forward_backward().")
         self.enter("reduce")
-        norm, loss, stops = self._agree(stop)
+        norm, loss, stops = self._reduce_scalars(stop)
         self.enter("step")
         finite = math.isfinite(norm) and math.isfinite(loss)
         rate = t.learning_rate * self.factor(batch.update)

@@ -10,14 +10,14 @@ import torch.distributed as dist
 
 from shardwright.arch.flops import document_flops, model_flops, recompute_flops
 from shardwright.arch.shape import Shape
+from shardwright.attention.packed_rows import PackedRows
 from shardwright.config.schema import RunFile
 from shardwright.data.loader import Microbatch, UpdateBatch
 from shardwright.errors import ConfigError
 from shardwright.layout.axes import Axes
-from shardwright.models.packed_rows import PackedRows
-from shardwright.plan.catalogue import CATALOGUE
-from shardwright.plan.device import Device
-from shardwright.plan.hardware import find_device
+from shardwright.planner.catalogue import CATALOGUE
+from shardwright.planner.device import Device
+from shardwright.planner.hardware import find_device
 from shardwright.train.planned import shape_of
 
 # What a driver calls a device -> the catalogue's name; the memory size tells variants apart.

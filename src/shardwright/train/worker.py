@@ -10,21 +10,21 @@ from pathlib import Path
 
 from rich.console import Console
 
-from shardwright.checkpoint.hosts import everyone, from_rank
+from shardwright.checkpoint.multi_host.hosts import everyone, from_rank
 from shardwright.config.load import Loaded
 from shardwright.console import say
 from shardwright.errors import ConfigError
-from shardwright.launch import OwnWatch, Pulse, finish, listen_for_dumps, own_job, worker_main
+from shardwright.launch import Heartbeat, OwnWatch, finish, listen_for_dumps, own_job, worker_main
 from shardwright.launch.lock import PATIENCE_SECONDS, lock_of, owned, read_owner
 from shardwright.layout.legality import check_device, check_run
-from shardwright.layout.placement import Placement
 from shardwright.measure import clock
 from shardwright.measure.outstanding import count_transfers, issued
 from shardwright.measure.record import device_facts, versions
+from shardwright.mesh.placement import Placement
+from shardwright.mesh.process_group import Connection, connect, second_store
 from shardwright.models.build import quiet_transformers
-from shardwright.parallel.process_group import Connection, connect, second_store
-from shardwright.plan.answer import layout_name
-from shardwright.plan.of_run import layout_of
+from shardwright.planner.answer import layout_name
+from shardwright.planner.of_run import layout_of
 from shardwright.train.exhausted import explaining_exhaustion
 from shardwright.train.exported import export_arguments, export_directory, export_model
 from shardwright.train.loop import Trainer
@@ -44,7 +44,7 @@ def run_rank(loaded: Loaded, alone: bool = False) -> int:
     """
     run, hardware = loaded.run, loaded.run.hardware
     quiet_transformers()
-    stop, pulse = StopFlag(), Pulse.of_this_rank()
+    stop, pulse = StopFlag(), Heartbeat.of_this_rank()
     count_transfers()
     listen_for_dumps(issued)
     timeout = hardware.timeout_seconds + WATCHDOG_SECONDS

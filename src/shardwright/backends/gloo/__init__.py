@@ -1,0 +1,1 @@
+"""What stands in for streams and for reduce-scatter on gloo."""

@@ -1,0 +1,1 @@
+"""Checkpoints on hosts that do not share a disk."""

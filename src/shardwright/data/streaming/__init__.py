@@ -1,0 +1,1 @@
+"""Rows of data that are read while training runs."""

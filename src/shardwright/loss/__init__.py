@@ -1,0 +1,1 @@
+"""The objective, and the ways to make it without whole logits."""

@@ -1,0 +1,1 @@
+"""Who the ranks are, how they meet, and the mesh that they make."""

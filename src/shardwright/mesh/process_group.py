@@ -1,0 +1,234 @@
+"""The process group that a rank joins, its device and its threads: the only home of `torch.distributed` set-up.
+
+However a rank was started (see `mesh/placement.py`), it ends in the same `Connection`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from shardwright.errors import ConfigError, ShardwrightError
+from shardwright.mesh.placement import MALLOC_MMAP, Placement, read_placement
+from shardwright.mesh.rendezvous import Meeting, say_left
+from shardwright.mesh.seat import Seat, assign_devices, seat_here, share_of_cores, threads_per_rank
+
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+SECONDS_FOR_THE_LAST = 5
+"""How long rank 0, which holds the store, waits at the end for ranks that are still leaving."""
+
+
+def cores_here() -> int:
+    """CPU cores that this process may use alone."""
+    seat = seat_here(os.environ)
+    return share_of_cores(seat, [seat])
+
+
+def device_kind(requested: str, local_ranks: int) -> str:
+    """`cpu` or `cuda` for `local_ranks` ranks that this process starts; see `choose_device`."""
+    seat = seat_here(os.environ, _visible_devices(requested, identify=False))
+    return choose_device(requested, [seat] * local_ranks)[0]
+
+
+def choose_device(requested: str, seats: Sequence[Seat]) -> tuple[str, str]:
+    """(`cpu` or `cuda`, notice) for ranks on `seats`: as requested; `auto` is CUDA when there is a device for each.
+
+    The notice is empty unless `auto` leaves a device unused. Raises `ConfigError` when CUDA is requested and is not
+    there. A visible device never changes what `cpu` means.
+    """
+    if requested == "cpu":
+        return "cpu", ""
+    given = assign_devices(seats)
+    if None not in given:
+        return "cuda", ""
+    without = seats[given.index(None)]
+    local = [seat for seat in seats if seat.host == without.host]
+    found = len({device for seat in local for device in seat.devices})
+    if requested == "auto":
+        if not any(seat.devices for seat in seats):
+            return "cpu", ""
+        return "cpu", f"Running on the CPU: {found} cuda device(s) for {len(local)} local rank(s)."
+    text = f"{found} cuda device(s) found" if found else "torch finds no CUDA device"
+    raise ConfigError(
+        f"hardware.device = {requested} with {len(local)} local rank(s), but {text}.",
+        "Each rank needs a CUDA device of its own.",
+        "Start fewer ranks, let each see a device of its own, or set hardware.device to cpu or auto.",
+    )
+
+
+def _visible_devices(requested: str, identify: bool) -> tuple[str, ...]:
+    """Names of the CUDA devices that this process sees, by index.
+
+    identify: names that are the same in every process. A batch system may show each rank another device as number 0. It makes
+    torch load CUDA, which a process that forks must not.
+    """
+    if requested == "cpu" or not torch.accelerator.is_available():
+        return ()
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type != "cuda":
+        return ()
+    indices = range(torch.accelerator.device_count())
+    if not identify:
+        return tuple(map(str, indices))
+    shown = dict(enumerate(os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")))
+    names = []
+    for index in indices:
+        name = shown.get(index) or str(index)
+        if not name.startswith("MIG"):  # a part of one device
+            name = str(getattr(torch.cuda.get_device_properties(index), "uuid", name))
+        names.append(name)
+    return tuple(names)
+
+
+@dataclass(frozen=True)
+class Connection:
+    """A rank that has joined the default process group.
+
+    `keeps_freed_blocks`: glibc keeps large freed blocks instead of returning them to the kernel. `notices`: lines that
+    a person should see.
+    """
+
+    placement: Placement
+    device: torch.device
+    backend: str
+    threads: int
+    cores: int
+    timeout_seconds: float
+    keeps_freed_blocks: bool
+    notices: tuple[str, ...] = ()
+
+    def configuration(self) -> dict[str, Any]:
+        """What a run record holds of this: the same on every rank and however the run was started."""
+        place = asdict(self.placement)
+        kept = {name: place[name] for name in ("world_size", "local_world_size", "nodes")}
+        return kept | {
+            "device": self.device.type,
+            "backend": self.backend,
+            "threads": self.threads,
+            "cores": self.cores,
+            "timeout_seconds": self.timeout_seconds,
+            "keeps_freed_blocks": self.keeps_freed_blocks,
+        }
+
+
+@contextmanager
+def connect(
+    device: str = "auto",
+    timeout_seconds: float = 600,
+    threads: int | None = None,
+    asked_to_stop: Callable[[], bool] = lambda: False,
+) -> Iterator[Connection]:
+    """Joins the default process group, of one rank too, and leaves it at the end. Collective.
+
+    device: `auto`, `cpu` or `cuda`. timeout_seconds: a collective that takes longer fails. threads: CPU threads of this
+    rank; see `threads_per_rank`. asked_to_stop: whether this process was told to leave, asked while it waits for others.
+    Raises `ConfigError` for a device that is not there and for a place where ranks cannot meet, `StoppedEarly` when asked to
+    stop, and `ShardwrightError` when ranks are missing or a SUM over ranks is wrong.
+    """
+    placement = read_placement(os.environ)
+    identify = placement.world_size > 1
+    mine = seat_here(os.environ, _visible_devices(device, identify))
+    meeting = Meeting(placement, os.environ, timeout_seconds, asked_to_stop)
+    seats = meeting.seats(mine)
+    kind, notice = choose_device(device, seats)
+    torch.set_num_threads(threads_per_rank(threads, placement, os.environ, mine, seats))
+    kept = kind == "cpu" and _keep_freed_blocks()
+    place = torch.device(kind)
+    options: dict[str, Any] = {"backend": BACKENDS[kind], "timeout": timedelta(seconds=timeout_seconds)}
+    if kind == "cuda":
+        place = torch.device(kind, assign_devices(seats)[placement.rank] or 0)
+        torch.accelerator.set_device_index(place.index)
+        options["device_id"] = place
+    dist.init_process_group(
+        store=meeting.store, rank=placement.rank, world_size=placement.world_size, **options
+    )
+    connection = Connection(
+        placement=placement,
+        device=place,
+        backend=BACKENDS[kind],
+        threads=torch.get_num_threads(),
+        cores=cores_here(),
+        timeout_seconds=timeout_seconds,
+        keeps_freed_blocks=kept,
+        notices=(notice,) if notice else (),
+    )
+    try:
+        self_test(place)
+        yield connection
+    except BaseException:
+        # Destroying a group waits for its queued work, which cannot end when a peer is gone. The process is about to
+        # end, and its sockets with it, which is what the peers notice.
+        if placement.world_size == 1:
+            dist.destroy_process_group()
+        raise
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if meeting.holds_store and placement.world_size > 1:
+        say_left(meeting.store, placement.rank, placement.world_size, SECONDS_FOR_THE_LAST)
+
+
+def second_store() -> Store:
+    """A connection of its own to the store in which the ranks have met, for a thread beside the main one."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    return store.clone()
+
+
+def transfer_group(timeout_seconds: float) -> dist.ProcessGroup:
+    """A gloo group of all ranks beside the default one, for bytes that travel while training does. Collective."""
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+
+
+def self_test(device: torch.device) -> None:
+    """Raises `ShardwrightError` unless SUM sums, for all-reduce and reduce-scatter, on this group. Collective.
+
+    Every gradient rests on it, and torch once had a gloo reduction that did not do what its name says
+    (pytorch/pytorch#162338).
+    """
+    size, rank = dist.get_world_size(), dist.get_rank()
+    of_ranks = size * (size + 1) // 2
+    reduced = torch.tensor([rank + 1.0], device=device)
+    dist.all_reduce(reduced, op=dist.ReduceOp.SUM)
+    pieces = torch.arange(1.0, size + 1, device=device) * (rank + 1)
+    scattered = torch.empty(1, device=device)
+    reduce_scatter = (
+        getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    )  # renamed in 2.13
+    reduce_scatter(scattered, pieces, op=dist.ReduceOp.SUM)
+    for name, found, right in (
+        ("all_reduce", reduced.item(), of_ranks),
+        ("reduce_scatter", scattered.item(), of_ranks * (rank + 1)),
+    ):
+        if found != right:
+            average = found == right / size
+            raise ShardwrightError(
+                f"{name} with SUM over {size} ranks gives {found:g} where {right} is right"
+                + (" (it averages)." if average else "."),
+                f"Gradients would be wrong without a word (torch {torch.__version__}, {dist.get_backend()}).",
+                "Use another torch version or backend.",
+            )
+
+
+def _keep_freed_blocks() -> bool:
+    """Tells glibc to keep large freed blocks, unless the environment has set its thresholds; returns whether it does.
+
+    Blocks over 32 MB are otherwise mapped, and their pages fault, at every allocation: 4 to 5% of a training step.
+    The launcher sets the variables; this is for the other ways to start.
+    """
+    if MALLOC_MMAP in os.environ:
+        value = os.environ[MALLOC_MMAP]
+        return value.isdecimal() and int(value) >= 2**31 - 1
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if libc is None or not hasattr(libc, "mallopt"):
+        return False
+    m_trim_threshold, m_mmap_threshold = -1, -3
+    return bool(libc.mallopt(m_mmap_threshold, 2**31 - 1) and libc.mallopt(m_trim_threshold, -1))

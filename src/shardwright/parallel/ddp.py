@@ -1,0 +1,227 @@
+"""`ddp`: whole parameters on every rank, gradients summed over the ranks while backward runs.
+
+All gradients of a dtype stand in one flat tensor, in the order in which they come, and each stretch of it that is complete is
+all-reduced. Stretches do not follow parameters: a large embedding, whose gradient comes last, is on its way in several at
+once. Against `DistributedDataParallel`: nothing is divided by the number of ranks, since the loss is already divided by the
+target tokens of the whole update; gradients of earlier microbatches stand in the same memory; parts of DTensors
+(tensor parallelism) are reduced as they are; a parameter that some ranks did not use costs no walk over the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardwright.errors import ShardwrightError
+from shardwright.layout.zero import STAGES
+from shardwright.mesh.local_part import local_part
+
+BUCKET_BYTES = {"cpu": 4 * 2**20, "cuda": 25 * 2**20}
+"""Bytes of a stretch by device. The first is sent when it is full and the last is waited for: on a slow link both count."""
+
+
+@dataclass
+class _Flat:
+    """The gradients of one dtype in 1-d `memory`. parameters: numbers, in order. ends: of each, in elements.
+
+    complete: how many of `parameters` have come. sent: elements that are on their way.
+    """
+
+    memory: Tensor
+    stretch: int
+    parameters: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+    complete: int = 0
+    sent: int = 0
+
+
+class Replicated:
+    """Collective: all ranks of `group` make one and run the same microbatches.
+
+    finishers: called in order once an update's gradients are reduced over the data ranks (sums over other axes).
+    """
+
+    stage = STAGES["ddp"]
+    finishers: tuple[Callable[[], None], ...] = ()
+
+    def __init__(
+        self,
+        model: nn.Module,
+        group: dist.ProcessGroup,
+        bucket_bytes: int,
+        reduce_dtype: torch.dtype,
+        overlap: bool,
+    ) -> None:
+        """overlap: gradients travel while the last microbatch runs backward; else after it, as in a pipeline's stages,
+        where backward is not one pass, and schedules compute weight gradients apart.
+        """
+        self.module, self._group, self._bytes, self._dtype = model, group, bucket_bytes, reduce_dtype
+        self._ranks, self._overlap, self._last = group.size(), overlap, False
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._order = list(reversed(range(len(self._parameters))))
+        self._came: list[int] | None = [] if overlap else None  # in the first update, until it is over
+        self._arrived: set[int] = set()
+        self._views: list[Tensor] = []
+        self._flats: list[_Flat] = []
+        self._travelling: list[tuple[dist.Work, Tensor, Tensor]] = []  # a stretch, and what of it travels
+        if self._ranks > 1:
+            for number, p in enumerate(self._parameters):
+                p.register_post_accumulate_grad_hook(lambda p, number=number: self._take_gradient(number))
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        return self.module(*args, **kwargs)
+
+    @contextmanager
+    def microbatch(self, last: bool) -> Iterator[None]:
+        """Around forward and backward of one microbatch; gradients are reduced in the last one."""
+        self._last = last and self._overlap
+        yield
+        self._last = False
+
+    # Where gradients stand
+
+    def _arrange(self) -> None:
+        """Makes the flat tensors, and a view for each gradient."""
+        dtypes = dict.fromkeys(p.dtype for p in self._parameters)
+        self._views = [torch.empty(0)] * len(self._parameters)
+        for dtype in dtypes:
+            numbers = [n for n in self._order if self._parameters[n].dtype == dtype]
+            sizes = [local_part(self._parameters[n]).numel() for n in numbers]
+            device = local_part(self._parameters[numbers[0]]).device
+            memory = torch.empty(sum(sizes), dtype=dtype, device=device)
+            flat = _Flat(memory, max(self._bytes // dtype.itemsize, 1), numbers)
+            end = 0
+            for number, size in zip(numbers, sizes):
+                shape = local_part(self._parameters[number]).shape
+                self._views[number] = flat.memory[end : end + size].view(shape)
+                end += size
+                flat.ends.append(end)
+            self._flats.append(flat)
+
+    def _settle(self, number: int) -> None:
+        """Moves a gradient to its view, where it is not there; one that is not there at all is zero."""
+        p, view = self._parameters[number], self._views[number]
+        if p.grad is None:
+            view.zero_()
+        elif local_part(p.grad).data_ptr() == view.data_ptr():
+            return
+        else:
+            view.copy_(local_part(p.grad))
+        p.grad = _like(p if p.grad is None else p.grad, view)
+
+    @torch.no_grad()
+    def _take_gradient(self, number: int) -> None:
+        """A gradient has been added to: it moves to its view, and stretches that are complete leave."""
+        if not self._flats:
+            self._arrange()
+        self._settle(number)
+        if not self._last:
+            return
+        if number in self._arrived:
+            if self._is_sent(number):
+                raise ShardwrightError(
+                    f"A parameter of shape {tuple(self._parameters[number].shape)} has a second gradient in one microbatch, "
+                    "after the first was sent.",
+                    "Gradients travel during the last backward of an update, which must be one pass.",
+                    "Call backward once for each microbatch.",
+                )
+            return
+        self._arrived.add(number)
+        if self._came is not None:
+            self._came.append(number)
+        self._advance()
+
+    def _is_sent(self, number: int) -> bool:
+        flat = next(flat for flat in self._flats if number in flat.parameters)
+        at = flat.parameters.index(number)
+        return flat.sent > (flat.ends[at - 1] if at else 0)
+
+    # How they travel
+
+    def _advance(self) -> None:
+        """Sends the stretches that are complete, one flat tensor after the other: all ranks send the same in one order."""
+        for flat in self._flats:
+            while flat.complete < len(flat.parameters) and flat.parameters[flat.complete] in self._arrived:
+                flat.complete += 1
+            done = flat.complete == len(flat.parameters)
+            filled = flat.ends[flat.complete - 1] if flat.complete else 0
+            while flat.sent < filled and (filled - flat.sent >= flat.stretch or done):
+                end = min(flat.sent + flat.stretch, len(flat.memory))
+                self._send(flat.memory[flat.sent : end])
+                flat.sent = end
+            if not done:
+                return
+
+    def _send(self, stretch: Tensor) -> None:
+        wire = stretch if stretch.dtype == self._dtype else stretch.to(self._dtype)
+        work = dist.all_reduce(wire, group=self._group, async_op=True)
+        assert work is not None
+        self._travelling.append((work, stretch, wire))
+
+    @torch.no_grad()
+    def finish_gradients(self) -> None:
+        """Sends what is left and waits for all. A parameter that no rank used has the gradient zero, as under `Sharded`, not
+        none: decay and momentum go on. Raises what gloo raises when a rank is gone or too late.
+        """
+        if self._ranks > 1:
+            self._finish()
+        else:
+            for p in self._parameters:
+                if p.grad is None:
+                    p.grad = torch.zeros_like(p)
+        for finish in self.finishers:
+            finish()
+
+    def _finish(self) -> None:
+        if not self._flats:
+            self._arrange()
+        for number in range(len(self._parameters)):
+            if number not in self._arrived:
+                self._settle(number)
+                self._arrived.add(number)
+        self._advance()
+        for work, stretch, wire in self._travelling:
+            work.wait()
+            if wire is not stretch:
+                stretch.copy_(wire)
+        self._travelling.clear()
+        self._arrived.clear()
+        for flat in self._flats:
+            flat.complete = flat.sent = 0
+        if self._came is not None and self._flats:
+            self._reorder(self._came)
+
+    def _reorder(self, came: Sequence[int]) -> None:
+        """Once: the order in which gradients came on the group's first rank becomes that of the flat tensors."""
+        self._came = None
+        rest = set(self._order) - set(came)
+        order = torch.tensor(
+            [*came, *(n for n in self._order if n in rest)], device=self._flats[0].memory.device
+        )
+        dist.broadcast(order, group=self._group, group_src=0)
+        if order.tolist() != self._order:
+            self._order = order.tolist()
+            self._flats.clear()  # made anew with the next gradient; this update's are read until then
+
+    def release(self) -> None:
+        """Nothing is gathered."""
+
+
+def _like(tensor: Tensor, view: Tensor) -> Tensor:
+    """`view` as this rank's part of a tensor placed like `tensor`."""
+    if not isinstance(tensor, DTensor):
+        return view
+    return DTensor.from_local(
+        view,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )

@@ -1,0 +1,158 @@
+"""ZeRO-1/2/3 and their hybrids as schedules of `fully_shard`.
+
+Gradients are reduced with SUM and divided by nothing: the loss is already divided by the target tokens of the whole update.
+What each kind shards, gathers and reduces stands in `layout/zero.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+
+from shardwright.backends.gloo.reductions import Wire, runs_on_gloo
+from shardwright.layout.zero import Stage
+
+
+@dataclass(frozen=True)
+class ShardOptions:
+    """How `Sharded` gathers and reduces. Dtypes None: those of the stored parameters."""
+
+    stage: Stage
+    reshard_after_forward: bool | int
+    prefetch: int
+    param_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+    cpu_offload: bool
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Modules that are gathered together.
+
+    ends: forward ends and backward begins with them, so that they stay gathered in between. looked_up: backward does not
+    read their parameters (a plain embedding), so that they are not gathered for it.
+    """
+
+    modules: Sequence[nn.Module]
+    ends: bool = False
+    looked_up: bool = False
+
+
+class Sharded:
+    """`zero1`, `zero2`, `zero3` and their hybrids: `fully_shard` with the times of gathering and reducing of the stage.
+
+    finishers: as in `Replicated`.
+    """
+
+    finishers: tuple[Callable[[], None], ...] = ()
+
+    def __init__(
+        self, model: nn.Module, units: Sequence[Unit], mesh: DeviceMesh, options: ShardOptions
+    ) -> None:
+        """`units` stand in the order of forward; the rest of the model is the root unit.
+
+        `mesh` has the dimension of shards, before it that of replicas where there are any.
+        """
+        self.module, self.stage, self._options = model, options.stage, options
+        self._hybrid, self._mesh = mesh.ndim == 2, mesh
+        # fully_shard refuses 0-dim parameters: they stay whole on every rank and are summed after backward.
+        whole = {p for p in model.parameters() if p.dim() == 0}
+        policy = MixedPrecisionPolicy(
+            param_dtype=options.param_dtype, reduce_dtype=options.reduce_dtype, cast_forward_inputs=False
+        )
+        settings: dict[str, Any] = {
+            "mesh": self._mesh,
+            "mp_policy": policy,
+            "offload_policy": CPUOffloadPolicy() if options.cpu_offload else OffloadPolicy(),
+            "ignored_params": whole,
+        }
+        for unit in units:
+            modules: Any = list(unit.modules) if len(unit.modules) > 1 else unit.modules[0]
+            reshards = False if unit.ends else options.reshard_after_forward
+            fully_shard(modules, reshard_after_forward=reshards, **settings)
+            if unit.looked_up and reshards is True:
+                modules.set_unshard_in_backward(False)
+        # The root is used first and last: dropping it after forward would gather it again at once.
+        fully_shard(model, reshard_after_forward=False, **settings)
+        self._modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
+        self._set_flags([unit.modules[0] for unit in units])
+        self._wire: Wire | None = None
+        if runs_on_gloo(mesh):
+            self._wire = Wire(mesh.get_group(0) if self._hybrid else None)
+            self._wire.install(self._modules)
+
+    def _set_flags(self, order: Sequence[nn.Module]) -> None:
+        for module in self._modules:
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+            if hasattr(module, "set_reduce_scatter_unused_params"):  # torch >= 2.13
+                module.set_reduce_scatter_unused_params(True)
+        depth, units = self._options.prefetch, [cast(FSDPModule, module) for module in order]
+        if depth < 1:
+            # an empty list would mean torch's own prefetch of one unit in backward
+            for module in self._modules:
+                module.set_modules_to_backward_prefetch([module])
+            return
+        for index, unit in enumerate(units):
+            if ahead := units[index + 1 : index + 1 + depth]:
+                unit.set_modules_to_forward_prefetch(ahead)
+            # Never torch's own choice, the unit that ran before: in a pipeline that belongs to another microbatch.
+            unit.set_modules_to_backward_prefetch(units[max(0, index - depth) : index][::-1] or [unit])
+        root = cast(FSDPModule, self.module)
+        root.set_modules_to_backward_prefetch(units[-depth:][::-1] or [root])
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    @contextmanager
+    def microbatch(self, last: bool) -> Iterator[None]:
+        """Around forward and backward of one microbatch: the stage says whether it gathers, reduces and reshards."""
+        stage = self.stage
+        if self._wire is not None:
+            self._wire.last = last
+        for module in self._modules:
+            module.set_requires_gradient_sync(last or stage.reduces_each_microbatch, recurse=False)
+            module.set_reshard_after_backward(last or stage.gathers_each_microbatch, recurse=False)
+            if self._hybrid and self._wire is None:
+                module.set_requires_all_reduce(last, recurse=False)
+        yield
+
+    def finish_gradients(self) -> None:
+        """Waits for reductions that are under way; sums gradients that `fully_shard` leaves whole, in one tensor.
+
+        Then calls `finishers`. The parameters are looked up here and in the model's order: weights are filled after
+        sharding, which makes new parameters, and a set would have another order on each rank.
+        """
+        if self._wire is not None:
+            self._wire.finish()
+        whole = [p for p in self.module.parameters() if p.dim() == 0 and p.requires_grad]
+        if whole:
+            self._sum_whole(whole)
+        for finish in self.finishers:
+            finish()
+
+    def _sum_whole(self, whole: Sequence[nn.Parameter]) -> None:
+        gradients = torch.stack([torch.zeros_like(p) if p.grad is None else p.grad for p in whole])
+        for dim in range(self._mesh.ndim):
+            dist.all_reduce(gradients, group=self._mesh.get_group(dim))
+        for p, gradient in zip(whole, gradients.unbind()):
+            p.grad = gradient
+
+    def release(self) -> None:
+        """Drops gathered parameters, which forward without backward (evaluation) leaves behind: they would go stale."""
+        for module in self._modules:
+            module.reshard()

@@ -1,0 +1,1 @@
+"""Stages cut from a model, run by a schedule's action lists."""

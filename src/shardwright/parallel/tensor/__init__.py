@@ -1,0 +1,1 @@
+"""Layers divided over ranks by the model's own plan."""

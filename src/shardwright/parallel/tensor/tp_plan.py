@@ -1,0 +1,237 @@
+"""Which layer of a model is divided how: Transformers' own plan (`_tp_plan`), ours, or a user's `{pattern: style}`.
+
+Nothing here needs ranks: what cannot be divided is refused by name before any process starts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from shardwright.attention.calls import blocks_without_attention, look_into
+from shardwright.config.schema import RunFile
+from shardwright.errors import ModelError, did_you_mean
+from shardwright.layout.axes import Axes
+from shardwright.layout.rules_tensor import check_tensor
+from shardwright.models.model_parts import Parts
+from shardwright.parallel.tensor.styles import fan
+from shardwright.parallel.tensor.tp_rng import drops
+
+ALIASES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
+COLUMN, ROW = ("colwise", "colwise_gather_output", "vocabulary"), ("rowwise", "rowwise_split_input")
+EMBEDDING, SUMMED, WHOLE = "embedding_rowwise", "replicated_with_grad_allreduce", "replicate"
+STYLES = (*COLUMN, *ROW, EMBEDDING, SUMMED, WHOLE, *ALIASES)
+
+OWN_PLANS: dict[str, dict[str, str]] = {
+    # Fused query, key and value [D, 3 D]: divided as they lie, made whole, and attention done by every rank alike.
+    "gpt2": {
+        "*.h.*.attn.c_attn": "colwise_gather_output",
+        "*.h.*.attn.c_proj": "rowwise_split_input",
+        "*.h.*.mlp.c_fc": "colwise",
+        "*.h.*.mlp.c_proj": "rowwise",
+    },
+}
+"""Plans for families that Transformers has none for."""
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """styles: module name -> style. regions: modules whose divided layers share one exchange on entry."""
+
+    styles: dict[str, str]
+    regions: frozenset[str]
+
+
+def plan_tensor(model: nn.Module, parts: Parts, run: RunFile, whole: bool = True) -> TensorPlan:
+    """How `model` (on meta) is divided over `run.parallelism.tp_size` ranks. `whole`: it is no pipeline stage.
+
+    Raises `ConfigError` or `ModelError` by name for what cannot be divided, or not with right gradients.
+    """
+    p = run.parallelism
+    if (config := getattr(model, "config", None)) is not None:
+        check_tensor(run, Axes(tp=p.tp_size, cp=p.cp_size), _shape_of(config))
+    styles = find_plan(model, parts, p.tp_plan, whole)
+    check_plan(model, parts, styles, p.tp_size)
+    _check_compiled(model, run)
+    return TensorPlan(styles, frozenset(_regions(model, parts, styles, strict=not p.tp_plan)))
+
+
+def attention_modules(model: nn.Module, parts: Parts) -> tuple[str, ...]:
+    """The modules of `model` (on meta) that attend; nothing where the model cannot be looked into.
+
+    Raises `ModelError` where blocks mix tokens in another way, which pieces of a sequence would cut off.
+    """
+    try:
+        calls = look_into(model).calls
+    except ModelError:
+        return ()
+    convolutions = [
+        f"{block}.{path}"
+        for block in parts.blocks
+        for path, module in model.get_submodule(block).named_modules()
+        if isinstance(module, nn.Conv1d)
+    ]
+    if mixing := [*convolutions, *blocks_without_attention(model, calls)]:
+        raise ModelError(
+            f"`{mixing[0]}` of {type(model).__name__} mixes tokens by something other than attention.",
+            "With sequence_parallel each rank holds only a piece of the sequence there.",
+            "Set parallelism.sequence_parallel to false.",
+        )
+    return tuple(dict.fromkeys(call.module for call in calls))
+
+
+def _shape_of(config: Any) -> Any:
+    """What `check_tensor` needs, of a Transformers config (which knows its family's own words for it)."""
+    heads = getattr(config, "num_attention_heads", 0)
+    return SimpleNamespace(
+        family=config.model_type,
+        heads=heads,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        ffn=getattr(config, "intermediate_size", None) or 0,
+    )
+
+
+def _check_compiled(model: nn.Module, run: RunFile) -> None:
+    """Refuses dropout in compiled blocks: they switch random streams inside, which a graph does not carry."""
+    if run.memory.compile and drops(model):
+        raise ModelError(
+            f"{type(model).__name__} has dropout, with memory.compile and tp_size = {run.parallelism.tp_size}.",
+            "Masks of divided tensors come from another random stream, which torch.compile cannot switch to.",
+            "Set memory.compile to false, or the dropout probabilities to 0 in model.config_overrides.",
+        )
+
+
+def find_plan(model: nn.Module, parts: Parts, given: Mapping[str, str], whole: bool = True) -> dict[str, str]:
+    """Module name -> style, for every module that is divided; `given` (patterns) replaces the model's own plan.
+
+    `*` stands for one part of a name. A model's own plan is extended: embedding and head are divided by vocabulary. Not
+    `whole`: what other pipeline stages hold has no parameters here and is left out.
+    Raises `ModelError` for a model without a plan, a pattern without a match, or a style that is not known.
+    """
+    patterns = dict(given) or _own_plan(model)
+    modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    held = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    plan: dict[str, str] = {}
+    for pattern, asked in patterns.items():
+        style = ALIASES.get(asked, asked)
+        regex = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+") + r"\Z")
+        matched = sorted(filter(regex.match, modules))
+        parameters = sorted(filter(regex.match, held))
+        if (matched or parameters) and (style not in STYLES or parameters):
+            raise ModelError(
+                f"{(matched or parameters)[0]}: the tensor-parallel style `{asked}` cannot be run on it.",
+                "Its gradients are not known to come out right."
+                if style not in STYLES
+                else "It is no module.",
+                did_you_mean(asked, STYLES)
+                or f"Styles are {', '.join(STYLES)}. Or set parallelism.tp_size to 1.",
+            )
+        if given and whole and not matched:
+            raise ModelError(
+                f"parallelism.tp_plan: `{pattern}` matches no module.", "", did_you_mean(pattern, modules)
+            )
+        plan |= dict.fromkeys(matched, style)
+    if not given:
+        plan |= {name: EMBEDDING for name in (parts.embedding,) if name}
+        plan |= {name: "vocabulary" for name in (parts.head,) if name}
+    here = {name for name in plan if whole or any(True for _ in model.get_submodule(name).parameters())}
+    return {name: style for name, style in plan.items() if style != WHOLE and name in here}
+
+
+def _own_plan(model: nn.Module) -> dict[str, str]:
+    config = getattr(model, "config", None)
+    plan = dict(getattr(model, "_tp_plan", None) or OWN_PLANS.get(getattr(config, "model_type", ""), {}))
+    if not plan:
+        name = type(model).__name__
+        raise ModelError(
+            f"{name} has no tensor-parallel plan.",
+            "Neither Transformers nor Shardwright says which of its layers can be divided, and how.",
+            "Give one as parallelism.tp_plan, or set parallelism.tp_size to 1.",
+        )
+    return plan
+
+
+def check_plan(model: nn.Module, parts: Parts, plan: Mapping[str, str], tp_size: int) -> None:
+    """Raises `ModelError` for a layer that cannot be divided as the plan says, by name, before anything is changed."""
+    for name, style in plan.items():
+        module = model.get_submodule(name)
+        linear = isinstance(module, (nn.Linear, Conv1D)) and type(module).forward in (
+            nn.Linear.forward,
+            Conv1D.forward,
+        )
+        if not (isinstance(module, nn.Embedding) if style == EMBEDDING else linear or style == SUMMED):
+            raise ModelError(
+                f"{name} is a {type(module).__name__}, which `{style}` cannot divide.",
+                "Column- and row-wise styles divide nn.Linear and Conv1D, embedding_rowwise divides nn.Embedding.",
+                "Leave it out of parallelism.tp_plan, or set parallelism.tp_size to 1.",
+            )
+        if style == SUMMED:
+            continue
+        if style in (EMBEDDING, "vocabulary"):
+            rows = module.num_embeddings if isinstance(module, nn.Embedding) else fan(module)[1]
+            if -(-rows // tp_size) * (tp_size - 1) >= rows:
+                raise ModelError(
+                    f"{name} has {rows} rows, of which tp_size = {tp_size} ranks would leave one without any."
+                )
+            continue
+        inputs, outputs = fan(module)
+        size, word = (outputs, "output") if style in COLUMN else (inputs, "input")
+        if size % tp_size:
+            raise ModelError(
+                f"{name} has {size} {word} features, not divisible by tp_size = {tp_size}.",
+                "Pieces of different size do not fit between column- and row-wise layers.",
+                "Set parallelism.tp_size to a divisor, or leave the layer out of parallelism.tp_plan.",
+            )
+    _check_ties(parts, plan)
+
+
+def _check_ties(parts: Parts, plan: Mapping[str, str]) -> None:
+    """A tied weight must be divided alike in all its places."""
+    how = {EMBEDDING: "rows", **dict.fromkeys(COLUMN, "rows"), **dict.fromkeys(ROW, "columns")}
+    for names in parts.tied:
+        cuts = {name: how.get(plan.get(name.rpartition(".")[0], ""), "whole") for name in names}
+        if len(set(cuts.values())) > 1:
+            raise ModelError(
+                f"{names[0]} and {names[1]} are one tensor, but tp_plan divides only one of them.",
+                "A tied weight has one layout.",
+                "Give the embedding embedding_rowwise and the head vocabulary, or neither.",
+            )
+
+
+def _regions(model: nn.Module, parts: Parts, plan: Mapping[str, str], strict: bool) -> set[str]:
+    """Modules inside blocks whose column- and row-wise layers share one exchange on entry.
+
+    That holds where nothing else in the module has parameters. `strict` (a model's own plan): refuses one that has,
+    unless its column-wise layers all give whole outputs, since what lies between gets partial gradients.
+    """
+    found = set()
+    parents = {name.rpartition(".")[0] for name, style in plan.items() if style in ROW}
+    for parent in sorted(parents - {""} - set(parts.blocks)):
+        if not any(parent.startswith(f"{block}.") for block in parts.blocks):
+            continue
+        children = {name: style for name, style in plan.items() if name.startswith(f"{parent}.")}
+        columns = {style for style in children.values() if style in COLUMN}
+        owned = tuple(f"{name}." for name in children)
+        other = [
+            f"{parent}.{name}"
+            for name, p in model.get_submodule(parent).named_parameters()
+            if not f"{parent}.{name}".startswith(owned)
+        ]
+        if not columns:
+            continue
+        if other and columns != {"colwise_gather_output"}:
+            if strict:
+                raise ModelError(
+                    f"{other[0]} has no tensor-parallel style, but its module {parent} is divided by heads or features.",
+                    "Each rank would see a part of its gradient only.",
+                    "Give a whole parallelism.tp_plan in which it has one (replicated_with_grad_allreduce sums it).",
+                )
+            continue
+        found.add(parent)
+    return found

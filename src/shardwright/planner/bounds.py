@@ -1,0 +1,283 @@
+"""Bounds of time and memory that whole shells and cells share, so that the search can leave them out at
+once.
+"""
+
+from __future__ import annotations
+
+from math import inf
+from operator import itemgetter
+from typing import TYPE_CHECKING, NamedTuple
+
+from shardwright.arch.inventory import counts
+from shardwright.layout.axes import Axes
+from shardwright.planner.block_bytes import ActivationKey, block_bytes
+from shardwright.planner.job import DTYPE_BYTES, Job, Layout, Recompute
+from shardwright.planner.peak import PeakModel
+from shardwright.planner.program import SHARDWRIGHT, Program
+from shardwright.planner.rank_bytes import planned_stages
+from shardwright.planner.rank_time import rank_kinds
+from shardwright.planner.space import CHUNKS, RECOMPUTE, Cell, Shell, divisors, kinds_of, schedules, variants
+from shardwright.planner.step_time import Clock, idle_rounds
+
+if TYPE_CHECKING:
+    from shardwright.planner.device import Device
+    from shardwright.planner.kernels import Software
+    from shardwright.planner.rank_time import BlockSeconds, RankKind
+
+
+SLIGHTLY_LESS = 1 - 1e-9
+"""Bounds add up in another order than predictions do."""
+
+
+Edge = tuple[float, float, float, float]
+"""Forward and backward seconds of the head, then of the embedding."""
+
+
+class Bounded(NamedTuple):
+    """A cell with the seconds and the bytes of activations that it needs at least, and the rank that works longest.
+
+    block, edge: of one microbatch.
+    """
+
+    seconds: float
+    worst: RankKind
+    kept: float
+    cell: Cell
+    block: BlockSeconds
+    edge: Edge
+
+    @property
+    def backward(self) -> float:
+        """Seconds of the backward pass of one microbatch on the rank that works longest."""
+        blocks, first, last = self.worst
+        return blocks * self.block.backward + last * self.edge[1] + first * self.edge[3]
+
+
+class Bounds:
+    """Lower bounds, and exact needs, of the layouts of a job on a number of equal devices.
+
+    asked: layouts whose exact peak was asked for.
+    """
+
+    def __init__(
+        self, job: Job, device: Device, devices: int, software: Software, program: Program = SHARDWRIGHT
+    ) -> None:
+        self.job, self.device, self.devices, self.program = job, device, devices, program
+        self.clock = Clock(job, device, software)
+        self.peaks = PeakModel(job, program)
+        self.capacity = device.memory_bytes
+        self.asked = 0
+        self._total = counts(job.shape).total
+        self._blocks: dict[tuple[object, ...], int] = {}
+        self._stages: dict[int, tuple[int, ...]] = {}
+        self._kinds: dict[tuple[object, ...], list[RankKind]] = {}
+        self._saved: dict[ActivationKey, float] = {}
+
+    def stage_blocks(self, cell: Cell) -> tuple[int, ...]:
+        """Blocks of each pipeline stage of the cell."""
+        return self._stage_blocks(cell.shell.pp * cell.chunks)
+
+    def _stage_blocks(self, stages: int) -> tuple[int, ...]:
+        found = self._stages.get(stages)
+        if found is None:
+            found = self._stages[stages] = planned_stages(self.job.shape, stages)
+        return found
+
+    def needs(self, layout: Layout, limit: float = inf) -> tuple[float, float]:
+        """(allocated, with fragmentation and context) bytes at the peak of the fullest rank.
+
+        Of a layout that needs more than `limit`: some number above it; the first such rank settles it.
+        """
+        self.asked += 1
+        context = self.program.context_bytes
+        allocated, reserved = self.peaks.peak_bytes(layout, limit - context)
+        return allocated, reserved + context
+
+    def fits(self, layout: Layout) -> bool:
+        """Whether `needs` says that the layout fits."""
+        return self.needs(layout, self.capacity)[1] <= self.capacity
+
+    def states(self, shell: Shell, kind: str) -> float:
+        """Bytes of model states that every layout of the family keeps, a lower bound: even parts."""
+        m, c = DTYPE_BYTES[self.job.master_dtype], DTYPE_BYTES[self.job.param_dtype]
+        part = self._total / (shell.tp * shell.pp)
+        if kind == "ddp":
+            return 4 * m * part
+        if kind == "offload":
+            return 0.0
+        # Parameters, moments and reduced gradients are shards for every zero*; zero1 and zero2 hold all gathered.
+        gathered = c * (1 + self.program.fragmentation) if kind in ("zero1", "zero2") else 0.0
+        return (4 * m / (shell.data * shell.cp) + gathered) * part
+
+    def bounded(self, shell: Shell, most: float, limit: float) -> list[Bounded]:
+        """Every cell of the shell whose activations may fit into `most` bytes and that may take less than `limit` seconds, the
+        quickest bound first.
+
+        Left out is GPipe where 1F1B runs too: it idles as long and keeps more.
+        """
+        found: list[Bounded] = []
+        rows, share = (
+            self.job.global_batch_size // shell.data,
+            self.job.shape.layers / shell.pp * SLIGHTLY_LESS,
+        )
+        for microbatch in divisors(rows):
+            count = rows // microbatch
+            modes = [
+                (
+                    recompute,
+                    self._saved_bytes(shell, microbatch, recompute),
+                    self._block(shell, microbatch, recompute),
+                )
+                for recompute in RECOMPUTE
+            ]
+            # The longest rank has at least its share of the blocks.
+            modes = [mode for mode in modes if count * share * (mode[2].forward + mode[2].backward) < limit]
+            if not modes:
+                continue
+            edge, send = self._edges(shell, microbatch)
+            for schedule, chunks in schedules(shell.pp, self.job.shape.layers, count):
+                if schedule == "gpipe" and count >= shell.pp:
+                    continue
+                held = self._held(shell.pp, schedule, chunks, count)
+                for recompute, saved, block in modes:
+                    if saved * held <= most:
+                        seconds, worst = self._floor(shell.pp, schedule, chunks, count, block, edge, send)
+                        if seconds < limit:
+                            cell = Cell(shell, schedule, chunks, microbatch, count, recompute)
+                            found.append(Bounded(seconds, worst, saved * held, cell, block, edge))
+        found.sort(key=itemgetter(0))
+        return found
+
+    def _saved_bytes(self, shell: Shell, rows: int, recompute: Recompute) -> float:
+        """What a block keeps of one microbatch, with fragmentation."""
+        key = (shell.tp, shell.cp, rows, shell.tp > 1, recompute, shell.pp > 1)
+        found = self._saved.get(key)
+        if found is None:
+            saved = block_bytes(self.job, self.program, key).saved
+            found = self._saved[key] = saved * (1 + self.program.fragmentation)
+        return found
+
+    def _held(self, pp: int, schedule: str | None, chunks: int, microbatches: int) -> float:
+        """Blocks times microbatches that pipeline rank 0 keeps when it keeps most, a lower bound."""
+        flight: float = min(pp, microbatches)
+        if schedule == "gpipe":
+            flight = microbatches
+        elif schedule == "interleaved_1f1b":
+            flight = min(flight * (chunks + 1) / chunks - 1, microbatches)
+        return self._first_blocks(pp, schedule, chunks) * flight
+
+    def _first_blocks(self, pp: int, schedule: str | None, chunks: int) -> int:
+        """Blocks of pipeline rank 0."""
+        key = (pp, schedule, chunks)
+        found = self._blocks.get(key)
+        if found is None:
+            stages = self._stage_blocks(pp * chunks)
+            found = stages[0] + stages[-1] if schedule == "zbv" else sum(stages[::pp])
+            self._blocks[key] = found
+        return found
+
+    def least(self, shell: Shell, kind: str) -> tuple[Layout, float] | None:
+        """The layout of the family that needs least on this shell, and what it needs; None for an empty
+        family. Where one fits, the first that does.
+
+        One row a microbatch and everything recomputed; or all rows in one microbatch, which keeps no
+        unreduced gradients.
+        """
+        rows = self.job.global_batch_size // shell.data
+        best: tuple[Layout, float] | None = None
+        for microbatch in {1, rows}:
+            if best is not None and best[1] <= self.capacity:
+                break
+            count = rows // microbatch
+            schedule = None if shell.pp == 1 else "1f1b" if count >= shell.pp else "gpipe"
+            cell = Cell(shell, schedule, 1, microbatch, count, "full")  # type: ignore[arg-type]
+            # For every kind the first variant shards most, and drops parameters after forward where there is
+            # a choice.
+            layout = next(iter(variants(cell, kind)), None) if kind in kinds_of(cell) else None
+            if layout is not None:
+                needed = self.needs(layout)[1]
+                if best is None or needed < best[1]:
+                    best = (layout, needed)
+        return best
+
+    def bound(self, cell: Cell) -> Bounded:
+        """What no layout of the cell goes below: kernels and pipeline, no data-parallel cost."""
+        shell, rows = cell.shell, cell.microbatch_rows
+        block, (edge, send) = self._block(shell, rows, cell.recompute), self._edges(shell, rows)
+        floor = self._floor(shell.pp, cell.schedule, cell.chunks, cell.microbatches, block, edge, send)
+        held = self._held(shell.pp, cell.schedule, cell.chunks, cell.microbatches)
+        kept = self._saved_bytes(shell, rows, cell.recompute) * held
+        return Bounded(*floor, kept, cell, block, edge)
+
+    def _floor(
+        self,
+        pp: int,
+        schedule: str | None,
+        chunks: int,
+        microbatches: int,
+        block: BlockSeconds,
+        edge: Edge,
+        send: float,
+    ) -> tuple[float, RankKind]:
+        """`Clock.step` without anything that depends on the data-parallel axes, and the rank that works longest.
+
+        Heavier stages of other ranks are left out: what they cost depends on which rank works longest. edge: forward and
+        backward of head and embedding. send: seconds of one send between stages.
+        """
+        key = (pp, schedule, chunks)
+        kinds = self._kinds.get(key)
+        if kinds is None:
+            kinds = self._kinds[key] = [
+                k for k, _ in rank_kinds(self._stage_blocks(pp * chunks), schedule, pp, chunks)
+            ]
+        one, layers = block.forward + block.backward, self.job.shape.layers
+        head, embedding = edge[0] + edge[1], edge[2] + edge[3]
+        longest, worst = -1.0, kinds[0]
+        for kind in kinds:
+            blocks, first, last = kind
+            works = blocks * one + first * embedding + last * head
+            if works > longest:
+                longest, worst = works, kind
+        if pp == 1:
+            return microbatches * longest * SLIGHTLY_LESS, worst
+        every, w = layers * one + head + embedding, worst.blocks * block.weights
+        missing = max(pp - microbatches, 0)
+        if schedule == "zbv":
+            inputs = layers * (block.backward - block.weights) + edge[1] + edge[3]
+            inputs -= worst.blocks * block.backward + worst.last * edge[1] + worst.first * edge[3] - w
+            idle = inputs / 2
+        elif schedule == "zero_bubble":
+            idle = every - longest - 2 * layers * block.weights + 2 * w + w * missing
+        else:
+            idle = (every - longest) / chunks + idle_rounds(pp, chunks, microbatches) * longest
+        seconds = microbatches * longest + max(idle, 0.0) + self.clock.sends(pp, chunks, microbatches) * send
+        return seconds * SLIGHTLY_LESS, worst
+
+    def shell_bound(self, shell: Shell) -> float:
+        """The smallest bound of its cells: nothing recomputed, the schedule that idles least, the best microbatch."""
+        rows, layers, pp = self.job.global_batch_size // shell.data, self.job.shape.layers, shell.pp
+        best = inf
+        microbatch = 1
+        while microbatch <= rows:
+            if rows % microbatch == 0:
+                b = self._block(shell, microbatch, "none")
+                one = (b.forward + b.backward) * layers / pp
+                idle = 0.0
+                if pp > 1:
+                    idle = min(
+                        one * (pp - 1) / max(CHUNKS),
+                        ((b.backward - b.weights) * layers - one) / 2,
+                        (pp - 1) * one - 2 * b.weights * layers,
+                    )
+                best = min(best, one * (rows // microbatch) + max(idle, 0.0))
+            microbatch *= 2
+        return best * 0.97  # microbatches that are no powers of two may be a little better
+
+    def _block(self, shell: Shell, rows: int, recompute: Recompute) -> BlockSeconds:
+        return self.clock.block_at(shell.tp, shell.cp, shell.pp, self.devices, rows, recompute)
+
+    def _edges(self, shell: Shell, rows: int) -> tuple[Edge, float]:
+        """`Clock.edge` and `Clock.send` of one microbatch."""
+        axes = Axes(shell.pp, 1, shell.data, shell.cp, shell.tp)
+        layout = Layout(axes, "ddp", rows, sequence_parallel=shell.tp > 1)
+        return self.clock.edge(layout), self.clock.send(layout)

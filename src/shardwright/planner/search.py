@@ -1,0 +1,361 @@
+"""The fastest layout of every family, by branch and bound over all legal layouts.
+
+A shell, then a cell, has a lower bound of its time: kernels and pipeline without any data-parallel cost.
+Shells and cells are visited in the order of their bounds, and left as soon as the bound is above the best
+time that their families already have. So each family's best layout is the best of all its legal layouts,
+though few are timed one by one. Memory is bounded the same way: one microbatch row, everything recomputed,
+and the finest sharding need least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from math import inf, log
+from operator import itemgetter
+from typing import TYPE_CHECKING, NamedTuple
+
+from shardwright.planner.bounds import Bounded, Bounds
+from shardwright.planner.data_parallel_time import Window, exposed
+from shardwright.planner.job import Job, Layout
+from shardwright.planner.program import SHARDWRIGHT, Program
+from shardwright.planner.space import (
+    ON_DEVICE,
+    PREFETCH,
+    RECOMPUTE,
+    UNITS,
+    Cell,
+    Shell,
+    cells,
+    count_layouts,
+    kinds_of,
+    shells,
+    splits,
+    variant,
+    variants,
+)
+from shardwright.planner.step_time import StepTime
+
+if TYPE_CHECKING:
+    from shardwright.planner.device import Device
+    from shardwright.planner.kernels import Software
+
+SHARDED = ("zero1", "zero2", "zero3", "hsdp")
+BAND = 1.02
+"""Layouts whose times differ by less than 2% are ranked by simplicity: no prediction is that sharp."""
+REFINED = 3
+FAR = 1.25
+"""Once a family has a layout that fits, slower ones are searched up to this multiple of the best of all."""
+
+
+class Choice(NamedTuple):
+    """A layout that fits, with its time and peak (allocated, and with fragmentation and context)."""
+
+    family: str
+    layout: Layout
+    stage_blocks: tuple[int, ...]
+    time: StepTime
+    allocated_bytes: float
+    device_bytes: float
+
+    @property
+    def seconds(self) -> float:
+        return self.time.total
+
+
+class Rejection(NamedTuple):
+    """A family in which nothing fits: the layout that needs least, and what it needs."""
+
+    family: str
+    layout: Layout | None
+    device_bytes: float
+
+
+@dataclass
+class Found:
+    """What the search found. considered: legal layouts in the space; timed: those that no bound ruled out."""
+
+    best: dict[str, Choice] = field(default_factory=dict)
+    rejected: dict[str, Rejection] = field(default_factory=dict)
+    refused: dict[str, int] = field(default_factory=dict)
+    considered: int = 0
+    timed: int = 0
+
+    def ranked(self) -> list[Choice]:
+        """The best of each family, by time in bands of 2%, then by simplicity."""
+        if not self.best:
+            return []
+        fastest = min(choice.seconds for choice in self.best.values())
+        return sorted(
+            self.best.values(),
+            key=lambda c: (int(log(c.seconds / fastest) / log(BAND)), complexity(c.layout), c.seconds),
+        )
+
+
+def complexity(layout: Layout) -> int:
+    """How much there is to understand and to go wrong: each axis in use, then the memory choices."""
+    a = layout.axes
+    score = 4 * sum(size > 1 for size in (a.pp, a.cp, a.tp, a.dp_replicate))
+    score += {"ddp": 0, "zero1": 2, "zero2": 2, "zero3": 2}[layout.data_parallel]
+    score += 2 * (layout.schedule in ("zero_bubble", "zbv")) + (layout.schedule == "interleaved_1f1b")
+    score += (layout.recompute != "none") + (layout.unit != "block") + (layout.prefetch != 1)
+    return score + 6 * (layout.offload != "none")
+
+
+class Search(Bounds):
+    """Searches the layouts of a job on a number of equal devices."""
+
+    def __init__(
+        self,
+        job: Job,
+        device: Device,
+        devices: int,
+        software: Software,
+        program: Program = SHARDWRIGHT,
+        kinds: tuple[str, ...] = ON_DEVICE,
+    ) -> None:
+        super().__init__(job, device, devices, software, program)
+        self.kinds, self.found = kinds, Found()
+        self._fastest, self._seconds = inf, dict[str, float]()
+        self._lean: dict[tuple[Cell, str], bool] = {}
+        self._leanest: dict[tuple[Shell, str], tuple[Layout, float] | None] = {}
+        self._transfers: dict[tuple[Shell, str], tuple[list[tuple[float, float]], tuple[float, float]]] = {}
+        self._leans: dict[tuple[Cell, str], Layout | None] = {}
+        self._families: dict[tuple[Shell, str], str] = {}
+
+    def run(self) -> Found:
+        """Fills `found` and returns it."""
+        found, layers = self.found, self.job.shape.layers
+        legal, found.refused = shells(self.job, self.devices)
+        alive: list[tuple[float, Shell]] = []
+        for shell in legal:
+            rows = self.job.global_batch_size // shell.data
+            found.considered += count_layouts(rows, shell.data, shell.cp, shell.pp, layers)
+            alive.append((self.shell_bound(shell), shell))
+        alive.sort(key=lambda entry: entry[0])
+        for bound, shell in alive:
+            open_kinds = [
+                kind
+                for kind in self.kinds
+                if bound < self._limit(self._family(shell, kind)) and self._may_fit(shell, kind)
+            ]
+            if open_kinds:
+                self._shell(shell, open_kinds)
+        self._settle(legal)
+        played: set[str] = set()
+        while True:
+            # Playing a pipeline changes its time a little, so others may come to the top.
+            rest = [choice for choice in found.ranked()[:REFINED] if choice.family not in played]
+            if not rest:
+                found.timed = self.asked
+                return found
+            played.add(rest[0].family)
+            found.best[rest[0].family] = self.refine(rest[0])
+
+    def _settle(self, legal: list[Shell]) -> None:
+        """Every family without a best layout is rejected with the leanest one."""
+        rejected = self.found.rejected
+        for shell in legal:
+            for kind in self.kinds:
+                family = self._family(shell, kind)
+                if family in self.found.best:
+                    continue
+                known = rejected.get(family)
+                if (
+                    known is not None
+                    and known.device_bytes <= self.states(shell, kind) + self.program.context_bytes
+                ):
+                    continue
+                least = self._least(shell, kind)
+                if least is not None and (known is None or least[1] < known.device_bytes):
+                    rejected[family] = Rejection(family, *least)
+
+    def _family(self, shell: Shell, kind: str) -> str:
+        found = self._families.get((shell, kind))
+        if found is None:
+            split = shell.family
+            found = self._families[shell, kind] = f"{kind}+{split}" if split else kind
+        return found
+
+    def _limit(self, family: str) -> float:
+        """Seconds above which a layout of this family is of no interest: its own best, or FAR x the best."""
+        best = self._seconds.get(family)
+        return inf if best is None else min(best, FAR * self._fastest)
+
+    def _least(self, shell: Shell, kind: str) -> tuple[Layout, float] | None:
+        key = (shell, kind)
+        if key not in self._leanest:
+            self._leanest[key] = self.least(shell, kind)
+        return self._leanest[key]
+
+    def _may_fit(self, shell: Shell, kind: str) -> bool:
+        """Whether the family may have a layout that fits here: by its states, and as long as it has none, by its leanest.
+
+        zero3 needs least of all kinds on the device.
+        """
+        if self.states(shell, kind) + self.program.context_bytes > self.capacity:
+            return False
+        if self._family(shell, kind) in self._seconds:
+            return True
+        if kind not in ("zero3", "offload") and "zero3" in self.kinds and shell.data * shell.cp > 1:
+            zero3 = self._least(shell, "zero3")
+            if zero3 is not None and zero3[1] > self.capacity:
+                return False
+        least = self._least(shell, kind)
+        return least is not None and least[1] <= self.capacity
+
+    def _shell(self, shell: Shell, kinds: list[str]) -> None:
+        left = self.capacity - self.program.context_bytes
+        room = {kind: left - self.states(shell, kind) for kind in kinds}
+        families = {kind: self._family(shell, kind) for kind in kinds}
+        too_many: dict[tuple[object, ...], int] = {}
+        for bound in self.bounded(shell, max(room.values()), max(map(self._limit, families.values()))):
+            cell, seconds = bound.cell, bound.seconds
+            open_kinds = [kind for kind in kinds if seconds < self._limit(families[kind])]
+            if not open_kinds:
+                break
+            open_kinds = [kind for kind in open_kinds if bound.kept <= room[kind] and kind in kinds_of(cell)]
+            for kind in open_kinds:
+                # What does not fit with fewer rows, or with more recomputed, does not fit with more; as long
+                # as there are more microbatches than ranks, so that the pipeline is full.
+                key = (kind, cell.schedule, cell.chunks, cell.recompute)
+                hopeless = cell.microbatches > shell.pp and cell.microbatch_rows >= too_many.get(key, 1 << 60)
+                if hopeless or self._cell(bound, kind):
+                    continue
+                if cell.microbatches > shell.pp:
+                    for recompute in RECOMPUTE[: RECOMPUTE.index(cell.recompute) + 1]:
+                        key = (kind, cell.schedule, cell.chunks, recompute)
+                        too_many[key] = min(too_many.get(key, 1 << 60), cell.microbatch_rows)
+
+    def only(
+        self, tp: int, cp: int, pp: int, kind: str, replicate: int | None = None, schedule: str | None = None
+    ) -> Choice | None:
+        """The fastest layout that fits with these axes and data-parallel family (and schedule, replicas)."""
+        data = self.devices // (tp * cp * pp)
+        shell = Shell(tp, cp, pp, data)
+        best: Choice | None = None
+        for bound in sorted(map(self.bound, cells(self.job, shell)), key=itemgetter(0)):
+            cell = bound.cell
+            wanted = kind in kinds_of(cell) and schedule in (None, cell.schedule)
+            if not wanted or (best and bound.seconds >= best.seconds):
+                continue
+            if not self._lean_fits(cell, kind):
+                continue
+            stage_blocks = self.stage_blocks(cell)
+            for layout in variants(cell, kind):
+                time = self.clock.step(layout, stage_blocks)
+                if replicate not in (None, layout.axes.dp_replicate) or (best and time.total >= best.seconds):
+                    continue
+                allocated, device = self.needs(layout)
+                if device <= self.capacity:
+                    best = Choice(self._family(shell, kind), layout, stage_blocks, time, allocated, device)
+        return best and self.refine(best)
+
+    def _lean_of(self, cell: Cell, kind: str) -> Layout | None:
+        """The first variant, which shards most and drops parameters after forward where there is a choice."""
+        key = (cell, kind)
+        if key not in self._leans:
+            self._leans[key] = next(variants(cell, kind), None)
+        return self._leans[key]
+
+    def _lean_fits(self, cell: Cell, kind: str) -> bool:
+        """Whether the leanest layout of the cell fits: finest sharding, parameters dropped after forward.
+
+        zero3 needs least of all kinds on the device; asking it first settles most cells.
+        """
+        if (
+            kind not in ("zero3", "offload")
+            and "zero3" in kinds_of(cell)
+            and not self._lean_fits(cell, "zero3")
+        ):
+            return False
+        key = (cell, kind)
+        known = self._lean.get(key)
+        if known is None:
+            layout = self._lean_of(cell, kind)
+            known = self._lean[key] = layout is not None and self.fits(layout)
+        return known
+
+    def _options(self, bound: Bounded, kind: str, best: float) -> Sequence[tuple[int, bool]]:
+        """The splits of the cell that may take less than `best` seconds, by the collectives that they add to its bound."""
+        cell, clock = bound.cell, self.clock
+        shell = cell.shell
+        every = splits(shell.data, shell.cp, kind)
+        if not every or kind not in SHARDED or not clock.software.reduces_units:
+            return every
+        found, quickest = self._transfers_of(cell, kind)
+        left = best - bound.seconds
+        if kind in ("zero1", "zero2"):
+            known = kind, shell.tp, bound.worst, bound.backward, cell.microbatches
+            if clock.least_once(*known, quickest[0]) >= left:
+                return ()
+            return [split for split, one in zip(every, found) if clock.least_once(*known, one[0]) < left]
+        # The waits of the microbatches, and of those that pass while the pipeline fills.
+        left /= (cell.microbatches + (shell.pp - 1) / cell.chunks) * bound.worst.blocks
+        layers, block = self.job.shape.layers // (shell.pp * cell.chunks), bound.block
+        window = Window(1, layers, layers > 1, block.forward, block.backward, clock.slowdown)
+        if exposed(window, *quickest) >= left:
+            return ()
+        return [split for split, one in zip(every, found) if exposed(window, *one) < left]
+
+    def _transfers_of(self, cell: Cell, kind: str) -> tuple[list[tuple[float, float]], tuple[float, float]]:
+        """Seconds of a unit's collectives for each split of the cell's shell, and the least of each column.
+
+        Two columns as in `unit_transfers`; of zero1 and zero2 the reduction only, in the first.
+        """
+        key = (cell.shell, kind)
+        known = self._transfers.get(key)
+        if known is None:
+            layouts = variants(cell, kind)
+            if kind in ("zero1", "zero2"):
+                found = [(self.clock.unit_reduction(layout), 0.0) for layout in layouts]
+            else:
+                found = [self.clock.unit_transfers(layout) for layout in layouts]
+            quickest = min(one[0] for one in found), min(one[1] for one in found)
+            known = self._transfers[key] = found, quickest
+        return known
+
+    def _cell(self, bound: Bounded, kind: str) -> bool:
+        """Times the layouts of a cell that may be of interest; False when its leanest one does not fit."""
+        cell = bound.cell
+        family = self._family(cell.shell, kind)
+        best = self._limit(family)
+        if best == inf and not self._lean_fits(cell, kind):
+            return False
+        options = self._options(bound, kind, best)
+        if not options:
+            return True
+        stage_blocks = self.stage_blocks(cell)
+        timed: list[tuple[Layout, StepTime]] = []
+        for replicate, reshard in options:
+            layout = variant(cell, kind, replicate, reshard)
+            time = self.clock.step(layout, stage_blocks)
+            if time.total < best:
+                timed.append((layout, time))
+        if timed and not self._lean_fits(cell, kind):
+            return False
+        for layout, time in timed:
+            if time.total >= best:
+                continue
+            allocated, device = self.needs(layout, self.capacity)
+            if device <= self.capacity:
+                best = self._seconds[family] = time.total
+                self._fastest = min(self._fastest, best)
+                self.found.best[family] = Choice(family, layout, stage_blocks, time, allocated, device)
+            elif layout.reshard_after_forward is not False or kind in ("zero1", "zero2"):
+                break  # More replicas shard less.
+        return True
+
+    def refine(self, choice: Choice) -> Choice:
+        """Units and prefetch of a layout found, and its pipeline played instead of the closed form."""
+        best = choice
+        if choice.layout.data_parallel == "zero3":
+            for unit in UNITS:
+                for prefetch in PREFETCH:
+                    layout = replace(choice.layout, unit=unit, prefetch=prefetch)  # type: ignore[arg-type]
+                    time = self.clock.step(layout, choice.stage_blocks)
+                    if time.total < best.seconds / BAND:
+                        allocated, device = self.needs(layout)
+                        if device <= self.capacity:
+                            best = Choice(choice.family, layout, choice.stage_blocks, time, allocated, device)
+        return best._replace(time=self.clock.timed(best.layout, best.stage_blocks))

@@ -1,0 +1,218 @@
+"""Every legal layout of a job on a number of devices: what may be combined, and why the rest may not.
+
+Words: a shell is (tp, cp, pp); a cell adds schedule, microbatch and recomputation to it. What is left are the
+data-parallel variants of a cell, which change neither kernels nor pipeline: they only add time, so a cell's
+time without them is a bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+from shardwright.layout.axes import Axes
+from shardwright.layout.combinations import FULLY_SHARD, SPLIT_BACKWARD, excluded
+from shardwright.layout.pipeline_schedules import legality
+from shardwright.planner.job import Job, Layout, Recompute
+
+if TYPE_CHECKING:
+    from shardwright.arch.shape import Shape
+    from shardwright.config.schema import Schedule
+
+RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+CHUNKS = (2, 3, 4, 6, 8)
+UNITS: tuple[int | str, ...] = ("block", 2, 4, "root")
+PREFETCH = (1, 2)
+
+KINDS = ("ddp", "zero1", "zero2", "zero3", "hsdp", "offload")
+"""Data-parallel families. hsdp is zero3 with dp_replicate > 1; offload is zero3 with shards and optimizer on
+the host.
+"""
+
+ON_DEVICE = KINDS[:-1]
+"""Without offload, which needs host memory that the catalogue does not know: it is searched when asked
+for.
+"""
+
+WITHOUT_HSDP = tuple(kind for kind in KINDS if kind != "hsdp")
+
+SPLIT_WEIGHTS = tuple(name for name in SPLIT_BACKWARD if excluded({name, *FULLY_SHARD}))
+"""Schedules that make the weights' gradient apart and run without `fully_shard` only."""
+
+
+class Shell(NamedTuple):
+    """Sizes of the model-parallel axes, and of the data axis that they leave."""
+
+    tp: int
+    cp: int
+    pp: int
+    data: int
+
+    @property
+    def family(self) -> str:
+        """Which axes split the model: `tp+pp`, `tp`, `pp` or an empty string. cp splits rows, so it does not
+        count.
+        """
+        return "+".join(name for name, size in (("tp", self.tp), ("pp", self.pp)) if size > 1)
+
+
+class Cell(NamedTuple):
+    """A shell with schedule, microbatch and recomputation; the data-parallel variants are what is left
+    open.
+    """
+
+    shell: Shell
+    schedule: Schedule | None
+    chunks: int
+    microbatch_rows: int
+    microbatches: int
+    recompute: Recompute
+
+
+@lru_cache(maxsize=4096)
+def divisors(number: int) -> tuple[int, ...]:
+    """All divisors, ascending."""
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return tuple(sorted({*small, *(number // d for d in small)}))
+
+
+def tensor_reason(shape: Shape, tp: int) -> str:
+    """Why the model cannot be split over `tp` ranks, or an empty string: whole heads and equal MLP
+    columns.
+    """
+    for name, value in (
+        ("num_attention_heads", shape.heads),
+        ("num_key_value_heads", shape.kv_heads),
+        ("intermediate_size", shape.ffn),
+    ):
+        if value % tp:
+            return f"{name} = {value} is not divisible by tp_size = {tp}"
+    return ""
+
+
+def shells(job: Job, devices: int) -> tuple[list[Shell], dict[str, int]]:
+    """The legal shells, and for each reason how many were refused."""
+    legal: list[Shell] = []
+    refused: dict[str, int] = {}
+
+    def refuse(reason: str) -> None:
+        refused[reason] = refused.get(reason, 0) + 1
+
+    for tp in divisors(devices):
+        reason = tensor_reason(job.shape, tp)
+        if reason:
+            refuse("tp_size must divide heads, key/value heads and the MLP's width")
+            continue
+        for cp in divisors(devices // tp):
+            if cp > 1 and job.max_length % (2 * cp):
+                refuse("2 x cp_size must divide max_length")
+                continue
+            for pp in divisors(devices // (tp * cp)):
+                data = devices // (tp * cp * pp)
+                if pp > job.shape.layers:
+                    refuse(f"pp_size is more than the {job.shape.layers} blocks")
+                elif job.global_batch_size % data:
+                    refuse(f"the data ranks do not divide the {job.global_batch_size} rows of an update")
+                else:
+                    legal.append(Shell(tp, cp, pp, data))
+    return legal, refused
+
+
+@lru_cache(maxsize=65536)
+def schedules(pp: int, layers: int, microbatches: int) -> tuple[tuple[Schedule | None, int], ...]:
+    """(schedule, chunks) that run with so many microbatches."""
+    if pp == 1:
+        return ((None, 1),)
+    options: list[tuple[Schedule, int]] = [("gpipe", 1), ("1f1b", 1)]
+    options += [("interleaved_1f1b", chunks) for chunks in CHUNKS if pp * chunks <= layers]
+    options += [("zero_bubble", 1)]
+    if 2 * pp <= layers:
+        options.append(("zbv", 2))
+    return tuple(option for option in options if not legality(option[0], pp, option[1], microbatches))
+
+
+@lru_cache(maxsize=16)
+def recomputations(schedule: Schedule | None) -> tuple[Recompute, ...]:
+    """The kinds of recomputation that run with a schedule."""
+    return tuple(kind for kind in RECOMPUTE if schedule is None or not excluded({schedule, kind}))
+
+
+def cells(job: Job, shell: Shell) -> Iterator[Cell]:
+    """Every cell of a shell."""
+    rows = job.global_batch_size // shell.data
+    for microbatch in divisors(rows):
+        count = rows // microbatch
+        for schedule, chunks in schedules(shell.pp, job.shape.layers, count):
+            for recompute in recomputations(schedule):
+                yield Cell(shell, schedule, chunks, microbatch, count, recompute)
+
+
+def kinds_of(cell: Cell) -> tuple[str, ...]:
+    """The data-parallel families that a cell can have. Without a group to shard over there is only ddp (on
+    one rank).
+    """
+    if cell.schedule in SPLIT_WEIGHTS:
+        return ("ddp",)
+    if cell.shell.data * cell.shell.cp == 1:
+        return ("ddp", "offload")
+    return KINDS if cell.shell.data > 1 else WITHOUT_HSDP
+
+
+@lru_cache(maxsize=65536)
+def _axes(shell: Shell, replicate: int) -> Axes:
+    return Axes(shell.pp, replicate, shell.data // replicate, shell.cp, shell.tp)
+
+
+@lru_cache(maxsize=65536)
+def splits(data: int, cp: int, kind: str) -> tuple[tuple[int, bool], ...]:
+    """(replicas, reshard after forward) that a family can have; the first shards most and keeps least gathered."""
+    if kind == "ddp":
+        return ((1, False),)
+    if kind == "offload":
+        return ((1, True),)
+    replicas = (1,) if kind == "zero3" else divisors(data)[kind == "hsdp" :]
+    sharded = [replicate for replicate in replicas if data // replicate * cp > 1]
+    if kind in ("zero1", "zero2"):
+        return tuple((replicate, False) for replicate in sharded)
+    return tuple((replicate, reshard) for replicate in sharded for reshard in (True, False))
+
+
+def variant(cell: Cell, kind: str, replicate: int, reshard: bool) -> Layout:
+    """One layout of a cell, with units of one block and prefetch 1."""
+    return Layout(
+        _axes(cell.shell, replicate),
+        "zero3" if kind in ("hsdp", "offload") else kind,  # type: ignore[arg-type]
+        cell.microbatch_rows,
+        cell.schedule,
+        cell.chunks,
+        cell.shell.tp > 1,
+        cell.recompute,
+        reshard,
+        offload="params" if kind == "offload" else "none",
+    )
+
+
+def variants(cell: Cell, kind: str) -> Iterator[Layout]:
+    """Every layout of a cell in one data-parallel family."""
+    for replicate, reshard in splits(cell.shell.data, cell.shell.cp, kind):
+        yield variant(cell, kind, replicate, reshard)
+
+
+@lru_cache(maxsize=65536)
+def count_layouts(rows: int, data: int, cp: int, pp: int, layers: int) -> int:
+    """How many layouts a shell has, units and prefetch included, with so many rows per data rank."""
+    total = 0
+    choices = len(UNITS) * len(PREFETCH)
+    splits = len(divisors(data)) - (cp == 1)
+    for microbatch in divisors(rows):
+        for schedule, _ in schedules(pp, layers, rows // microbatch):
+            if schedule in SPLIT_WEIGHTS:
+                kinds = 1
+            elif data * cp == 1:
+                kinds = 1 + choices
+            else:
+                # ddp; zero1, zero2 and zero3 with and without resharding for each split; offload.
+                kinds = 1 + splits * (2 + 2 * choices) + choices
+            total += kinds * len(recomputations(schedule))
+    return total

@@ -1,0 +1,1 @@
+"""The verbs that plan, check, measure, break and show runs."""

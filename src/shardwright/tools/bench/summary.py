@@ -1,0 +1,191 @@
+"""From what ranks measured to the entries of `bench.json`: one for each layout and peer. Plain data, no torch.
+
+An entry: name, kind (layout or peer), proven (None for a peer), step_seconds and targets_per_s of each timed update and the
+figures made of them, mfu, hfu, loss_off (of the last timed update, relative to the first loop's), peak_bytes and memory of the
+fullest rank, predicted, traffic by axis, communication, ranks, schedule of a pipeline, verdict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from statistics import median
+from typing import Any
+
+from shardwright.layout.axes import Axes
+from shardwright.measure.verdict import Figures, what_limits
+from shardwright.planner.job import Layout
+from shardwright.planner.memory_timeline import walked_actions
+from shardwright.tools.bench.turns import Spread, of_run, ratio
+from shardwright.train.anomaly import slow_rank
+
+Json = dict[str, Any]
+
+
+def entry(name: str, loop: Mapping[str, Any], proven: bool | None, first: Mapping[str, Any]) -> Json:
+    """The entry of one loop. first: the loop that all are compared with, of the same start of ranks."""
+    ranks = loop["ranks"]
+    seconds = _seconds(loop)
+    counted, devices = loop["counted"], len(ranks)
+    rates = [targets / s for targets, s in zip(counted["targets"], seconds)]
+    spread = Spread.of(seconds)
+    made: Json = {
+        "name": name,
+        "kind": loop["kind"],
+        "proven": proven,
+        "n": len(seconds),
+        "step_seconds": seconds,
+        "step_seconds_p50": spread.p50,
+        "step_seconds_p95": spread.p95,
+        "step_seconds_max": spread.most,
+        "step_seconds_spread": spread.half_width,
+        "targets_per_s": rates,
+        "targets_per_s_p50": median(rates),
+        "targets_per_s_per_device": median(rates) / devices,
+        "real_tokens_per_s": median(n / s for n, s in zip(counted["real"], seconds)),
+        "slots_per_s": median(n / s for n, s in zip(counted["slots"], seconds)),
+        "padding_fraction": 1 - sum(counted["real"]) / sum(counted["slots"]),
+        "wait_seconds": median(of_run([_each(rank, "waited") for rank in ranks])),
+        "collected_seconds": median(of_run([_each(rank, "collected") for rank in ranks])),
+        "first_seconds": loop["first_seconds"],
+        "speed": ratio(seconds, _seconds(first)),
+        "loss": loop["loss"],
+        "loss_off": abs(loop["loss"] / first["loss"] - 1),
+        **_utilisation(loop, seconds),
+        "ranks": [_rank(rank, spread.p50) for rank in ranks],
+    }
+    if loop["kind"] == "layout":
+        made |= _layout_part(loop, made)
+    return made
+
+
+def _utilisation(loop: Mapping[str, Any], seconds: Sequence[float]) -> Json:
+    """`mfu` and `hfu` by `arch.flops.UTILISATION`, medians over the updates; None where no peak is known."""
+    peak, ranks = loop["peak"], loop["ranks"]
+    if peak is None:
+        return {"mfu": None, "hfu": None, "peak_flops": None}
+    every = peak["flops"] * len(ranks)
+    of_updates = list(zip(seconds, *(rank["flops"] for rank in ranks)))
+    useful = [sum(own for own, _ in flops) / s / every for s, *flops in of_updates]
+    again = [sum(own for _, own in flops) / s / every for s, *flops in of_updates]
+    hardware = [one + more for one, more in zip(useful, again)]
+    return {"mfu": median(useful), "hfu": median(hardware), "peak_flops": peak["flops"]}
+
+
+def _seconds(loop: Mapping[str, Any]) -> list[float]:
+    return of_run([_each(rank, "seconds") for rank in loop["ranks"]])
+
+
+def _each(rank: Mapping[str, Any], key: str) -> list[float]:
+    return [float(turn[key]) for turn in rank["turns"]]
+
+
+def _rank(rank: Mapping[str, Any], step_seconds: float) -> Json:
+    """The straggler view: what a rank did itself, and what it waited for, scaled as in `_communication`."""
+    window = rank["window"]
+    scale = step_seconds / window["seconds"] if window else 0.0
+    return {
+        "step_seconds": median(_each(rank, "seconds")),
+        "own_seconds": median(_each(rank, "busy")),
+        "compute_seconds": window["compute_seconds"] * scale if window else None,
+        "exposed_seconds": window["exposed_seconds"] * scale if window else None,
+        "peak_bytes": rank["memory"].get("bytes"),
+    }
+
+
+def _layout_part(loop: Mapping[str, Any], made: Mapping[str, Any]) -> Json:
+    ranks, planned = loop["ranks"], loop["planned"]
+    fullest = max((rank["memory"] for rank in ranks), key=lambda memory: memory["bytes"])
+    communication = _communication(ranks, made["step_seconds_p50"])
+    predicted = None
+    if planned is not None:
+        predicted = {
+            "peak_bytes": planned["peak_bytes"],
+            "composition": planned["composition"],
+            "moment": planned["moment"],
+            "step_seconds": planned["seconds"],
+            "step_parts": planned["parts"],
+            "pipeline_idle": planned["idle"],
+        }
+    part: Json = {
+        "axes": loop["axes"],
+        "peak_bytes": fullest["bytes"],
+        "memory": fullest,
+        "predicted": predicted,
+        "traffic": _traffic([rank["traffic"] for rank in ranks]),
+        "communication": communication,
+        "build_seconds": loop["build_seconds"],
+    }
+    part["verdict"] = asdict(what_limits(_figures(made, part, loop)))
+    return part
+
+
+def _traffic(ranks: Sequence[Sequence[Mapping[str, Any]]]) -> Json:
+    """{axis: {collective: calls and bytes that a rank sends, the most of all ranks, and whether all are as predicted}}."""
+    found: dict[str, dict[str, Any]] = {}
+    for rows in ranks:
+        for row in rows:
+            most = found.setdefault(row["axis"], {}).setdefault(row["collective"], dict.fromkeys(_SENT, 0.0))
+            for key in _SENT:
+                most[key] = max(most[key], row[key])
+            known, before = row["equal"], most.get("equal", True)
+            most["equal"] = None if known is None or before is None else before and known
+    return found
+
+
+_SENT = ("predicted_calls", "recorded_calls", "predicted_bytes", "recorded_bytes")
+
+
+def _communication(ranks: Sequence[Mapping[str, Any]], step_seconds: float) -> Json:
+    """{axis: seconds and exposed seconds of an update by collective}, and of all axes together; the mean over ranks.
+
+    A profiler slows what it looks at, so the seconds of its window are scaled to the update as timed without it.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    window = _mean(ranks, "seconds")
+    scale = step_seconds / window
+    for rank in ranks:
+        for one in rank["window"]["by_axis"]:
+            sums = found.setdefault(one["axis"], {}).setdefault(one["collective"], dict.fromkeys(_TIMES, 0.0))
+            for key in _TIMES:
+                sums[key] += one[key] * scale / len(ranks)
+    of_run = {key: _mean(ranks, key) * scale for key in _PARTS}
+    axes = {axis: sum(rank["window"]["exposed_axes"].get(axis, 0.0) for rank in ranks) for axis in found}
+    exposed = {axis: seconds * scale / len(ranks) for axis, seconds in axes.items()}
+    return {"by_axis": found, "exposed_axes": exposed, "window_seconds": window, **of_run}
+
+
+_TIMES = ("seconds", "exposed_seconds")
+_PARTS = ("exposed_seconds", "compute_seconds", "products_seconds", "idle_seconds")
+
+
+def _mean(ranks: Sequence[Mapping[str, Any]], key: str) -> float:
+    return sum(rank["window"][key] for rank in ranks) / len(ranks)
+
+
+def _figures(made: Mapping[str, Any], part: Mapping[str, Any], loop: Mapping[str, Any]) -> Figures:
+    axes, communication, predicted = Axes(**loop["axes"]), part["communication"], part["predicted"]
+    stages = [axes.coordinates(rank)["pp"] for rank in range(axes.world_size)]
+    slowest, factor = slow_rank([rank["own_seconds"] for rank in made["ranks"]], stages)
+    return Figures(
+        made["step_seconds_p50"],
+        made["wait_seconds"],
+        made["padding_fraction"],
+        communication["exposed_axes"],
+        communication["idle_seconds"],
+        communication["compute_seconds"],
+        communication["products_seconds"],
+        slowest if factor > 1 else None,
+        factor,
+        predicted["pipeline_idle"] if predicted and axes.pp > 1 else None,
+    )
+
+
+def schedule_of(layout: Layout, microbatches: int) -> list[list[list[Any]]]:
+    """The pipeline's action lists, rank by rank: [stage, F B I or W, microbatch]; empty without a pipeline."""
+    if layout.axes.pp == 1:
+        return []
+    return [
+        [[a.stage, a.kind, a.microbatch] for a in walked_actions(layout, microbatches, rank)]
+        for rank in range(layout.axes.pp)
+    ]

@@ -1,0 +1,71 @@
+"""The rows of an update as both sides of a check read them: those of training, with small changes that are said aloud.
+
+The changes are pure functions of a row's id and contents, so that reference and candidate see the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from shardwright.config.schema import RunFile
+from shardwright.data.loader import Loader, Microbatch, UpdateBatch
+from shardwright.data.updates import open_updates
+from shardwright.layout.axes import Axes
+from shardwright.tools.check.changes import IGNORE, Changes, thinned
+from shardwright.train.run_data import widths
+
+
+class CheckedRows:
+    """The updates of a run as data rank `data_rank` of `data_ranks` sees them, with `changes`. axes: None for one process."""
+
+    def __init__(
+        self, run: RunFile, changes: Changes, *, data_rank: int, data_ranks: int, axes: Axes | None = None
+    ) -> None:
+        train = open_updates(_with_own_vocabulary(run) if changes.vocabulary is not None else run)
+        t = run.training
+        self.changes, self.table, self.order = changes, train.rows, train.order
+        self.loader = Loader(
+            self.table,
+            self.order,
+            data_rank=data_rank,
+            data_ranks=data_ranks,
+            microbatch_rows=t.per_device_train_batch_size,
+            pad_id=train.pad_id,
+            **widths(run, axes or Axes()),
+        )
+
+    def update(self, number: int) -> UpdateBatch:
+        """Update `number` (0-based)."""
+        batch = self.loader.update(number)
+        microbatches = tuple(self._changed(microbatch) for microbatch in batch.microbatches)
+        targets, weight = batch.target_tokens, batch.target_weight
+        if self.changes.thin:
+            counts = [self._thinned_counts(row) for row in batch.row_ids if row >= 0]
+            targets = sum(count for count, _ in counts)
+            weight = None if weight is None else sum(own for _, own in counts)
+        return replace(batch, microbatches=microbatches, target_tokens=targets, target_weight=weight)
+
+    def _thinned_counts(self, row: int) -> tuple[int, float]:
+        """(targets that are left of a row, the sum of their weights)."""
+        block = self.table.block([row], int(self.table.real_tokens(np.array([row]))[0]), 0)
+        kept = thinned(torch.from_numpy(block.labels[0]), row).numpy() != IGNORE
+        weights = kept if block.weights is None else block.weights[0][kept]
+        return int(kept.sum()), float(weights.sum(dtype=np.float64))
+
+    def _changed(self, microbatch: Microbatch) -> Microbatch:
+        ids, labels = microbatch.input_ids, microbatch.labels
+        if self.changes.vocabulary is not None:
+            ids = ids % self.changes.vocabulary
+            labels = torch.where(labels == IGNORE, labels, labels % self.changes.vocabulary)
+        if self.changes.thin:
+            labels = torch.stack([thinned(own, row) for own, row in zip(labels, microbatch.row_ids)])
+        return replace(microbatch, input_ids=ids, labels=labels)
+
+
+def _with_own_vocabulary(run: RunFile) -> RunFile:
+    """`run` without the shrunk vocabulary: the data keeps its ids, which are mapped afterwards."""
+    overrides = {key: value for key, value in run.model.config_overrides.items() if key != "vocab_size"}
+    return run.model_copy(update={"model": run.model.model_copy(update={"config_overrides": overrides})})

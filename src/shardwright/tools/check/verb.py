@@ -1,0 +1,301 @@
+"""`shardwright check`: one reference, then each layout on N ranks against it; a table, and a diagnosis where one differs."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from shardwright.config.load import Loaded
+from shardwright.config.schema import Training
+from shardwright.console import say
+from shardwright.errors import ConfigError, ExitCode, ModelError
+from shardwright.launch import inside_a_launcher, run_workers
+from shardwright.layout.axes import Axes
+from shardwright.layout.legality import check_device, check_run, check_settings
+from shardwright.layout.names import TUNING, expand_layouts, with_layout
+from shardwright.measure import clock
+from shardwright.mesh.process_group import device_kind
+from shardwright.models import build_model, find_parts
+from shardwright.parallel.apply import check_model
+from shardwright.tools.check.adjust import Adjusted, adjust
+from shardwright.tools.check.candidate import CandidateSpec, write_specs
+from shardwright.tools.check.compare import compare_records
+from shardwright.tools.check.explain import Finding, explain
+from shardwright.tools.check.fault_injection import FAULTS, known_fault
+from shardwright.tools.check.record import Record
+from shardwright.tools.check.reference import run_reference
+from shardwright.tools.check.table import Row, crashed_row, result_row, show
+from shardwright.tools.check.tolerance import Tolerance, float64_tolerance, run_dtype_tolerance
+from shardwright.train.preflight import check_programs
+
+ONE_THREAD_PARAMETERS = 2_000_000
+"""Up to this size one thread is faster than many: the matrices are too small to share."""
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A layout that is checked: its run, where its ranks stand, and what its ranks are told."""
+
+    layout: str
+    axes: Axes
+    spec: CandidateSpec
+
+
+def run_check(
+    loaded: Loaded,
+    layouts: str,
+    nproc_per_node: int,
+    *,
+    dtype: str = "fp64",
+    updates: int = 3,
+    plant: str = "",
+) -> int:
+    """Checks each of `layouts` (names joined by commas, or all) on `nproc_per_node` ranks; returns the exit code.
+
+    dtype: fp64 (the proof) or run (the run file's own dtypes, with tolerances that follow from them). plant: a fault to
+    put into the candidates, or `list`. Codes: 0 when all train the same objective, 3 when one does not, 1 when one crashed.
+    """
+    console = Console(highlight=False)
+    if plant == "list":
+        console.print("\n".join(FAULTS))
+        return ExitCode.DONE
+    if dtype not in ("fp64", "run"):
+        raise ConfigError(f"--dtype {dtype} is not known.", "", "Valid: fp64, run.")
+    if inside_a_launcher():
+        raise ConfigError(
+            "`check` was started under a launcher.",
+            "It starts its own ranks.",
+            "Call it once, without torchrun or srun.",
+        )
+    fault = known_fault(plant) if plant else ""
+    codes = check_layouts(loaded, layouts, nproc_per_node, console, dtype=dtype, updates=updates, fault=fault)
+    if ExitCode.CHECK_FAILED in codes.values():
+        return ExitCode.CHECK_FAILED
+    return next((code for code in codes.values() if code), ExitCode.DONE)
+
+
+def check_layouts(
+    loaded: Loaded,
+    layouts: str,
+    nproc_per_node: int,
+    console: Console,
+    *,
+    dtype: str = "fp64",
+    updates: int = 3,
+    fault: str = "",
+) -> dict[str, int]:
+    """Checks the layouts and prints what is found; {name: exit code of this layout alone} of those that are possible."""
+    device = device_kind(loaded.run.hardware.device, nproc_per_node)
+    names, data_ranks, split = possible_layouts(loaded, layouts, nproc_per_node, device, console)
+    adjusted = adjust(
+        loaded.run,
+        dtype=dtype,
+        data_ranks=data_ranks,
+        device=device,
+        updates=updates,
+        layouts=len(names),
+        split=split,
+    )
+    with tempfile.TemporaryDirectory(prefix="shardwright-check-") as directory:
+        return _check(
+            replace(loaded, run=adjusted.run),
+            adjusted,
+            names,
+            nproc_per_node,
+            device,
+            fault,
+            Path(directory),
+            console,
+        )
+
+
+def possible_layouts(
+    loaded: Loaded, layouts: str, ranks: int, device: str, console: Console
+) -> tuple[tuple[str, ...], int, bool]:
+    """The layouts that can run, the most data ranks that one of them has, and whether one splits the model or its rows.
+
+    One that was named must be possible; of `all`, those that are not are listed with the reason. Raises `ConfigError` or
+    `ModelError` for what no layout can mend, and where no layout is possible.
+    """
+    expanded = expand_layouts(layouts, ranks)
+    check_settings(with_layout(loaded, expanded[0]))  # of the layout's keys only those that it keeps
+    check_device(loaded.run, device)
+    check_programs(loaded.run)
+    asked = {part.strip() for part in layouts.split(",")}
+    model = build_model(loaded.run.model, torch.float64)
+    names, data_ranks, split = [], 1, False
+    refused: ConfigError | ModelError | None = None
+    for name in expanded:
+        try:
+            chosen = with_layout(loaded, name)
+            axes = check_run(chosen, ranks)
+            check_model(model, chosen.run)
+        except (ConfigError, ModelError) as error:
+            if name in asked:
+                raise
+            refused = refused or error
+            say(console, f"{name} left out: {error.what} {error.why}".rstrip())
+            continue
+        names.append(name)
+        data_ranks = max(data_ranks, axes.data_ranks)
+        split = split or axes.pp * axes.cp * axes.tp > 1
+    if not names and refused:
+        raise refused
+    for line in _dropped(loaded, names):
+        say(console, line)
+    return tuple(names), data_ranks, split
+
+
+def _dropped(loaded: Loaded, names: list[str]) -> Iterator[str]:
+    """A line for each key of the run file's layout that none of these layouts keeps or sets."""
+    runs = [with_layout(loaded, name) for name in names]
+    for key in (f"parallelism.{key}" for key in TUNING):
+        if loaded.origin[key] != "default" and all(run.origin[key] == "default" for run in runs):
+            yield f"{loaded.origin[key]}: `{key}` has no effect in these layouts."
+
+
+def _check(
+    loaded: Loaded,
+    adjusted: Adjusted,
+    names: tuple[str, ...],
+    ranks: int,
+    device: str,
+    fault: str,
+    directory: Path,
+    console: Console,
+) -> dict[str, int]:
+    tolerance = _tolerance(adjusted, ranks)
+    started, before = clock.now(), torch.get_num_threads()
+    reference, limit, training = _reference(adjusted, directory / "reference")
+    for line in (*adjusted.lines, *_limit_line(adjusted, limit)):
+        say(console, line)
+    say(console, _describe(reference, adjusted, clock.now() - started))
+    say(
+        console,
+        f"Allowed: {tolerance.formula}; relative to each tensor's largest element; from update 2 on r + min(10 p, 0.1), where "
+        "p is how far weights have drifted, in steps. AdamW steps as tools/check/tolerance.py derives. (%): the part used.",
+    )
+    if fault:
+        say(console, f"Planted into every candidate: {fault}.")
+    loaded = replace(loaded, run=loaded.run.model_copy(update={"training": training}))
+    candidates = [
+        _candidate(loaded, name, ranks, adjusted, fault, directory / f"candidate-{i}")
+        for i, name in enumerate(names)
+    ]
+    codes = _run(candidates, ranks, device, directory)
+    rows: list[Row] = []
+    findings: list[tuple[str, Finding]] = []
+    for candidate, code in zip(candidates, codes):
+        if code:
+            rows.append(crashed_row(candidate.layout, code))
+            continue
+        record = Record(Path(candidate.spec.directory))
+        comparison = compare_records(reference, record, tolerance)
+        rows.append(result_row(candidate.layout, comparison, candidate.spec.seconds))
+        if not comparison.passed:
+            codes[len(rows) - 1] = ExitCode.CHECK_FAILED
+            found = explain(reference, record, comparison, tolerance, candidate.axes, candidate.layout)
+            findings.append((candidate.layout, found))
+    torch.set_num_threads(before)
+    show(console, rows)
+    for layout, finding in findings:
+        _report(console, layout, finding)
+    return dict(zip(names, codes))
+
+
+def _reference(adjusted: Adjusted, directory: Path) -> tuple[Record, float | None, Training]:
+    model = build_model(adjusted.run.model, torch.float64)
+    if sum(p.numel() for p in model.parameters()) <= ONE_THREAD_PARAMETERS:
+        torch.set_num_threads(1)
+    return run_reference(adjusted.run, adjusted.changes, directory, adjusted.updates, adjusted.lines)
+
+
+def _describe(reference: Record, adjusted: Adjusted, seconds: float) -> str:
+    """The line about the reference."""
+    first = reference.scalars(1)
+    targets = [note.targets for note in first.microbatches]
+    return (
+        f"Reference: 1 process, {adjusted.updates} updates of {len(targets)} microbatches with {min(targets)} to "
+        f"{max(targets)} targets, loss {first.loss:.6f}, gradient norm {first.grad_norm:.6g} clipped by "
+        f"{first.clip_coefficient:.3g}, {seconds:.1f} s."
+    )
+
+
+def _tolerance(adjusted: Adjusted, ranks: int) -> Tolerance:
+    p, t = adjusted.run.precision, adjusted.run.training
+    if p.param_dtype == "fp64":
+        return float64_tolerance()
+    return run_dtype_tolerance(
+        p.param_dtype,
+        p.reduce_dtype,
+        p.master_dtype,
+        blocks=len(find_parts(build_model(adjusted.run.model, torch.float64)).blocks),
+        microbatches=t.global_batch_size // (t.per_device_train_batch_size * ranks),
+        ranks=ranks,
+        tokens=t.global_batch_size * adjusted.run.data.max_length,
+    )
+
+
+def _limit_line(adjusted: Adjusted, limit: float | None) -> list[str]:
+    """What to say when the gradient norm limit had to be lowered for clipping to be seen."""
+    asked = adjusted.run.training.max_grad_norm
+    if asked is None:
+        return ["training.max_grad_norm is null: clipping is not part of this objective."]
+    return (
+        []
+        if limit == asked
+        else [f"training.max_grad_norm {asked:g} -> {limit:.4g}, so that clipping is active."]
+    )
+
+
+def _candidate(
+    loaded: Loaded, name: str, ranks: int, adjusted: Adjusted, fault: str, directory: Path
+) -> _Candidate:
+    chosen = with_layout(loaded, name)
+    axes = check_run(chosen, ranks)
+    spec = CandidateSpec(
+        chosen.run.model_dump(mode="json"), str(directory), adjusted.updates, adjusted.changes, fault
+    )
+    return _Candidate(name, axes, spec)
+
+
+def _run(candidates: list[_Candidate], ranks: int, device: str, directory: Path) -> list[int]:
+    """The exit code of each candidate. All share one start of ranks; after a crash the rest is started anew."""
+    codes: list[int] = []
+    while len(codes) < len(candidates):
+        waiting = candidates[len(codes) :]
+        specs = directory / f"specs-{len(codes)}.json"
+        write_specs([candidate.spec for candidate in waiting], specs)
+        code = run_workers(
+            "shardwright.tools.check.candidate",
+            [str(specs)],
+            nproc_per_node=ranks,
+            log_dir=directory / "logs",
+            device=device,
+            threads=waiting[0].spec.run["hardware"]["threads_per_rank"],
+        )
+        done = [candidate for candidate in waiting if candidate.spec.seconds is not None]
+        codes += [0] * len(done)
+        if code == ExitCode.INTERRUPTED:
+            raise KeyboardInterrupt
+        if len(done) < len(waiting):
+            codes.append(code or ExitCode.CRASH)
+    return codes
+
+
+def _report(console: Console, layout: str, finding: Finding) -> None:
+    """What differs first in a layout, and the diagnosis."""
+    words = {"grad": "gradient", "param": "parameter"}
+    place = f"update {finding.update}" if finding.update else "start"
+    what = words.get(finding.kind, finding.kind)
+    text = f"{layout}: first difference in {place}: {what}"
+    if tensor := finding.tensor:
+        text += f" `{tensor.name}` {list(tensor.shape)}, off by {tensor.difference:.3e} ({tensor.relative:.1e} relative)"
+    say(console, f"{text}.")
+    say(console, f"  Diagnosis: {finding.diagnosis.name}. {finding.diagnosis.evidence}.")
+    say(console, f"  Look at: {finding.diagnosis.look_at}.")

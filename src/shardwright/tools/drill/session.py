@@ -1,0 +1,159 @@
+"""A run as one sees it from outside: started, watched through its pulses and files, broken, and started again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from shardwright.checkpoint import store
+from shardwright.config.load import Loaded
+from shardwright.errors import CheckFailed
+from shardwright.launch.heartbeat import Beat, read_pulse
+from shardwright.measure import clock
+
+POLL_SECONDS = 0.0002
+FREEZE_SECONDS = 0.5
+RESTARTS = 1000
+PATIENCE_SECONDS = 300.0
+"""How long the drill waits for anything that must come, beside the run's own time limits."""
+
+
+class Session:
+    """A run of `ranks` ranks in its own output directory, through all its launchers and starts."""
+
+    def __init__(self, loaded: Loaded, ranks: int, output_dir: Path) -> None:
+        self.loaded = loaded.replaced({"checkpoint.output_dir": str(output_dir)}, "drill")
+        self.ranks, self.output_dir = ranks, output_dir
+        output_dir.mkdir(parents=True)
+        self._file = output_dir / "drill.json"
+        self._file.write_text(self.loaded.to_json(), encoding="utf-8")
+        self.output = output_dir / "launcher.log"
+        self.launcher: subprocess.Popen | None = None
+        self.started_at = 0.0
+
+    def start(self, restarts: int = RESTARTS) -> None:
+        """Starts a launcher, unless one runs."""
+        if self.running:
+            return
+        command = [
+            sys.executable,
+            "-m",
+            "shardwright.tools.drill.start",
+            str(self._file),
+            str(self.ranks),
+            str(restarts),
+        ]
+        with self.output.open("ab") as output:
+            self.launcher = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+            )
+        self.started_at = clock.now()
+
+    def save_beside(self, beside: bool) -> None:
+        """Whether ranks that start from now on save beside training."""
+        changed = self.loaded.replaced({"checkpoint.async_save": beside}, "drill")
+        part = self._file.with_suffix(".part")
+        part.write_text(changed.to_json(), encoding="utf-8")
+        part.replace(self._file)
+
+    @property
+    def running(self) -> bool:
+        """Whether the launcher is there."""
+        return self.launcher is not None and self.launcher.poll() is None
+
+    def kill_launcher(self) -> None:
+        """SIGKILL; its guard ends the ranks."""
+        assert self.launcher is not None
+        self.launcher.kill()
+        self.launcher.wait()
+
+    def close(self) -> None:
+        """Leaves no process."""
+        if self.running:
+            self.kill_launcher()
+
+    @property
+    def starts(self) -> int:
+        """How often ranks were started, by all launchers."""
+        logs = self.output_dir / "logs"
+        return sum(1 for path in logs.iterdir() if path.name.isdecimal()) if logs.is_dir() else 0
+
+    def beat(self, rank: int, start: int | None = None) -> Beat | None:
+        """What `rank` of the last start (or of start number `start`) last said."""
+        number = self.starts - 1 if start is None else start
+        return read_pulse(self.output_dir / "logs" / str(number) / f"rank_{rank}")
+
+    def process_of(self, rank: int) -> int | None:
+        """The process of a rank that runs, from the launcher's children: there before the rank says anything."""
+        assert self.launcher is not None
+        with suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(self.launcher.pid).children():
+                with suppress(psutil.NoSuchProcess):
+                    if child.environ().get("RANK") == str(rank):
+                        return child.pid
+        return None
+
+    def reached(self, start: int) -> int:
+        """Updates done when start number `start` ended; 0 where it had not begun."""
+        beats = [beat for rank in range(self.ranks) if (beat := self.beat(rank, start)) and beat.first >= 0]
+        return max((beat.update for beat in beats), default=0)
+
+    def newest(self) -> int:
+        """Update of the checkpoint that a start would resume from; 0 for none."""
+        path = store.find(self.output_dir, "auto")
+        return store.read_manifest(path).update if path else 0
+
+    def wait_for_begin(self, start: int) -> tuple[int, float]:
+        """(update, clock) at which start number `start` began to train."""
+        for _ in self.polls(f"start {start} to begin"):
+            beat = self.beat(0, start)
+            if beat is not None and beat.first >= 0:
+                return beat.first, clock.now()
+            if not self.running:
+                raise CheckFailed("A start of the ranks ended before its first update.", self.tail())
+        raise AssertionError
+
+    def wait_for_end(self, start: int) -> int | None:
+        """Waits until start number `start` is over: the launcher's exit code, or None when it has started ranks again."""
+        for _ in self.polls(f"start {start} to end"):
+            if not self.running:
+                assert self.launcher is not None
+                return self.launcher.returncode
+            if self.starts > start + 1:
+                return None
+        raise AssertionError
+
+    def polls(self, what: str, interval: float = 0.01, seconds: float = PATIENCE_SECONDS) -> Iterator[None]:
+        """Goes on until `seconds` are over; then raises `CheckFailed`."""
+        end = clock.now() + seconds + self.loaded.run.hardware.timeout_seconds
+        while clock.now() < end:
+            yield
+            clock.sleep(interval)
+        raise CheckFailed(f"The drill has waited in vain for {what}.", self.tail())
+
+    def tail(self, lines: int = 8) -> str:
+        """The last lines that the launchers wrote."""
+        text = self.output.read_text(encoding="utf-8", errors="replace") if self.output.exists() else ""
+        return "\n".join(text.splitlines()[-lines:])
+
+
+def freeze(process_id: int) -> None:
+    """Stops a process, so that where it stands can be looked at and stays true; returns when it has stopped."""
+    with suppress(ProcessLookupError, psutil.NoSuchProcess):
+        os.kill(process_id, signal.SIGSTOP)
+        process, end = psutil.Process(process_id), clock.now() + FREEZE_SECONDS
+        while process.status() != psutil.STATUS_STOPPED and clock.now() < end:
+            clock.sleep(POLL_SECONDS)
+
+
+def thaw(process_id: int) -> None:
+    """Lets a stopped process go on."""
+    with suppress(ProcessLookupError):
+        os.kill(process_id, signal.SIGCONT)
