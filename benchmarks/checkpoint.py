@@ -135,9 +135,7 @@ class Bench:
         state = self.state()
         shutil.rmtree(self.directory / "dcp async", ignore_errors=True)
         futures: list[Any] = []
-        held = self.timed(
-            lambda: futures.append(async_save(state, checkpoint_id=self.directory / "dcp async"))
-        )
+        held = self.timed(lambda: futures.append(async_save(state, checkpoint_id=self.directory / "dcp async")))
         futures[0].result()
         return held
 
@@ -177,9 +175,7 @@ class Bench:
 
         engine, path = self.engine, self.newest()
         engine.optimizer.state.clear()
-        ctypes.CDLL(None).malloc_trim(
-            0
-        )  # what was freed goes back to the system, as if it had never been there
+        ctypes.CDLL(None).malloc_trim(0)  # what was freed goes back to the system, as if it had never been there
         return self.timed(lambda: restore(path, engine.module, engine.optimizer, engine.locals))
 
     def dcp_load(self) -> float:
@@ -205,9 +201,7 @@ def measure(directory: Path, model: str, gigabytes: float, rounds: int) -> dict[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--directory", help="where to write; default: a temporary directory")
@@ -220,9 +214,7 @@ def main() -> None:
         place = Path(directory)
         found = run_ranks(measure, 2, place, LLAMA, arguments.gigabytes, arguments.rounds, timeout=1500.0)[0]
     seconds, n = found["seconds"], arguments.rounds
-    print(
-        f"{found['bytes'] / 1e9:.2f} GB of weights and moments, 2 ranks, n = {n}; median (least to most) in seconds"
-    )
+    print(f"{found['bytes'] / 1e9:.2f} GB of weights and moments, 2 ranks, n = {n}; median (least to most) in seconds")
     for kind, values in {**seconds, "update beside a save": found["beside"]}.items():
         print(f"{kind:<22}{statistics.median(values):8.3f}  ({min(values):.3f} to {max(values):.3f})")
     ratios = {}

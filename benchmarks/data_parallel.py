@@ -133,9 +133,7 @@ def main() -> None:
     parser.add_argument("-n", type=int, default=24)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--bf16", action="store_true", help="compute and reduce in bf16 (bare ddp: autocast)")
-    parser.add_argument(
-        "--set", nargs="*", default=[], metavar="KEY=VALUE", help="keys of the run file, for ours"
-    )
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="keys of the run file, for ours")
     parser.add_argument("--no-memory", action="store_true")
     parser.add_argument("--record", action="store_true", help="append to benchmarks/results.jsonl")
     parser.add_argument("--task", help=argparse.SUPPRESS)
@@ -146,9 +144,7 @@ def main() -> None:
     print(
         f"{RANKS} gloo ranks, {ROWS} rows of {LENGTH} a rank, {arguments.microbatches} microbatch(es), n={arguments.n}"
     )
-    print(
-        "| layout | ours, s/update | bare torch | tokens/s ratio | peak memory, ours | bare torch | ratio |"
-    )
+    print("| layout | ours, s/update | bare torch | tokens/s ratio | peak memory, ours | bare torch | ratio |")
     print("|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(MODEL))

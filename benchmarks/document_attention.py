@@ -37,9 +37,7 @@ MIXES: dict[str, Callable[[int, random.Random], int]] = {
     "log-normal, mean 645": lambda width, draw: max(1, int(draw.lognormvariate(6.0, 0.97))),
     "log-normal, mean 100": lambda width, draw: max(1, int(draw.lognormvariate(4.2, 0.9))),
     "5 to 40": lambda width, draw: draw.randint(5, 40),
-    "half a row, and 5 to 60": lambda width, draw: (
-        width // 2 if draw.random() < 0.05 else draw.randint(5, 60)
-    ),
+    "half a row, and 5 to 60": lambda width, draw: width // 2 if draw.random() < 0.05 else draw.randint(5, 60),
 }
 
 
@@ -75,19 +73,17 @@ def ways(rows: PackedRows) -> dict[str, Callable[..., Tensor]]:
     module = nn.Module()
     return {
         "ours": lambda q, k, v: document_attention(module, q, k, v, None, documents=rows)[0],
-        "mask": lambda q, k, v: F.scaled_dot_product_attention(
-            q, k, v, attn_mask=seen, enable_gqa=True
-        ).transpose(1, 2),
+        "mask": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True).transpose(
+            1, 2
+        ),
         "document": by_document(rows),
-        "causal": lambda q, k, v: F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, enable_gqa=True
-        ).transpose(1, 2),
+        "causal": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(
+            1, 2
+        ),
     }
 
 
-def measured(
-    size: tuple[int, int, int, int, int], mix: str, turns: int, dtype: torch.dtype
-) -> dict[str, Any]:
+def measured(size: tuple[int, int, int, int, int], mix: str, turns: int, dtype: torch.dtype) -> dict[str, Any]:
     """Seconds of each way in each turn; raises where two of them disagree."""
     width, count, heads, kv_heads, head = size
     rows = documents(mix, width, count)

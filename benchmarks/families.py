@@ -145,9 +145,7 @@ def _small(key: str, value: Any, heads: Any) -> Any:
     if isinstance(value, dict) and key.endswith("config"):
         return _tiny(value)
     if key.endswith(("token_id", "token_index")):
-        return (
-            1 if isinstance(value, int) and key == "pad_token_id" else 2 if isinstance(value, int) else None
-        )
+        return 1 if isinstance(value, int) and key == "pad_token_id" else 2 if isinstance(value, int) else None
     if key in ("is_decoder", "causal"):
         return True
     if isinstance(value, float):
@@ -185,9 +183,7 @@ def batch_of(batching: str) -> UpdateBatch:
     lengths = tuple(sum(map(len, documents)) for documents in held)
     packed = numbers if batching == "pack" else None
     microbatch = Microbatch(0, ids, labels, tuple(range(len(held))), packed, lengths=lengths)
-    return UpdateBatch(
-        0, (microbatch,), int((labels != -100).sum()), sum(LENGTHS), ids.numel(), microbatch.row_ids
-    )
+    return UpdateBatch(0, (microbatch,), int((labels != -100).sum()), sum(LENGTHS), ids.numel(), microbatch.row_ids)
 
 
 def run_of(directory: Path, batching: str, attention: str) -> RunFile:

@@ -48,9 +48,7 @@ SIZES: tuple[tuple[str, int], ...] = (
 def main() -> None:
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="*")
     chosen = parser.parse_args().families
     quiet_transformers()
@@ -126,9 +124,7 @@ def _shrink(values: dict[str, Any]) -> None:
 
 
 def _ours(root: Path, init: str) -> dict[str, Tensor]:
-    spec = Model.model_validate(
-        {"model_name_or_path": str(root / "hub"), "init": init, "attn_implementation": "eager"}
-    )
+    spec = Model.model_validate({"model_name_or_path": str(root / "hub"), "init": init, "attn_implementation": "eager"})
     model = build_model(spec, torch.float32)
     materialise(model, spec, seed=0, device=torch.device("cpu"))
     save_pretrained(model, spec, root / init)

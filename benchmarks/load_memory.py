@@ -130,9 +130,7 @@ def measure(how: str, directory: str, rank: int, ranks: int, store: str) -> None
             else:
                 materialise(model, spec, seed=0, device=torch.device("cpu"))
         with torch.no_grad():
-            for (
-                parameter
-            ) in model.parameters():  # as the first step does: a mapped file costs nothing until then
+            for parameter in model.parameters():  # as the first step does: a mapped file costs nothing until then
                 parameter.mul_(1.0)
     locals_ = [p.to_local() if how != "from_pretrained" else p for p in model.parameters()]
     held = sum(p.numel() * p.element_size() for p in locals_)
@@ -211,9 +209,7 @@ def run(how: str, directory: Path, ranks: int) -> list[dict[str, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--measure", nargs=5, metavar=("HOW", "DIRECTORY", "RANK", "RANKS", "STORE"))
@@ -235,9 +231,7 @@ def main() -> None:
             ("random", arguments.ranks),
         ):
             for row in run(how, directory, ranks):
-                sizes = " | ".join(
-                    f"{row[key] / MB:.0f}" for key in ("held", "anonymous", "resident", "kept")
-                )
+                sizes = " | ".join(f"{row[key] / MB:.0f}" for key in ("held", "anonymous", "resident", "kept"))
                 print(f"| {row['how']} | {row['rank']} | {sizes} | {row['seconds']:.1f} |", flush=True)
 
 

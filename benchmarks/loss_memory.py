@@ -59,11 +59,7 @@ def make_steps(args: argparse.Namespace, masked: float) -> dict[str, Callable[[]
     g = torch.Generator().manual_seed(0)
     dtype = DTYPES[args.dtype]
     x = torch.randn(args.tokens, args.hidden, generator=g).to(dtype).requires_grad_()
-    w = (
-        (torch.randn(args.vocabulary, args.hidden, generator=g) * args.hidden**-0.5)
-        .to(dtype)
-        .requires_grad_()
-    )
+    w = (torch.randn(args.vocabulary, args.hidden, generator=g) * args.hidden**-0.5).to(dtype).requires_grad_()
     labels = torch.randint(0, args.vocabulary, (args.tokens,), generator=g)
     labels[torch.rand(args.tokens, generator=g) < masked] = -100
     chunk = args.chunk or loss_chunk_tokens(args.vocabulary, "cpu", args.dtype)
@@ -92,9 +88,7 @@ def make_steps(args: argparse.Namespace, masked: float) -> dict[str, Callable[[]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--vocabulary", type=int, default=128_000)
     parser.add_argument("--hidden", type=int, default=1024)

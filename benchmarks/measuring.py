@@ -74,9 +74,7 @@ def main() -> None:
     print(f"2 gloo ranks, n={n} each, medians")
     for name, values in found.items():
         print(f"{name:<9} {1e3 * middle[name]:8.3f} ms  {scaffold.spread(values)}")
-    print(
-        f"recording takes {share:.2%} of an update; on / off {1 / scaffold.ratio(found['on'], found['off']):.4f}"
-    )
+    print(f"recording takes {share:.2%} of an update; on / off {1 / scaffold.ratio(found['on'], found['off']):.4f}")
     if arguments.record:
         scaffold.record("measuring", {"n": n, **middle, "share": share})
 

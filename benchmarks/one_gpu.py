@@ -63,9 +63,7 @@ def bare(directory: str, device: torch.device) -> scaffold.Update:
         ids, labels = (t.to(device, non_blocking=True) for t in made)
         with torch.autocast(device.type, torch.bfloat16):
             logits = model(input_ids=ids, use_cache=False).logits
-        loss = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum") / (
-            ROWS * (LENGTH - 1)
-        )
+        loss = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum") / (ROWS * (LENGTH - 1))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -111,9 +109,7 @@ def main() -> None:
         known = device_of(properties.name, properties.total_memory)
         cases = {name: (lambda name=name: ours(directory, device, name)) for name in ("ddp", "zero3")}
         cases["bare torch"] = lambda: bare(directory, device)
-        print(
-            f"{properties.name}, torch {torch.__version__}, {ROWS} rows of {LENGTH}, bf16, compiled blocks, n={n}"
-        )
+        print(f"{properties.name}, torch {torch.__version__}, {ROWS} rows of {LENGTH}, bf16, compiled blocks, n={n}")
         print("| loop | tokens/s | MFU | allocated | planned | reserved | planned reserved |")
         print("|---|---|---|---|---|---|---|")
         job = Job(shape, LENGTH, ROWS)

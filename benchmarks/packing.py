@@ -142,9 +142,7 @@ def main() -> None:
         return
     peer = not options.no_peer and importlib.util.find_spec("trl") is not None
     if not peer:
-        reason = (
-            "--no-peer" if options.no_peer else "trl is not installed (pip install --no-deps trl accelerate)"
-        )
+        reason = "--no-peer" if options.no_peer else "trl is not installed (pip install --no-deps trl accelerate)"
         print(f"No peer: {reason}.")
     found: dict[str, list[dict[str, float]]] = {"ours": [], **({"trl": []} if peer else {})}
     with tempfile.TemporaryDirectory() as directory:

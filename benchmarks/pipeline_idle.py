@@ -144,10 +144,7 @@ def main() -> None:
                     p,
                 )
                 walls = [max(wall for wall, _, _ in update) for update in measured]
-                idle = [
-                    1 - sum(busy for _, busy, _ in update) / (p * wall)
-                    for update, wall in zip(measured, walls)
-                ]
+                idle = [1 - sum(busy for _, busy, _ in update) / (p * wall) for update, wall in zip(measured, walls)]
                 row = {
                     "schedule": schedule,
                     "ranks": p,

@@ -155,9 +155,7 @@ def simumax_rows() -> Iterator[MemoryRow]:
         layout = Layout(Axes(pp=pp, dp_shard=dp, cp=cp, tp=tp), "zero1", 1, "1f1b" if pp > 1 else None)
         label = f"{r['model']} {shape.layers} blocks tp{tp} pp{pp} cp{cp} dp{dp} x {k} s{r['seq']}"
         blocks = tuple([shape.layers // pp] * pp)
-        yield MemoryRow(
-            "simumax", label, job, layout, MEGATRON, float(r["allocated_gib"]) * GIB, "allocated", blocks
-        )
+        yield MemoryRow("simumax", label, job, layout, MEGATRON, float(r["allocated_gib"]) * GIB, "allocated", blocks)
 
 
 def all_memory_rows() -> list[MemoryRow]:
@@ -244,14 +242,11 @@ def memory_table(every_row: bool) -> str:
             inside = [one.inside for one in own if one.inside is not None]
             lines.append(
                 f"{source:<12}{half:<14}{len(plain):>5}{size[len(size) // 2]:>15.1%}{size[int(0.9 * (len(size) - 1))]:>8.1%}"
-                f"{plain[0]:>9.1%}{plain[-1]:>9.1%}"
-                + (f"{sum(inside):>8} of {len(inside)}" if inside else "")
+                f"{plain[0]:>9.1%}{plain[-1]:>9.1%}" + (f"{sum(inside):>8} of {len(inside)}" if inside else "")
             )
     if every_row:
         for one in outcomes:
-            outcome = (
-                f"{one.error:+.1%}" if one.error is not None else ("in bracket" if one.inside else "outside")
-            )
+            outcome = f"{one.error:+.1%}" if one.error is not None else ("in bracket" if one.inside else "outside")
             half = "validation" if one.row.validation else "calibration"
             lines.append(
                 f"{one.row.source} | {one.row.label} | {half} | {one.row.kind} "
@@ -280,6 +275,4 @@ if __name__ == "__main__":
     if "--fit" in sys.argv:
         for program in (NANOTRON, TORCHTITAN, TORCHTITAN_COMPILED):
             value, margin = fitted_fragmentation(all_memory_rows(), program)
-            print(
-                f"fragmentation of {program.name}: {value}, no calibration row more than {margin:.1%} below"
-            )
+            print(f"fragmentation of {program.name}: {value}, no calibration row more than {margin:.1%} below")

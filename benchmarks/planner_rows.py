@@ -23,9 +23,7 @@ from shardwright.planner.hardware import find_device
 from shardwright.planner.job import Job, Layout
 from shardwright.planner.kernels import Software
 
-STALLED = (
-    "over 0.3 s and twice the time per microbatch of a run with the same model, TP and microbatch: stalled"
-)
+STALLED = "over 0.3 s and twice the time per microbatch of a run with the same model, TP and microbatch: stalled"
 REFERENCE = Path(__file__).resolve().parent.parent / "tests" / "reference"
 
 # Facts of the programs that were measured. Host times, passes, update and send times: fitted on the
@@ -167,11 +165,7 @@ def nanotron() -> Iterator[Row]:
         )
         seconds = dp * rows * k * 4096 / (float(r["tokens_per_s_per_gpu"]) * int(r["gpus"]))
         label = f"{r['params_b']}B dp{dp} pp{pp} tp{tp} zero{r['zero']} microbatch {rows} x {k}"
-        excluded = (
-            "TP = 32 over four nodes: the data's README says these are off by 2 to 3 times"
-            if tp == 32
-            else ""
-        )
+        excluded = "TP = 32 over four nodes: the data's README says these are off by 2 to 3 times" if tp == 32 else ""
         yield Row(
             "nanotron",
             label,
@@ -191,13 +185,8 @@ def _unrepeatable(rows: list[Row]) -> list[Row]:
     difference is more than 0.3 s per microbatch. No collective of these sizes takes that long; such runs wait
     about a second at every microbatch, whatever the model. Uses measurements only, no prediction.
     """
-    slot = [
-        row.measured_seconds / (row.layout.microbatches(row.job) + row.layout.axes.pp - 1) for row in rows
-    ]
-    alike = [
-        (row.job.shape, row.layout.axes.tp, row.layout.axes.pp > 1, row.layout.microbatch_rows)
-        for row in rows
-    ]
+    slot = [row.measured_seconds / (row.layout.microbatches(row.job) + row.layout.axes.pp - 1) for row in rows]
+    alike = [(row.job.shape, row.layout.axes.tp, row.layout.axes.pp > 1, row.layout.microbatch_rows) for row in rows]
     fastest: dict[object, float] = {}
     for row, key, seconds in zip(rows, alike, slot):
         fastest[key] = min(seconds * row.layout.axes.pp, fastest.get(key, math.inf))
@@ -270,9 +259,7 @@ def mosaicml() -> Iterator[Row]:
             reshard_after_forward=r["sharding"] == "FULL_SHARD",
         )
         seconds = gpus * rows * k * seq / float(r["tokens_per_s"])
-        device = {"h100_80gb": "h100-sxm-80gb", "a100_80gb": "a100-sxm-80gb", "a100_40gb": "a100-sxm-40gb"}[
-            r["device"]
-        ]
+        device = {"h100_80gb": "h100-sxm-80gb", "a100_80gb": "a100-sxm-80gb", "a100_40gb": "a100-sxm-40gb"}[r["device"]]
         label = (
             f"{r['model']} s{seq} {r['device']} x {gpus} microbatch {rows} x {k} {r['precision']} "
             f"{r['mp_mode']} {r['sharding']} recompute {r['recompute']}"
@@ -291,14 +278,7 @@ def narayanan() -> Iterator[Row]:
         tp, pp, dp, rows, batch = (int(r[key]) for key in ("tp", "pp", "dp", "mbs", "gbs"))
         shape = _gpt(layers, hidden, heads)
         chunks = layers // pp // int(r["layers_per_vstage"]) if r["layers_per_vstage"] else 1
-        flops = (
-            96
-            * batch
-            * 2048
-            * layers
-            * hidden**2
-            * (1 + 2048 / (6 * hidden) + 51200 / (16 * layers * hidden))
-        )
+        flops = 96 * batch * 2048 * layers * hidden**2 * (1 + 2048 / (6 * hidden) + 51200 / (16 * layers * hidden))
         yield Row(
             "narayanan table 1",
             f"{r['params_b']}B tp{tp} pp{pp} dp{dp}",
@@ -316,14 +296,7 @@ def narayanan() -> Iterator[Row]:
         tp, pp = (8, pp) if r["scheme"] == "ptd" else (1, 1)
         dp = gpus // (tp * pp)
         chunks = 3 if pp == 35 else 1  # as in table 1 for the same model
-        flops = (
-            96
-            * batch
-            * 2048
-            * layers
-            * hidden**2
-            * (1 + 2048 / (6 * hidden) + 51200 / (16 * layers * hidden))
-        )
+        flops = 96 * batch * 2048 * layers * hidden**2 * (1 + 2048 / (6 * hidden) + 51200 / (16 * layers * hidden))
         yield Row(
             "narayanan table 2",
             f"{r['scheme']} {r['params_b']}B x {gpus}",
@@ -333,9 +306,7 @@ def narayanan() -> Iterator[Row]:
             "megatron",
             _even(layers, pp * chunks),
             flops / (gpus * float(r["tflops_gpu"]) * 1e12),
-            "DeepSpeed ZeRO-3 of 2021: its overlap and recomputation are not given"
-            if r["scheme"] == "zero3"
-            else "",
+            "DeepSpeed ZeRO-3 of 2021: its overlap and recomputation are not given" if r["scheme"] == "zero3" else "",
         )
 
 
@@ -381,14 +352,7 @@ def megatron_readme() -> Iterator[Row]:
     for r in _read("megatron_readme_h100.csv"):
         layers, hidden, heads = int(r["layers"]), int(r["hidden"]), int(r["heads"])
         tp, pp, dp, batch = (int(r[key]) for key in ("tp", "pp", "dp", "gbs_seq"))
-        flops = (
-            72
-            * batch
-            * 4096
-            * layers
-            * hidden**2
-            * (1 + 4096 / (6 * hidden) + 131072 / (12 * layers * hidden))
-        )
+        flops = 72 * batch * 4096 * layers * hidden**2 * (1 + 4096 / (6 * hidden) + 131072 / (12 * layers * hidden))
         job = Job(_gpt(layers, hidden, heads, 4096, 131072), 4096, batch, "bf16", "bf16")
         yield Row(
             "megatron readme H100",
@@ -443,9 +407,7 @@ def torchtitan() -> Iterator[Row]:
             recompute=recompute,
             reshard_after_forward="reshard never" not in r["note"],  # type: ignore[arg-type]
         )
-        seconds = (
-            dp * rows * seq / (float(r["tokens_per_s_per_gpu"]) * gpus) if r["tokens_per_s_per_gpu"] else 0.0
-        )
+        seconds = dp * rows * seq / (float(r["tokens_per_s_per_gpu"]) * gpus) if r["tokens_per_s_per_gpu"] else 0.0
         device = {
             "h100-96gb-hbm2e": "h100-sxm-96gb",
             "a100-80gb-sxm": "a100-sxm-80gb",
@@ -456,9 +418,7 @@ def torchtitan() -> Iterator[Row]:
             f"s{seq} {r['recompute']} {r['precision']} compile {r['compile']} {r['note']} {r['source']}"
         )
         software = "torchtitan compiled" if r["compile"] == "yes" else "torchtitan"
-        yield Row(
-            "torchtitan", label, job, layout, device, software, _even(shape.layers, pp), seconds, excluded
-        )
+        yield Row("torchtitan", label, job, layout, device, software, _even(shape.layers, pp), seconds, excluded)
 
 
 def all_rows() -> list[Row]:

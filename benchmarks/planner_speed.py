@@ -30,9 +30,7 @@ CASES = (
 
 def one_by_one(seconds: float = 1.0) -> float:
     """Layouts per CPU second when each is timed and its peak asked for, without any bound."""
-    search, _ = make_search(
-        Request(model="llama-3.1-405b", devices=16384, max_length=8192, global_batch_size=2048)
-    )
+    search, _ = make_search(Request(model="llama-3.1-405b", devices=16384, max_length=8192, global_batch_size=2048))
     done, start = 0, time.process_time()
     legal, _ = shells(search.job, search.devices)
     for shell in reversed(legal):
@@ -56,9 +54,7 @@ def yardstick() -> float:
     return time.process_time() - start
 
 
-def command(
-    model: str, devices: int, length: int, batch: int, times: int = 7
-) -> tuple[list[float], list[float]]:
+def command(model: str, devices: int, length: int, batch: int, times: int = 7) -> tuple[list[float], list[float]]:
     """(wall, CPU) seconds of the whole command in fresh processes, sorted."""
     arguments = ["--model", model, "--devices", str(devices), "--device", "h100-sxm-80gb"]
     arguments += ["--max-length", str(length), "--global-batch-size", str(batch)]
@@ -87,9 +83,7 @@ def main() -> None:
         f"{'command: wall best, median':>28}{'CPU best, median':>20}"
     )
     for model, devices, length, batch in CASES:
-        search, _ = make_search(
-            Request(model=model, devices=devices, max_length=length, global_batch_size=batch)
-        )
+        search, _ = make_search(Request(model=model, devices=devices, max_length=length, global_batch_size=batch))
         start = time.process_time()
         found = search.run()
         cpu = time.process_time() - start

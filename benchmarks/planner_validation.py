@@ -58,9 +58,7 @@ def predict(row: Row) -> float:
 
 def time_errors(rows: Iterable[Row] | None = None) -> list[Error]:
     """Every row that has a measured time, excluded ones too."""
-    return [
-        Error(row, predict(row)) for row in (all_rows() if rows is None else rows) if row.measured_seconds
-    ]
+    return [Error(row, predict(row)) for row in (all_rows() if rows is None else rows) if row.measured_seconds]
 
 
 def percentile(values: list[float], fraction: float) -> float:
@@ -110,9 +108,7 @@ def main(arguments: list[str]) -> int:
             }
             for e in errors
         ]
-        print(
-            json.dumps({"rows": rows, "validation": summary([e for e in used if e.row.validation])}, indent=1)
-        )
+        print(json.dumps({"rows": rows, "validation": summary([e for e in used if e.row.validation])}, indent=1))
         return 0
     print("Step time, predicted / measured - 1")
     for validation, title in (

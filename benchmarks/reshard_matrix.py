@@ -20,9 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 def main() -> int:
     from tests.gloo.resharding import LAYOUTS, PAIRS, matrix
 
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--all", action="store_true", help="every pair, not a selection")
     arguments = parser.parse_args()
     pairs = list(product(LAYOUTS, LAYOUTS)) if arguments.all else PAIRS
@@ -36,9 +34,7 @@ def main() -> int:
     wrong = {pair: text for pair, text in found.items() if text}
     for (source, target), text in wrong.items():
         print(f"{source} -> {target}: {text}")
-    print(
-        f"{len(found) - len(wrong)} of {len(found)} pairs: weights and moments bit-equal, next loss to 1e-9."
-    )
+    print(f"{len(found) - len(wrong)} of {len(found)} pairs: weights and moments bit-equal, next loss to 1e-9.")
     return 3 if wrong else 0
 
 

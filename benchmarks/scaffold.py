@@ -57,9 +57,7 @@ def rank_of_task(task: dict[str, Any]) -> int:
 
     rank = int(os.environ["RANK"])
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{task['store']}", rank=rank, world_size=task["ranks"]
-    )
+    dist.init_process_group("gloo", init_method=f"file://{task['store']}", rank=rank, world_size=task["ranks"])
     return rank
 
 
@@ -111,9 +109,7 @@ def load_run(directory: str, length: int, global_rows: int, rows: int, **more: A
     return load_run_file(None, values)
 
 
-def make_engine(
-    directory: str, length: int, global_rows: int, rows: int, device: str = "cpu", **more: Any
-) -> Any:
+def make_engine(directory: str, length: int, global_rows: int, rows: int, device: str = "cpu", **more: Any) -> Any:
     """The product's engine for `load_run` of the same arguments."""
     import torch
     import torch.distributed as dist

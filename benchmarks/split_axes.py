@@ -126,9 +126,7 @@ def _gathered_attention() -> Any:
     order = [c for r in range(ranks) for c in (r, 2 * ranks - 1 - r)]  # chunks as they arrive
     back = torch.tensor([order.index(c) for c in range(2 * ranks)])
     mine = (rank, 2 * ranks - 1 - rank)
-    masks = [
-        torch.arange(half * c, half * (c + 1))[:, None] >= torch.arange(half * (c + 1))[None] for c in mine
-    ]
+    masks = [torch.arange(half * c, half * (c + 1))[:, None] >= torch.arange(half * (c + 1))[None] for c in mine]
 
     class Gather(torch.autograd.Function):
         @staticmethod
@@ -168,9 +166,7 @@ def _ring_attention() -> Any:
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
-    def forward_op(
-        query: Any, key: Any, value: Any, is_causal: bool = False, scale: float | None = None
-    ) -> Any:
+    def forward_op(query: Any, key: Any, value: Any, is_causal: bool = False, scale: float | None = None) -> Any:
         return flash(query, key, value, 0.0, is_causal, scale=scale)
 
     def backward_op(is_causal: bool, scale: float, **tensors: Any) -> Any:
@@ -210,12 +206,8 @@ def bare_context(directory: str, kind: str) -> Update:
     from transformers import AttentionInterface, AutoModelForCausalLM
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    AttentionInterface.register(
-        "by_hand", _gathered_attention() if kind == "all_gather" else _ring_attention()
-    )
-    model = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, attn_implementation="by_hand"
-    )
+    AttentionInterface.register("by_hand", _gathered_attention() if kind == "all_gather" else _ring_attention())
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="by_hand")
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-5, weight_decay=0.0, fused=True)
     half = LENGTH // (2 * ranks)
     own = torch.cat([torch.arange(half * c, half * (c + 1)) for c in (rank, 2 * ranks - 1 - rank)])
@@ -276,9 +268,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.task:
         worker(json.loads(arguments.task))
-    print(
-        f"{arguments.ranks} gloo ranks, {MICROBATCHES} microbatches of {ROWS} rows of {LENGTH}, n={arguments.n}"
-    )
+    print(f"{arguments.ranks} gloo ranks, {MICROBATCHES} microbatches of {ROWS} rows of {LENGTH}, n={arguments.n}")
     print(
         "| layout | ours, s/update | by hand | tokens/s ratio | CPU seconds, by hand / ours | first loss, ours | by hand |"
     )

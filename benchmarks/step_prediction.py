@@ -96,15 +96,11 @@ def predictions(found: dict[str, Any], directory: str, layouts: list[str]) -> di
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rates", default="10gbit,1gbit,100mbit")
     parser.add_argument("--layouts", default=",".join(LAYOUTS))
     parser.add_argument("-n", type=int, default=4)
-    parser.add_argument(
-        "--keep", type=Path, help="a directory for what the ranks measured, to predict again from"
-    )
+    parser.add_argument("--keep", type=Path, help="a directory for what the ranks measured, to predict again from")
     parser.add_argument("--record", action="store_true", help="append to benchmarks/results.jsonl")
     arguments = parser.parse_args()
     from two_hosts import missing, run, two_hosts

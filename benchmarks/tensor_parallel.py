@@ -72,9 +72,7 @@ def ours(directory: str, sequence: bool) -> Callable[[int], float]:
     def update(number: int) -> float:
         ids, labels = rows(number)
         made = (Microbatch(0, ids, labels, tuple(range(ROWS))),)
-        engine.forward_backward(
-            UpdateBatch(number, made, ROWS * (LENGTH - 1), ROWS * LENGTH, ROWS * LENGTH, ())
-        )
+        engine.forward_backward(UpdateBatch(number, made, ROWS * (LENGTH - 1), ROWS * LENGTH, ROWS * LENGTH, ()))
         return engine.step().loss
 
     return update
@@ -101,9 +99,7 @@ def torch_plans(sequence: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     if sequence:
         hidden = {"hidden_states": Shard(1)}, {"hidden_states": Replicate()}
         block |= {"input_layernorm": SequenceParallel(), "post_attention_layernorm": SequenceParallel()}
-        block["self_attn"] = PrepareModuleInput(
-            input_kwarg_layouts=hidden[0], desired_input_kwarg_layouts=hidden[1]
-        )
+        block["self_attn"] = PrepareModuleInput(input_kwarg_layouts=hidden[0], desired_input_kwarg_layouts=hidden[1])
         block["mlp"] = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
         rest["model.norm"] = SequenceParallel()
     return block, rest
@@ -177,9 +173,7 @@ def worker(task: dict[str, Any]) -> None:
 
     rank = int(os.environ["RANK"])
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{task['store']}", rank=rank, world_size=task["ranks"]
-    )
+    dist.init_process_group("gloo", init_method=f"file://{task['store']}", rank=rank, world_size=task["ranks"])
     updates = {name: loop(task["model"], task["sequence"]) for name, loop in (("ours", ours), ("bare", bare))}
     seconds: dict[str, list[float]] = {name: [] for name in updates}
     for number in range(task["warmup"] + task["n"]):

@@ -97,17 +97,11 @@ def with_map(directory: Path, processes: int) -> int:
     datasets.disable_progress_bars()
     tokenizer = load_tokenizer(directory / "model")
     with tempfile.TemporaryDirectory(dir=directory) as cache:
-        loaded = datasets.load_dataset(
-            "json", data_files=str(directory / "text.jsonl"), split="train", cache_dir=cache
-        )
+        loaded = datasets.load_dataset("json", data_files=str(directory / "text.jsonl"), split="train", cache_dir=cache)
         end = tokenizer.eos_token_id
 
         def encode(batch: dict[str, Any]) -> dict[str, Any]:
-            return {
-                "ids": [
-                    [*ids, end] for ids in tokenizer(batch["text"], return_attention_mask=False)["input_ids"]
-                ]
-            }
+            return {"ids": [[*ids, end] for ids in tokenizer(batch["text"], return_attention_mask=False)["input_ids"]]}
 
         mapped = loaded.map(encode, batched=True, remove_columns=["text"], num_proc=processes)
         return sum(len(batch.column("ids").flatten()) for batch in mapped.data.to_batches())
@@ -127,9 +121,7 @@ def with_threads(directory: Path) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--documents", type=int, default=100_000)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--record", action="store_true")
@@ -194,9 +186,7 @@ def second_start(directory: Path, processes: int, repeats: int) -> dict[str, lis
         prepare(run)
         for _ in range(repeats):
             start, before = time.perf_counter(), os.times()
-            subprocess.run(
-                [sys.executable, "-c", AGAIN, run.model_dump_json()], check=True, capture_output=True
-            )
+            subprocess.run([sys.executable, "-c", AGAIN, run.model_dump_json()], check=True, capture_output=True)
             after = os.times()
             used = after.children_user + after.children_system - before.children_user - before.children_system
             pairs.append((time.perf_counter() - start, used))

@@ -99,9 +99,7 @@ def main() -> None:
     task = {"layouts": layouts, "model": arguments.model, "bf16": arguments.bf16}
     found = start(__file__, task, RANKS)
     print(f"{RANKS} ranks, {ROWS} rows of {LENGTH} tokens an update; what rank {arguments.rank} sends")
-    print(
-        "| layout | axis | collective | calls, predicted | recorded | bytes, predicted | recorded | all ranks |"
-    )
+    print("| layout | axis | collective | calls, predicted | recorded | bytes, predicted | recorded | all ranks |")
     print("|---|---|---|---|---|---|---|---|")
     different = 0
     for layout in layouts:

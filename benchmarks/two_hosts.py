@@ -143,9 +143,7 @@ def _through_a_router(hosts: Hosts, own: int, shape: list[str]) -> None:
         f"net.ipv4.conf.{port}.send_redirects=0",
     ):
         path = "/proc/sys/" + setting.partition("=")[0].replace(".", "/")
-        subprocess.run(
-            ["ip", "netns", "exec", router, "sh", "-c", f"echo {setting[-1]} > {path}"], check=True
-        )
+        subprocess.run(["ip", "netns", "exec", router, "sh", "-c", f"echo {setting[-1]} > {path}"], check=True)
     _ip("netns", "exec", router, "tc", "qdisc", "add", "dev", port, *shape)
 
 
@@ -157,9 +155,7 @@ def end_processes(host: str) -> None:
             os.kill(int(pid), signal.SIGKILL)
 
 
-def run(
-    hosts: Hosts, task: dict[str, Any], ranks_per_host: int, port: int, worker: Path = WORKER
-) -> dict[str, Any]:
+def run(hosts: Hosts, task: dict[str, Any], ranks_per_host: int, port: int, worker: Path = WORKER) -> dict[str, Any]:
     """Rank 0's result of one job. No process is left."""
     with tempfile.TemporaryDirectory() as scratch:
         result = Path(scratch) / "result.json"
@@ -226,9 +222,7 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--rate", default="1gbit", help="of the link in each direction: 100mbit, 1gbit, 10gbit"
-    )
+    parser.add_argument("--rate", default="1gbit", help="of the link in each direction: 100mbit, 1gbit, 10gbit")
     parser.add_argument("--shared", action="store_true", help="both directions share the rate")
     parser.add_argument("--layouts", default="ddp,zero1,zero2,zero3")
     parser.add_argument(
@@ -241,9 +235,7 @@ def main() -> None:
         "--hsdp", action="store_true", help="two ranks a host: shards in a host, replicas over the link"
     )
     parser.add_argument("--bf16", action="store_true", help="compute and reduce in bf16 (bare ddp: autocast)")
-    parser.add_argument(
-        "--set", nargs="*", default=[], metavar="KEY=VALUE", help="keys of the run file, for ours"
-    )
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="keys of the run file, for ours")
     parser.add_argument("-n", type=int, default=12)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--record", action="store_true", help="append to benchmarks/results.jsonl")
@@ -254,9 +246,7 @@ def main() -> None:
         return
     for peer in arguments.peers.split(","):
         if peer not in PEERS:
-            raise SystemExit(
-                f"--peers {peer}: there is no loop for it here; there is for {', '.join(PEERS)}."
-            )
+            raise SystemExit(f"--peers {peer}: there is no loop for it here; there is for {', '.join(PEERS)}.")
         if peer == "deepspeed" and importlib.util.find_spec(peer) is None:
             print(f"{peer}: left out, not installed.")
         else:
@@ -287,13 +277,7 @@ def main() -> None:
                 "replicas": 2 if arguments.hsdp else 1,
                 "settings": arguments.set,
             }
-            left_out = (
-                {"fully_shard", "deepspeed"}
-                if layout == "ddp"
-                else {"deepspeed"}
-                if arguments.hsdp
-                else set()
-            )
+            left_out = {"fully_shard", "deepspeed"} if layout == "ddp" else {"deepspeed"} if arguments.hsdp else set()
             loops = [peer for peer in peers if peer not in left_out]
             task = {"job": job, "peers": loops, "n": arguments.n, "warmup": arguments.warmup}
             found = run(hosts, task, ranks_per_host, 29511 + number)

@@ -53,9 +53,7 @@ def main() -> None:
     for name, found in losses.items():
         for mine, theirs in zip(losses["ours"], found):
             if abs(mine - theirs) > SAME[job.bf16] * abs(mine):
-                raise SystemExit(
-                    f"{name} does not train what ours trains: losses {found} and {losses['ours']}"
-                )
+                raise SystemExit(f"{name} does not train what ours trains: losses {found} and {losses['ours']}")
     ranks_per_host = dist.get_world_size() // 2
     axes, rule, counted = axis_of_groups(engine.mesh), {}, {}
     for name, update in updates.items():

@@ -251,9 +251,7 @@ def measure(name: str, updates: int, bf16: bool, record: bool) -> None:
             if other != kind
             for ratios in [[a / b for a, b in zip(found, rates[other])]]
         )
-        print(
-            f"  {kind:<24}{median(found):>8,.0f}  {targets[kind] // updates:>7,} targets an update{against}"
-        )
+        print(f"  {kind:<24}{median(found):>8,.0f}  {targets[kind] // updates:>7,} targets an update{against}")
         if record:
             line = {
                 "benchmark": "unequal_text",

@@ -15,9 +15,7 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(directory)
     torch.manual_seed(0)
     ids = tokenizer(prompt, return_tensors="pt").input_ids
-    written = model.generate(
-        ids, max_new_tokens=40, do_sample=True, top_k=20, pad_token_id=tokenizer.eos_token_id
-    )
+    written = model.generate(ids, max_new_tokens=40, do_sample=True, top_k=20, pad_token_id=tokenizer.eos_token_id)
     print(tokenizer.decode(written[0], skip_special_tokens=True))
 
 

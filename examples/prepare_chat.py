@@ -66,8 +66,7 @@ def to_messages(conversations: Iterable[Conversation]) -> str:
     """JSON Lines of {messages}, user and assistant in turn."""
     roles = ("user", "assistant")
     lines = (
-        [{"role": roles[number % 2], "content": turn} for number, turn in enumerate(turns)]
-        for turns in conversations
+        [{"role": roles[number % 2], "content": turn} for number, turn in enumerate(turns)] for turns in conversations
     )
     return "".join(json.dumps({"messages": messages}, ensure_ascii=False) + "\n" for messages in lines)
 

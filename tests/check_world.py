@@ -55,9 +55,7 @@ class World:
             return {n: torch.randn(s, generator=generator, dtype=torch.float64) for n, s in SHAPES.items()}
 
         parts = [[tensors() for _ in COUNTS] for _ in range(UPDATES)]
-        losses = [
-            [float(torch.rand((), generator=generator)) * 3 * c for c in COUNTS] for _ in range(UPDATES)
-        ]
+        losses = [[float(torch.rand((), generator=generator)) * 3 * c for c in COUNTS] for _ in range(UPDATES)]
         return World(tensors(), parts, losses, optimizer)
 
     def gradient(self, update: int) -> Gradients:
@@ -152,9 +150,7 @@ def write(directory: Path, world: World, fault: Fault, written: Notes | None = N
             put(update + 1, "exp_avg", m)
             put(update + 1, "exp_avg_sq", v)
         rank = 0 if written else 1
-        microbatches = tuple(
-            MicrobatchNote(i % DATA_RANKS * rank, i, fault.rows(i), n) for i, n in enumerate(COUNTS)
-        )
+        microbatches = tuple(MicrobatchNote(i % DATA_RANKS * rank, i, fault.rows(i), n) for i, n in enumerate(COUNTS))
         record.write_scalars(
             update + 1,
             Scalars(

@@ -37,9 +37,7 @@ def written(
     place = directory.aside_of(output_dir, update) / TENSORS / "rank-00000.safetensors"
     record = write_parts(place, [(held, tensors[held.key]) for held in file_order(held_parts(tensors))])
     said = directory.Manifest(update, 10 * update, "rows", "", 1, "zero3 1 rank", "", **manifest)
-    after = directory.complete(
-        output_dir, [record], numbers or {}, said, "model: {}\n", retention or Retention()
-    )
+    after = directory.complete(output_dir, [record], numbers or {}, said, "model: {}\n", retention or Retention())
     if notes is not None:
         notes += [*said_before, *after]
     return directory.checkpoint_of(output_dir, update)

@@ -38,9 +38,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     report = yield
     if call.when == "teardown":
         slow = item.get_closest_marker("slow") is not None
-        report.user_properties.append(
-            ("cpu_seconds", (round(_cpu_seconds() - item.stash[_STARTED], 2), slow))
-        )
+        report.user_properties.append(("cpu_seconds", (round(_cpu_seconds() - item.stash[_STARTED], 2), slow)))
     return report
 
 
@@ -81,6 +79,4 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         terminalreporter.section("left out")
         for name, count in sorted(_left_out.items()):
             terminalreporter.line(f"{count:4}  {name}")
-        terminalreporter.line(
-            f"{sum(_left_out.values())} slow tests were left out; `make test` runs them too."
-        )
+        terminalreporter.line(f"{sum(_left_out.values())} slow tests were left out; `make test` runs them too.")

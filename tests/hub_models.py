@@ -34,9 +34,7 @@ def _gemma3() -> Any:
 def _mistral3() -> Any:
     text = transformers.MistralConfig(**_ROPE, head_dim=8)
     vision = transformers.PixtralVisionConfig(**_VISION, head_dim=4)
-    return transformers.Mistral3Config(
-        text_config=text.to_dict(), vision_config=vision.to_dict(), image_token_index=92
-    )
+    return transformers.Mistral3Config(text_config=text.to_dict(), vision_config=vision.to_dict(), image_token_index=92)
 
 
 HUB_FAMILIES: dict[str, Callable[[], Any]] = {

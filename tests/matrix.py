@@ -96,16 +96,10 @@ def run(python: str, variation: str, arguments: list[str]) -> Row:
 
 def main() -> int:
     """1 where a test failed under any variation."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.matrix", description="The tests under each variation."
-    )
-    parser.add_argument(
-        "--only", nargs="+", choices=VARIATIONS, default=list(VARIATIONS), metavar="VARIATION"
-    )
+    parser = argparse.ArgumentParser(prog="python -m tests.matrix", description="The tests under each variation.")
+    parser.add_argument("--only", nargs="+", choices=VARIATIONS, default=list(VARIATIONS), metavar="VARIATION")
     parser.add_argument("--python", nargs="+", default=[sys.executable], help="each with its own torch")
-    parser.add_argument(
-        "arguments", nargs="*", help="files, and after `--` options of pytest; without: as make test"
-    )
+    parser.add_argument("arguments", nargs="*", help="files, and after `--` options of pytest; without: as make test")
     chosen = parser.parse_args()
     arguments = chosen.arguments or ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
     print(f"{cpu_model()}, {os.cpu_count()} cores, {' '.join(arguments)}", flush=True)

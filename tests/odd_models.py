@@ -104,9 +104,7 @@ def adapted_model() -> AdaptedModel:
 class TableBlock(nn.Module):
     """A Linear after a turn by a table that comes in from outside, as rotary tables do."""
 
-    seen: ClassVar[
-        list[tuple[torch.dtype, torch.dtype]]
-    ] = []  # (dtype of the table, of the weight) in each forward
+    seen: ClassVar[list[tuple[torch.dtype, torch.dtype]]] = []  # (dtype of the table, of the weight) in each forward
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -126,13 +126,10 @@ class Engine:
         targets: of the whole update over all data ranks (see `total`). Gradients of SUM(loss) / targets are reduced.
         """
         own = tuple(
-            _Given(number * self.data_ranks + self.data_rank, content)
-            for number, content in enumerate(microbatches)
+            _Given(number * self.data_ranks + self.data_rank, content) for number, content in enumerate(microbatches)
         )
         if not own:
-            raise ConfigError(
-                "forward_backward() without a microbatch.", "Every rank takes part in an update."
-            )
+            raise ConfigError("forward_backward() without a microbatch.", "Every rank takes part in an update.")
         self._agree(len(own), targets)
         batch = UpdateBatch(self.update, cast(tuple[Microbatch, ...], own), targets, targets, targets, ())
         self._engine.forward_backward(batch)
@@ -164,9 +161,7 @@ class Engine:
     def save(self, directory: str | Path) -> Path:
         """Writes weights and optimizer as a checkpoint that any layout reads; returns `directory/checkpoint-{update}`."""
         layout = f"{self._loaded.run.parallelism.data_parallel} {self._axes}"
-        manifest = store.Manifest(
-            self.update, 0, "", "", dist.get_world_size(), layout, store.torch_version()
-        )
+        manifest = store.Manifest(self.update, 0, "", "", dist.get_world_size(), layout, store.torch_version())
         return store.save(Path(directory), self._state(), manifest, self._loaded.to_yaml(), None)
 
     def load(self, directory: str | Path) -> None:
@@ -174,11 +169,7 @@ class Engine:
         found = store.find(Path(directory), "auto")
         if found is None:
             raise ConfigError(f"{directory} holds no complete checkpoint.")
-        changed = [
-            change
-            for change in changes(store.read_config(found), self._loaded)
-            if change.key in OPTIMIZER_KEYS
-        ]
+        changed = [change for change in changes(store.read_config(found), self._loaded) if change.key in OPTIMIZER_KEYS]
         refuse_unaccepted(str(found), changed, self._loaded.run.checkpoint.accept_changes)
         engine = self._engine
         kind = optimizer_change(changed, self._loaded.run.training.optimizer)
@@ -221,8 +212,7 @@ def _run(model: Callable[[], nn.Module] | str, layout: str, options: Mapping[str
     values: dict[str, Any] = {
         "model.model_name_or_path": model if isinstance(model, str) else _path_of(model),
         "data.train": ["-"],
-        "data.max_length": 1024
-        * dist.get_world_size(),  # any: only sequence parallelism asks, and at run time again
+        "data.max_length": 1024 * dist.get_world_size(),  # any: only sequence parallelism asks, and at run time again
         "training.global_batch_size": dist.get_world_size(),
     }
     if names_function(values["model.model_name_or_path"]):

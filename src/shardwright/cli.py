@@ -68,11 +68,7 @@ def train(
 def _ranks(text: str) -> tuple[int, int]:
     """(fewest, most) of `4` or `2:4`."""
     parts = text.split(":")
-    if (
-        len(parts) > 2
-        or not all(part.isdecimal() and int(part) for part in parts)
-        or int(parts[0]) > int(parts[-1])
-    ):
+    if len(parts) > 2 or not all(part.isdecimal() and int(part) for part in parts) or int(parts[0]) > int(parts[-1]):
         raise ConfigError(
             f"--nproc-per-node {text} is no number of ranks greater than or equal to 1.",
             "",
@@ -107,12 +103,8 @@ def check(
 @app.command(context_settings=_OVERRIDES, epilog=_EPILOG)
 def plan(
     context: typer.Context,
-    run_file: Annotated[
-        Path | None, typer.Argument(help="The run file; or give --model and the sizes")
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="config.json, its directory, or a known name (llama-3-8b)")
-    ] = None,
+    run_file: Annotated[Path | None, typer.Argument(help="The run file; or give --model and the sizes")] = None,
+    model: Annotated[str | None, typer.Option(help="config.json, its directory, or a known name (llama-3-8b)")] = None,
     layers: Annotated[int | None, typer.Option(help="A generic model: with --hidden --heads --vocab")] = None,
     hidden: int | None = None,
     heads: int | None = None,
@@ -121,9 +113,7 @@ def plan(
     vocab: int | None = None,
     gated: Annotated[bool, typer.Option(help="Feed-forward with a gate")] = True,
     devices: Annotated[int | None, typer.Option(help="How many devices")] = None,
-    device: Annotated[
-        str | None, typer.Option(help="A name of the catalogue, or a YAML file of your own")
-    ] = None,
+    device: Annotated[str | None, typer.Option(help="A name of the catalogue, or a YAML file of your own")] = None,
     max_length: Annotated[int | None, typer.Option(help="Tokens of a row")] = None,
     global_batch_size: Annotated[int | None, typer.Option(help="Rows of an update")] = None,
     document_length: Annotated[
@@ -136,9 +126,7 @@ def plan(
     compiled: Annotated[bool, typer.Option(help="Blocks are compiled")] = False,
     offload: Annotated[bool, typer.Option(help="Consider state on the host too")] = False,
     explain: Annotated[str | None, typer.Option(help="A field's arithmetic, `all`, or `examples`")] = None,
-    compare: Annotated[
-        tuple[str, str] | None, typer.Option(help="Two layouts, for example zero3 zero3+tp2")
-    ] = None,
+    compare: Annotated[tuple[str, str] | None, typer.Option(help="Two layouts, for example zero3 zero3+tp2")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The answer as JSON")] = False,
 ) -> None:
     """Plan: which layouts fit, what each costs, which to test first; exit 4 when nothing fits."""
@@ -198,13 +186,9 @@ def drill(
     nproc_per_node: Processes = 2,
     trials: Annotated[
         str,
-        typer.Option(
-            help="kill, save, async, signal, write, hang, damage, reshard, joined by commas, or all"
-        ),
+        typer.Option(help="kill, save, async, signal, write, hang, damage, reshard, joined by commas, or all"),
     ] = "all",
-    soak: Annotated[
-        int, typer.Option(help="Instead: so many random kills of ranks and launchers", min=0)
-    ] = 0,
+    soak: Annotated[int, typer.Option(help="Instead: so many random kills of ranks and launchers", min=0)] = 0,
     updates: Annotated[int, typer.Option(help="Updates of the run that is broken", min=16)] = 40,
     seed: Annotated[int, typer.Option(help="Of moments and ranks: the same seed strikes the same ones")] = 0,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the drill's runs also when all is well")] = False,

@@ -21,9 +21,7 @@ pytestmark = [
 
 def on_gpu(rows: PackedRows, tensors: list[Tensor]) -> tuple[PackedRows, list[Tensor]]:
     device = torch.device("cuda")
-    return PackedRows(rows.documents, device), [
-        t.detach().to(device, torch.bfloat16).requires_grad_() for t in tensors
-    ]
+    return PackedRows(rows.documents, device), [t.detach().to(device, torch.bfloat16).requires_grad_() for t in tensors]
 
 
 @pytest.mark.parametrize("window", [None, 3])

@@ -69,9 +69,7 @@ def rows_of(update: int, vocab: int = 31, rows: int = ROWS, seed: int = 5, lengt
     return result
 
 
-def batch_of(
-    update: int, data_rank: int, data_ranks: int, microbatch_rows: int = 1, **rows: Any
-) -> UpdateBatch:
+def batch_of(update: int, data_rank: int, data_ranks: int, microbatch_rows: int = 1, **rows: Any) -> UpdateBatch:
     """This data rank's part of `rows_of(update)`, as the loader cuts it."""
     tokens, length = rows_of(update, **rows), rows.get("length", T)
     ids = torch.zeros(len(tokens), length, dtype=torch.long)
@@ -204,9 +202,7 @@ def on_ranks(world_size: int, cases: dict[str, Loaded], **rows: Any) -> dict[str
     first, *others = run_ranks(partial(all_trained, **rows), world_size, cases)
     for rank, other in enumerate(others, 1):
         for name, outcome in other.items():
-            parts = [
-                p for p, value in outcome.weights.items() if not torch.equal(value, first[name].weights[p])
-            ]
+            parts = [p for p, value in outcome.weights.items() if not torch.equal(value, first[name].weights[p])]
             if parts or outcome.results != first[name].results:
                 first[name].disagreement = f"rank {rank} differs from rank 0: {parts or outcome.results}"
     return first
@@ -348,10 +344,7 @@ def with_bounds(right: Outcome, other: Outcome) -> Outcome:
             for name, entries in right.moments.items()
         },
     )
-    assert (
-        max(right.apart.losses) <= tolerance.LATER * first
-        and max(right.apart.gradients) <= tolerance.GROWTH * first
-    )
+    assert max(right.apart.losses) <= tolerance.LATER * first and max(right.apart.gradients) <= tolerance.GROWTH * first
     assert worst(other.weights, right.weights)[0] * scale <= tolerance.GROWTH * first
     return right
 
@@ -371,9 +364,7 @@ def assert_same_training(found: Outcome, right: Outcome) -> None:
         added = 1e-6 / theirs.grad_norm  # torch adds this to the norm that it divides by
         assert abs(ours.clip_coefficient - theirs.clip_coefficient) <= added + bound
         difference, name = worst(found.gradients[update], right.gradients[update])
-        assert difference <= bound, (
-            f"gradient of {name} in update {update}: {difference} where {bound} is allowed"
-        )
+        assert difference <= bound, f"gradient of {name} in update {update}: {difference} where {bound} is allowed"
     assert found.weights.keys() == right.weights.keys()
     for name, value in right.weights.items():
         _assert_within(right.apart.weights[name], found.weights[name], value, name)
@@ -381,9 +372,7 @@ def assert_same_training(found: Outcome, right: Outcome) -> None:
     for name, entries in right.moments.items():
         assert found.moments[name].keys() == entries.keys()
         for entry, value in entries.items():
-            _assert_within(
-                right.apart.moments[name][entry], found.moments[name][entry], value, f"{entry} of {name}"
-            )
+            _assert_within(right.apart.moments[name][entry], found.moments[name][entry], value, f"{entry} of {name}")
 
 
 def _assert_within(bound: float, found: Tensor, right: Tensor, name: str) -> None:

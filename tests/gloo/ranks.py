@@ -34,14 +34,10 @@ PRELOAD = [
 ]
 THREADS = int(os.environ.get("SHARDWRIGHT_TEST_THREADS", "1"))
 """Of a rank, and of an oracle; tests/matrix.py asks for more."""
-SECONDS_FOR_THE_OTHERS = (
-    2.0  # after the first failure, so that the rank that failed first is shown with its peers
-)
+SECONDS_FOR_THE_OTHERS = 2.0  # after the first failure, so that the rank that failed first is shown with its peers
 
 
-def run_ranks(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 90 * PATIENCE
-) -> list[Any]:
+def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 90 * PATIENCE) -> list[Any]:
     """What `function(*args)` returned on each of `world_size` ranks, in the order of ranks.
 
     `function` must stand at the top of a module. In it the gloo group is ready (`dist.get_rank()` works) and
@@ -72,9 +68,7 @@ def run_ranks(
     return [results[rank] for rank in range(world_size)]
 
 
-def _collect(
-    processes: list[Any], pipes: list[Connection], timeout: float
-) -> tuple[dict[int, Any], dict[int, str]]:
+def _collect(processes: list[Any], pipes: list[Connection], timeout: float) -> tuple[dict[int, Any], dict[int, str]]:
     """Results and tracebacks by rank, as they come; ends all ranks soon after the first failure."""
     results: dict[int, Any] = {}
     failures: dict[int, str] = {}

@@ -109,9 +109,7 @@ def _saved(directory: Path, layouts: list[str]) -> dict[str, Saved]:
     return found
 
 
-def _read(
-    sources: dict[str, Saved], pairs: list[tuple[str, str]], continued: bool
-) -> dict[tuple[str, str], str]:
+def _read(sources: dict[str, Saved], pairs: list[tuple[str, str]], continued: bool) -> dict[tuple[str, str], str]:
     found = {}
     for target in dict.fromkeys(target for _, target in pairs):
         engine = make_engine(loaded_for(target))
@@ -143,9 +141,7 @@ def _compared(engine: Engine, source: Saved, continued: bool) -> str:
     return ""
 
 
-def matrix(
-    directory: Path, pairs: list[tuple[str, str]], continued: bool = True
-) -> dict[tuple[str, str], str]:
+def matrix(directory: Path, pairs: list[tuple[str, str]], continued: bool = True) -> dict[tuple[str, str], str]:
     """(saved, loaded) -> what differs. Starts ranks twice for each number of them."""
     sources: dict[str, Saved] = {}
     names = dict.fromkeys(source for source, _ in pairs)

@@ -43,9 +43,7 @@ def _trained(layouts: dict[str, dict[str, Any]]) -> dict[str, Any]:
     found = {}
     for layout, options in layouts.items():
         engine = _engine(layout, **options)
-        start = {
-            name: engine._engine.full(p.detach()).clone() for name, p in engine.module.named_parameters()
-        }
+        start = {name: engine._engine.full(p.detach()).clone() for name, p in engine.module.named_parameters()}
         results = []
         for update in range(UPDATES):
             own = _rows(update)[engine.data_rank :: engine.data_ranks]
@@ -83,8 +81,7 @@ def test_a_loss_of_your_own(world_size: int) -> None:
         rounding, moved = tolerance.of_model(start, TARGETS), tolerance.moved(start, TARGETS)
         for result, (loss, norm) in zip(results, scalars):
             assert (
-                abs(result.loss / loss - 1) <= tolerance.LATER * rounding
-                and abs(result.grad_norm / norm - 1) <= moved
+                abs(result.loss / loss - 1) <= tolerance.LATER * rounding and abs(result.grad_norm / norm - 1) <= moved
             )
         for name, value in weights.items():
             assert (end[name] - value).abs().max() <= moved * value.abs().max(), (layout, name)
@@ -111,8 +108,7 @@ def _resumed(directory: str) -> list[float]:
         full = long._engine.full
         differences.append(
             max(
-                float((full(p.detach()) - full(now[n].detach())).abs().max())
-                for n, p in long.module.named_parameters()
+                float((full(p.detach()) - full(now[n].detach())).abs().max()) for n, p in long.module.named_parameters()
             )
         )
     return differences

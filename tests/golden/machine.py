@@ -32,9 +32,7 @@ def cpu() -> str:
     fields = dict(re.findall(r"^(.*?)\s*: (.*)$", text, re.MULTILINE))
     numbers = [fields.get(key, "?") for key in ("cpu family", "model", "stepping")]
     flags = fields.get("flags", "").split()
-    return " ".join(
-        [fields.get("model name", "unnamed"), "/".join(numbers), *(f for f in INSTRUCTIONS if f in flags)]
-    )
+    return " ".join([fields.get("model name", "unnamed"), "/".join(numbers), *(f for f in INSTRUCTIONS if f in flags)])
 
 
 def machine() -> dict[str, str]:

@@ -46,9 +46,7 @@ def _start(engine: Engine) -> None:
         drawn = 0.02 * torch.randn(p.shape, generator=generator, dtype=torch.float64)
         value = (drawn + (p.dim() == 1 and not name.endswith("bias"))).float().to(p.dtype)
         with torch.no_grad():
-            p.copy_(
-                distribute_tensor(value, p.device_mesh, p.placements) if isinstance(p, DTensor) else value
-            )
+            p.copy_(distribute_tensor(value, p.device_mesh, p.placements) if isinstance(p, DTensor) else value)
 
 
 def _one(name: str, precision: str, disturb: bool = False) -> tuple[list[float], float]:

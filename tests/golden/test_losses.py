@@ -15,16 +15,12 @@ def found() -> Found:
     return found_losses()
 
 
-def assert_within(
-    found: list[float], right: list[float], rounding: float, sensitivity: list[float], name: str
-) -> None:
+def assert_within(found: list[float], right: list[float], rounding: float, sensitivity: list[float], name: str) -> None:
     """Each loss to the rounding of one update, and to what the optimizer has made of the rounding of those before."""
     assert len(found) == len(right) == UPDATES
     for update, (ours, theirs, moved) in enumerate(zip(found, right, sensitivity)):
         bound = rounding * (1 + moved)
-        assert abs(ours / theirs - 1) <= bound, (
-            f"{name}, update {update}: {ours} for {theirs}, {bound} is allowed"
-        )
+        assert abs(ours / theirs - 1) <= bound, f"{name}, update {update}: {ours} for {theirs}, {bound} is allowed"
 
 
 def test_losses_in_float64_hold_anywhere(found: Found) -> None:

@@ -20,9 +20,7 @@ def documents(tokens: Sequence[Sequence[int]], weights: Sequence[Sequence[float]
     return Documents(Path("-"), {"tokens_digest": ""}, flat, places, found)
 
 
-def table(
-    tokens: Sequence[Sequence[int]], cut: Cut, weights: Sequence[Sequence[float]] | None = None
-) -> Table:
+def table(tokens: Sequence[Sequence[int]], cut: Cut, weights: Sequence[Sequence[float]] | None = None) -> Table:
     """The rows that `cut` makes of `tokens`."""
     found = documents(tokens, weights)
     return Table(found, cut, cut_rows(found.ends[:, 0], cut, found.weights), "")

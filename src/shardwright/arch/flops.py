@@ -54,9 +54,7 @@ def visible_keys(length: float, window: int | None, causal: bool) -> float:
 def attention_keys(shape: Shape, length: float, causal: bool) -> float:
     """Visible keys summed over all layers."""
     whole = shape.layers - shape.window_layers
-    return whole * visible_keys(length, None, causal) + shape.window_layers * visible_keys(
-        length, shape.window, causal
-    )
+    return whole * visible_keys(length, None, causal) + shape.window_layers * visible_keys(length, shape.window, causal)
 
 
 def attention_forward_flops(shape: Shape, length: float, causal: bool) -> float:
@@ -113,9 +111,7 @@ def document_flops(
     return useful, again
 
 
-def utilisation(
-    flops_per_token: float, tokens_per_second: float, devices: int, peak_flops_per_second: float
-) -> float:
+def utilisation(flops_per_token: float, tokens_per_second: float, devices: int, peak_flops_per_second: float) -> float:
     """Share of the peak of ALL devices: flops per token x tokens per second of all devices / (devices x peak)."""
     return flops_per_token * tokens_per_second / (devices * peak_flops_per_second)
 
@@ -198,9 +194,7 @@ CONVENTIONS = {
             True,
             "the same appendix, hardware FLOPs, selective recomputation",
         ),
-        Convention(
-            "megatron", _megatron, False, "Megatron-LM README: 12BsLh^2(6 + s/h + V/(2Lh)), full attention"
-        ),
+        Convention("megatron", _megatron, False, "Megatron-LM README: 12BsLh^2(6 + s/h + V/(2Lh)), full attention"),
         Convention("palm", _palm, False, "Chowdhery et al. 2022 (arXiv:2204.02311), appendix B: 6N + 12LHQT"),
         Convention("torchtitan", _torchtitan, False, "torchtitan since 2025: 6(N - N_embedding) + 12LHQT"),
         Convention("mosaicml", _mosaicml, False, "llm-foundry: 3(2N + 4Ldt) with N all parameters"),

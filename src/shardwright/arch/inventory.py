@@ -90,9 +90,7 @@ def shape_from_config(source: str | Path | Mapping[str, Any]) -> Shape:
     """
     config = read_config(source)
     if "model_type" not in config:
-        raise ConfigError(
-            "The config has no `model_type`.", "It names the family.", "Add it, for example `llama`."
-        )
+        raise ConfigError("The config has no `model_type`.", "It names the family.", "Add it, for example `llama`.")
     family = family_of(str(config["model_type"]))
     name = str(config.get("_name_or_path") or "")
     if not is_known(config):
@@ -114,9 +112,7 @@ def shape_from_config(source: str | Path | Mapping[str, Any]) -> Shape:
     kv_heads = int(_value(config, family, "num_key_value_heads") or heads)
     head_dim = int(_value(config, family, "head_dim") or hidden // heads)
     if heads % kv_heads:
-        raise ConfigError(
-            f"num_attention_heads = {heads} is not a multiple of num_key_value_heads = {kv_heads}."
-        )
+        raise ConfigError(f"num_attention_heads = {heads} is not a multiple of num_key_value_heads = {kv_heads}.")
     ffn = _value(config, family, "intermediate_size") or 4 * hidden
     positions = int(_value(config, family, "max_position_embeddings") or 0)
     window, window_layers = _windows(config, family, layers)
@@ -223,9 +219,7 @@ def _block(s: Shape, family: Family) -> Iterator[Group]:
     if len(family.qkv) == 1:
         widths, pieces = (sum(widths),), (s.kv_heads,)
     for name, width, units in zip(family.qkv, widths, pieces):
-        yield from _linear(
-            f"{at}.{name}", s.hidden, width, s.qkv_bias, s.layers, "attention", "column", units, first
-        )
+        yield from _linear(f"{at}.{name}", s.hidden, width, s.qkv_bias, s.layers, "attention", "column", units, first)
     if s.qk_norm:
         for name in family.qk_norms:
             yield from _norm(f"{at}.{name}", s.head_dim, s.norm_bias, s.layers)
@@ -242,12 +236,8 @@ def _block(s: Shape, family: Family) -> Iterator[Group]:
     )
     for name in family.up:
         width = 2 * s.ffn if s.gated and len(family.up) == 1 else s.ffn
-        yield from _linear(
-            f"{at}.{name}", s.hidden, width, s.mlp_bias, s.layers, "mlp", "column", s.ffn, first
-        )
-    yield from _linear(
-        f"{at}.{family.down}", s.ffn, s.hidden, s.mlp_bias, s.layers, "mlp", "row", s.ffn, first
-    )
+        yield from _linear(f"{at}.{name}", s.hidden, width, s.mlp_bias, s.layers, "mlp", "column", s.ffn, first)
+    yield from _linear(f"{at}.{family.down}", s.ffn, s.hidden, s.mlp_bias, s.layers, "mlp", "row", s.ffn, first)
 
 
 @lru_cache(maxsize=256)
@@ -273,9 +263,7 @@ def parameters(shape: Shape) -> tuple[Group, ...]:
 
 def named_sizes(shape: Shape) -> dict[str, tuple[int, ...]]:
     """{fully qualified name: size} of every parameter, blocks written out."""
-    return {
-        group.name.format(index): group.size for group in parameters(shape) for index in range(group.count)
-    }
+    return {group.name.format(index): group.size for group in parameters(shape) for index in range(group.count)}
 
 
 @dataclass(frozen=True)

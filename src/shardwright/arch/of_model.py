@@ -18,9 +18,7 @@ Inventory = Callable[[dict[str, Any]], dict[str, Any]]
 """Builds the model of a `model` section without memory, as what `shardwright.models.parameter_inventory.inventory`."""
 
 
-def shape_of_model(
-    name: str, inventory: Inventory | None = None, section: Mapping[str, Any] | None = None
-) -> Shape:
+def shape_of_model(name: str, inventory: Inventory | None = None, section: Mapping[str, Any] | None = None) -> Shape:
     """The shape of `name`: a directory, a config.json, `package.module:function`, or a well-known model.
 
     section: keys of the run file's `model` that decide what is built. inventory: None where no model can be built. With

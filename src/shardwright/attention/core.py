@@ -48,9 +48,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool
     """softmax(scale x query key^T) value, and its log-sum-exp. `causal` needs as many queries as keys: the same tokens."""
     how = kernel(query, key, value)
     if how == "cpu_flash":
-        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, causal, scale=scale
-        )
+        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scale)
         return Attended(out, lse)
     if how == "cuda_flash":
         found = _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, False, scale=scale)
@@ -73,9 +71,7 @@ def attend_backward(
         given = [grad, query, key, value, out]
         if backward_is_wide(query):
             given = [t.float() for t in given]
-        found = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *given, lse, 0.0, causal, scale=scale
-        )
+        found = _aten._scaled_dot_product_flash_attention_for_cpu_backward(*given, lse, 0.0, causal, scale=scale)
         given.clear()
         return tuple(g.to(query.dtype) for g in found)
     if how == "cuda_flash":
@@ -157,9 +153,7 @@ def _scores(query: Tensor, key: Tensor, scale: float, causal: bool) -> Tensor:
     scores = _per_head_transposed(query.to(wide), key.to(wide)) * scale
     if causal:
         size = (query.shape[2], key.shape[2])
-        scores = scores.masked_fill(
-            torch.ones(size, dtype=torch.bool, device=query.device).triu(1), -math.inf
-        )
+        scores = scores.masked_fill(torch.ones(size, dtype=torch.bool, device=query.device).triu(1), -math.inf)
     return scores
 
 

@@ -52,9 +52,7 @@ def document_attention(
     documents: None where each row is one document.
     """
     if attention_mask is not None:
-        raise ModelError(
-            f"{type(module).__name__} asks for a mask inside attention.", "It does not know of documents."
-        )
+        raise ModelError(f"{type(module).__name__} asks for a mask inside attention.", "It does not know of documents.")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     options: dict[str, Any] = {"scale": scale, "dropout": dropout, "softcap": softcap, "sinks": s_aux}
     if documents is None or documents.whole:

@@ -48,9 +48,7 @@ class PackedRows:
         """(row, first token, end) of each document, in order of rows."""
         starts, lengths = self._spans
         width = self.documents.shape[1]
-        return tuple(
-            (s // width, s % width, s % width + n) for s, n in zip(starts.tolist(), lengths.tolist())
-        )
+        return tuple((s // width, s % width, s % width + n) for s, n in zip(starts.tolist(), lengths.tolist()))
 
     @cached_property
     def on_device(self) -> Tensor:

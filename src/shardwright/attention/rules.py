@@ -89,18 +89,14 @@ def _check_mixing(model: nn.Module, seen: Seen, by: Replacement) -> None:
     for block in find_parts(model).blocks:
         for path, module in model.get_submodule(block).named_modules():
             if isinstance(module, nn.Conv1d):
-                raise ModelError(
-                    f"`{block}.{path}` of {name} is a convolution over tokens.", by.convolution, by.fix
-                )
+                raise ModelError(f"`{block}.{path}` of {name} is a convolution over tokens.", by.convolution, by.fix)
 
 
 def _check_call(call: AttentionCall, by: Replacement) -> None:
     if not call.causal:
         raise ModelError(f"`{call.module}` is not causal.", by.not_causal, by.fix)
     if unknown := [name for name in call.others if name not in by.known]:
-        raise ModelError(
-            f"`{call.module}` asks for {', '.join(unknown)}.", f"{by.name} does not know it.", by.fix
-        )
+        raise ModelError(f"`{call.module}` asks for {', '.join(unknown)}.", f"{by.name} does not know it.", by.fix)
 
 
 def _check_windows(name: str, values: dict[str, Any], seen: Seen, by: Replacement) -> None:

@@ -46,8 +46,6 @@ def narrow_attention(
     plain = attention_mask is None and causal and not dropout and not asked
     same = query.shape[2] == key.shape[2]
     if not (plain and same and torch.is_grad_enabled() and gains_from_wide(query, key, value)):
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout, scaling, is_causal, **others
-        )
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal, **others)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return Attention.apply(query, key, value, scale, True).transpose(1, 2).contiguous(), None

@@ -53,9 +53,7 @@ def all_sum(x: Tensor, name: str, operation: str = "sum") -> Tensor:
 def _gather(x: Tensor, dim: int, size: int, rank: int, name: str) -> Tensor:
     pieces = _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), size, name))
     joined = pieces.view(size, *x.shape).movedim(0, dim).flatten(dim, dim + 1)
-    return torch.ops.aten._unsafe_view(
-        joined, joined.shape
-    )  # no view of `pieces`: fully_shard warns of views
+    return torch.ops.aten._unsafe_view(joined, joined.shape)  # no view of `pieces`: fully_shard warns of views
 
 
 def _cut(x: Tensor, dim: int, size: int, rank: int, name: str) -> Tensor:
@@ -90,9 +88,7 @@ _MOVES = {"keep": _keep, "sum": _sum, "gather": _gather, "cut": _cut, "sum_and_c
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, there: str, back: str, dim: int, size: int, rank: int, name: str
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, there: str, back: str, dim: int, size: int, rank: int, name: str) -> Tensor:
         ctx.back, ctx.place = back, (dim, size, rank, name)
         return _MOVES[there](x, dim, size, rank, name)
 

@@ -155,9 +155,7 @@ def follow(
     line = line_of(choice, members)
     before = choice.origin if choice is not None else None
     own = origin is not None and (origin == before or not os.path.isabs(origin))
-    newer = chosen is not None and any(
-        update_of(Path(name)) > chosen.update for name in passed if is_named(name)
-    )
+    newer = chosen is not None and any(update_of(Path(name)) > chosen.update for name in passed if is_named(name))
     if own and not newer and continued(line, chosen, members):
         return Choice(line, before, job)
     known = [line, *(m.lineage for m in members), chosen.lineage if chosen else ()]
@@ -191,7 +189,5 @@ def begin(output_dir: Path, choice: Choice, manifest: Manifest | None) -> list[s
             try:
                 link.unlink()
             except OSError as error:
-                notes.append(
-                    f"{link} points to a branch that was left, and the link cannot be removed: {error}."
-                )
+                notes.append(f"{link} points to a branch that was left, and the link cannot be removed: {error}.")
     return notes

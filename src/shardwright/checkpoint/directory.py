@@ -148,14 +148,10 @@ def retain(output_dir: Path, manifest: Manifest, retention: Retention) -> list[s
             unread = [p for p in on if on[p] is None and update_of(p) < oldest]
             for path in (*left, *unread):
                 why = "belongs to a branch that was left" if path in left else "cannot be read"
-                notes += retire(path) or [
-                    f"{path} is removed: the checkpoint {why} (checkpoint.save_total_limit)."
-                ]
+                notes += retire(path) or [f"{path} is removed: the checkpoint {why} (checkpoint.save_total_limit)."]
         return notes + sync_directories(output_dir, output_dir)
     except OSError as error:
-        return [
-            f"Older checkpoints in {output_dir} were not looked through: {error}. The next save tries again."
-        ]
+        return [f"Older checkpoints in {output_dir} were not looked through: {error}. The next save tries again."]
 
 
 def _losses(line: Sequence[Path], manifest: Manifest) -> dict[int, float]:
@@ -164,11 +160,7 @@ def _losses(line: Sequence[Path], manifest: Manifest) -> dict[int, float]:
     Checkpoints of older versions do not say their rows and are trusted.
     """
     good = [read_manifest(path) for path in line if not problems_of(path, whole=False)]
-    return {
-        m.update: m.eval_loss
-        for m in good
-        if m.eval_loss is not None and m.eval_data in ("", manifest.eval_data)
-    }
+    return {m.update: m.eval_loss for m in good if m.eval_loss is not None and m.eval_data in ("", manifest.eval_data)}
 
 
 def point_best(output_dir: Path, line: Sequence[Path], manifest: Manifest) -> list[str]:

@@ -231,9 +231,7 @@ def read_piece(descriptor: int, path: Path, offset: int, into: memoryview, right
 def check_piece(path: Path, offset: int, data: memoryview, right: str, key: str) -> None:
     """Raises `DamagedCheckpointError` unless `data`, the piece of `path` from byte `offset`, has the checksum `right`."""
     if checksum(data) != right:
-        raise damaged(
-            path, f"is not what was written: bytes {offset} to {offset + len(data)}, a part of {key}, differ"
-        )
+        raise damaged(path, f"is not what was written: bytes {offset} to {offset + len(data)}, a part of {key}, differ")
 
 
 def read_span(descriptor: int, path: Path, offset: int, into: memoryview) -> None:

@@ -105,9 +105,7 @@ def _lineage(path: Path, found: Any) -> Lineage:
     try:
         return parse_lineage(found)
     except (KeyError, TypeError, ValueError):
-        raise CheckpointError(
-            f"{path / MANIFEST} has a lineage that this version cannot read: {found!r}."
-        ) from None
+        raise CheckpointError(f"{path / MANIFEST} has a lineage that this version cannot read: {found!r}.") from None
 
 
 def read_index(path: Path) -> Index:

@@ -93,9 +93,7 @@ def _going_on(there: set[str], here: dict[str, torch.dtype | None], change: Opti
     if change == "none":
         return there
     missing = here.keys() - there
-    return (
-        set() if change == "class" or any(here[entry] is None for entry in missing) else there & here.keys()
-    )
+    return set() if change == "class" or any(here[entry] is None for entry in missing) else there & here.keys()
 
 
 def _stored(index: Index) -> dict[str, set[str]]:
@@ -110,11 +108,7 @@ def _stored(index: Index) -> dict[str, set[str]]:
 
 def expected_entries(optimizer: torch.optim.Optimizer, parameters: Sequence[LocalParameter]) -> Entries:
     """The entries that `optimizer` keeps, seen in a step of one parameter for each (group, shape, dtype); no state stays."""
-    groups = {
-        id(tensor): number
-        for number, group in enumerate(optimizer.param_groups)
-        for tensor in group["params"]
-    }
+    groups = {id(tensor): number for number, group in enumerate(optimizer.param_groups) for tensor in group["params"]}
     kinds = {p.name: (groups[id(p.tensor)], tuple(p.parameter.shape), p.parameter.dtype) for p in parameters}
     first = {kinds[p.name]: p for p in reversed(parameters)}
     optimizer.state.clear()
@@ -138,6 +132,5 @@ def _counted(entries: Counter[str]) -> str:
     for entry, count in sorted(entries.items()):
         by_count.setdefault(count, []).append(entry)
     return "; ".join(
-        f"{', '.join(names)} of {count} parameter{'s' if count > 1 else ''}"
-        for count, names in by_count.items()
+        f"{', '.join(names)} of {count} parameter{'s' if count > 1 else ''}" for count, names in by_count.items()
     )

@@ -152,9 +152,7 @@ def _agree_fit(path: Path, index: Index, state: Mapping[str, Value], partial: Se
     problems = []
     for names, what in parts:
         left = [
-            name
-            for name in names
-            if not covers(partial, name.split(":")[0]) and not name.startswith(NUMBERS_OF_GROUPS)
+            name for name in names if not covers(partial, name.split(":")[0]) and not name.startswith(NUMBERS_OF_GROUPS)
         ]
         if left:
             more = " ..." if len(left) > 5 else ""
@@ -176,9 +174,7 @@ def read_into(index: Index, tensors: Mapping[str, Tensor], partial: Sequence[str
         read_file(index, name, wanted)
 
 
-def wanted_pieces(
-    index: Index, tensors: Mapping[str, Tensor], partial: Sequence[str]
-) -> dict[str, list[Wanted]]:
+def wanted_pieces(index: Index, tensors: Mapping[str, Tensor], partial: Sequence[str]) -> dict[str, list[Wanted]]:
     """The pieces of each file that the local parts of `tensors` need, in the order of the file."""
     wanted: dict[str, list[Wanted]] = {}
     for key, tensor in tensors.items():

@@ -54,8 +54,7 @@ def restore(
     fits = [
         local
         for local in own
-        if shapes.get(f"{state.STATE_MODEL}{local.name}")
-        == (local.parameter.dtype, tuple(local.parameter.shape))
+        if shapes.get(f"{state.STATE_MODEL}{local.name}") == (local.parameter.dtype, tuple(local.parameter.shape))
         or not reader.covers(partial, f"{state.STATE_MODEL}{local.name}")
     ]
     state.allocate_optimizer_state(optimizer, fits, shapes, index.numbers, fitted.begun)

@@ -15,9 +15,7 @@ class Retention:
     best: bool = False
 
 
-def surplus(
-    updates: Sequence[int], newest: int, losses: Mapping[int, float], retention: Retention
-) -> list[int]:
+def surplus(updates: Sequence[int], newest: int, losses: Mapping[int, float], retention: Retention) -> list[int]:
     """The updates whose checkpoints go, after the one of `newest` was written.
 
     Those that are ahead of it (after a fall back to an older one) neither count nor go.

@@ -138,9 +138,7 @@ class Saver:
         for (held, tensor), place in zip(tensors, copies):
             if held.key in volatile:
                 place.copy_(local_part(tensor))
-        late = [
-            (local_part(t), place) for (held, t), place in zip(tensors, copies) if held.key not in volatile
-        ]
+        late = [(local_part(t), place) for (held, t), place in zip(tensors, copies) if held.key not in volatile]
         self._start(save, lambda: self._copy_and_write(save, late, staged))
         return True
 
@@ -167,9 +165,7 @@ class Saver:
         """Prints each refusal of a file system that has not been printed yet and does not end the save. notes: of each rank."""
         for rank, lines in enumerate(notes):
             for line in lines or ():
-                where = (
-                    f"On {self._hosts.names[self._hosts.of_rank[rank]]}: " if self._hosts.count > 1 else ""
-                )
+                where = f"On {self._hosts.names[self._hosts.of_rank[rank]]}: " if self._hosts.count > 1 else ""
                 if where + line not in self._said:
                     self._said.add(where + line)
                     self._say(where + line)

@@ -86,9 +86,7 @@ def check_buffers(module: nn.Module) -> None:
                 )
 
 
-def optimizer_values(
-    optimizer: torch.optim.Optimizer, parameters: Sequence[LocalParameter]
-) -> dict[str, Value]:
+def optimizer_values(optimizer: torch.optim.Optimizer, parameters: Sequence[LocalParameter]) -> dict[str, Value]:
     """Everything in the optimizer's state: tensors, shards as DTensors, and numbers, those of groups too.
 
     Parameters without state have no entries. Raises `CheckpointError` for a value that is neither.
@@ -117,9 +115,7 @@ def optimizer_values(
     return found
 
 
-def optimizer_state(
-    optimizer: torch.optim.Optimizer, parameters: Sequence[LocalParameter]
-) -> dict[str, Tensor]:
+def optimizer_state(optimizer: torch.optim.Optimizer, parameters: Sequence[LocalParameter]) -> dict[str, Tensor]:
     """`optimizer_values` of single parameters, with numbers as 0-dim tensors."""
     return {
         key: value if isinstance(value, Tensor) else torch.tensor(value, dtype=_wide(value))
@@ -228,9 +224,7 @@ def allocate_optimizer_state(
             optimizer.state[tensor] = state
     if by_step:
         optimizer.state.clear()
-        materialise_optimizer_state(
-            optimizer, parameters, {local.name for local in parameters} & entries.keys()
-        )
+        materialise_optimizer_state(optimizer, parameters, {local.name for local in parameters} & entries.keys())
 
 
 def materialise_optimizer_state(

@@ -65,9 +65,7 @@ __all__ = [
 ]
 
 
-def save(
-    output_dir: Path, state: Mapping[str, Value], manifest: Manifest, run_yaml: str, keep: int | None
-) -> Path:
+def save(output_dir: Path, state: Mapping[str, Value], manifest: Manifest, run_yaml: str, keep: int | None) -> Path:
     """Writes one checkpoint and returns its directory; collective. keep: how many of the newest stay, None for all.
 
     The checkpoint is one of the branch that the directory follows. Raises `SaveError` on all ranks when one could not write;

@@ -65,9 +65,7 @@ class _Loader(yaml.SafeLoader):
 
 _Loader.yaml_implicit_resolvers = {
     first: [
-        (tag, pattern)
-        for tag, pattern in rules
-        if tag not in ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:float")
+        (tag, pattern) for tag, pattern in rules if tag not in ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:float")
     ]
     for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
@@ -195,9 +193,7 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
     while rest:
         word = rest.pop(0)
         if not word.startswith("--") or "." not in word.split("=", 1)[0]:
-            hint = did_you_mean(
-                word.lstrip("-").split("=")[0].replace("-", "_"), [key.split(".")[1] for key in keys()]
-            )
+            hint = did_you_mean(word.lstrip("-").split("=")[0].replace("-", "_"), [key.split(".")[1] for key in keys()])
             raise ConfigError(
                 f"`{word}` is no option and no override.",
                 "",
@@ -209,9 +205,7 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
                 raise ConfigError(f"`{word}` has no value.", "", f"Write {word} VALUE.")
             text = rest.pop(0)
         if name in result:
-            raise ConfigError(
-                f"`--{name}` is given twice.", "Only one of the two could take effect.", "Remove one."
-            )
+            raise ConfigError(f"`--{name}` is given twice.", "Only one of the two could take effect.", "Remove one.")
         try:
             result[name] = _value(text)
         except yaml.YAMLError as error:
@@ -239,9 +233,7 @@ def _describe(error: Any, origin: dict[str, str], data: dict[str, Any]) -> Confi
     given = error["input"]
     if not isinstance(given, str | int | float | bool | list) and given is not None:
         given = "a mapping"
-    return ConfigError(
-        f"{where}: `{full}` = {given!r}: {error['msg'][0].lower()}{error['msg'][1:]}.", "", meaning
-    )
+    return ConfigError(f"{where}: `{full}` = {given!r}: {error['msg'][0].lower()}{error['msg'][1:]}.", "", meaning)
 
 
 def _describe_entry(error: Any, what: str) -> ConfigError:
@@ -268,9 +260,7 @@ def _validate(data: dict[str, Any], origin: dict[str, str]) -> RunFile:
         raise ConfigError("\n".join(str(error) for error in seen.values())) from None
 
 
-def load_run_file(
-    path: str | Path | None, overrides: dict[str, Any] | None = None, name: str | None = None
-) -> Loaded:
+def load_run_file(path: str | Path | None, overrides: dict[str, Any] | None = None, name: str | None = None) -> Loaded:
     """The run file at `path` with `overrides` ({dotted key: value}) on top, checked against the schema.
 
     `path` None starts from nothing but the overrides. Raises `ConfigError` naming file, line, key and the nearest

@@ -25,9 +25,7 @@ Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv"]
 class Section(BaseModel):
     """A section of the run file: unknown keys are refused, values are immutable once read."""
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, protected_namespaces=(), allow_inf_nan=False
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=(), allow_inf_nan=False)
 
 
 class Model(Section):
@@ -74,9 +72,7 @@ class Data(Section):
     validation: list[Entry] = []
     format: Format = Field("auto", description="auto: by the columns of each file")
     text_column: str = Field("text", description="The column of format text")
-    chat_template: str | None = Field(
-        None, description="File with a Jinja template in place of the tokenizer's own"
-    )
+    chat_template: str | None = Field(None, description="File with a Jinja template in place of the tokenizer's own")
     assistant_only_loss: bool | None = Field(
         None, description="Messages: train only what the assistant writes; default true"
     )
@@ -89,9 +85,7 @@ class Data(Section):
         description="A document of more than max_length tokens: cut into rows (default for text and tokens), cut "
         "off (default for all else), or refused",
     )
-    append_eos: bool = Field(
-        True, description="End token after text and completions; chat templates end turns"
-    )
+    append_eos: bool = Field(True, description="End token after text and completions; chat templates end turns")
     batching: Literal["pad", "bucket", "pack"] = Field(
         "pad",
         description="pad: a document to a row of max_length. bucket: a document to a row, microbatches as wide as their "
@@ -132,9 +126,7 @@ class Training(Section):
     per_device_train_batch_size: Positive = Field(
         1, description="Rows per microbatch: memory and speed, not the objective"
     )
-    per_device_eval_batch_size: Positive | None = Field(
-        None, description="Default: per_device_train_batch_size"
-    )
+    per_device_eval_batch_size: Positive | None = Field(None, description="Default: per_device_train_batch_size")
     loss: str = Field(
         "cross_entropy",
         description="cross_entropy, or package.module:function(logits, labels, weights) -> (loss_sum, target_count)",
@@ -212,9 +204,7 @@ class Parallelism(Section):
     prefetch: NonNegative | None = Field(
         None, description="zero* only: units gathered ahead; default 2 on the CPU, 1 else"
     )
-    bucket_bytes: Positive | None = Field(
-        None, description="ddp only: gradient bucket; default 25 MiB, 4 on CPUs"
-    )
+    bucket_bytes: Positive | None = Field(None, description="ddp only: gradient bucket; default 25 MiB, 4 on CPUs")
 
     @field_validator("data_parallel", mode="before")
     @classmethod
@@ -294,9 +284,7 @@ class Checkpoint(Section):
         description="Keys of the objective that may differ from the checkpoint's; the count of rows done is kept, and the "
         "optimizer state that both have",
     )
-    export_hf: Literal["none", "final"] = Field(
-        "final", description="Write a Hugging Face directory at the end"
-    )
+    export_hf: Literal["none", "final"] = Field("final", description="Write a Hugging Face directory at the end")
 
 
 class Hardware(Section):

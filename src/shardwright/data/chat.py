@@ -24,9 +24,7 @@ from shardwright.data.sources import kind_of, unicode_of
 from shardwright.errors import ConfigError, DataError
 
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_FIX = (
-    "Give the template {% generation %} marks (data.chat_template), or set data.assistant_only_loss to false."
-)
+_FIX = "Give the template {% generation %} marks (data.chat_template), or set data.assistant_only_loss to false."
 
 
 @dataclass(frozen=True)
@@ -46,9 +44,7 @@ class Rendered:
 class ChatTemplate:
     """The chat template of a tokenizer, or the one in the file `path`. special: texts of its special tokens."""
 
-    def __init__(
-        self, tokenizer: Any, path: str | None, assistant_only: bool, special: Iterable[str]
-    ) -> None:
+    def __init__(self, tokenizer: Any, path: str | None, assistant_only: bool, special: Iterable[str]) -> None:
         self.tokenizer, self.assistant_only = tokenizer, assistant_only
         self.name = path or "the tokenizer's chat template"
         self._given = None if path is None else read_template(path)
@@ -153,8 +149,7 @@ class _Turns:
         if set(wanted) == set(assistants) and len(set(wanted.values())) == 1:
             return [(start, end, wanted[assistants[0]]) for start, end in self.marks]
         raise DataError(
-            f"{self.where}: {self.owner.name} marks {len(self.marks)} spans for {len(assistants)} assistant "
-            "messages.",
+            f"{self.where}: {self.owner.name} marks {len(self.marks)} spans for {len(assistants)} assistant messages.",
             "Which span belongs to which message cannot be told, and they have different weights.",
             "Mark each assistant message once.",
         )
@@ -186,9 +181,7 @@ class _Turns:
                 number, "has a header, but the template has no generation prompt that says where it ends"
             )
         ended = written.rstrip()
-        if ended.endswith(
-            self.owner._special
-        ):  # generation ends there; the whitespace after it is the template's
+        if ended.endswith(self.owner._special):  # generation ends there; the whitespace after it is the template's
             written = ended
         return len(given), len(given) + len(written)
 
@@ -196,9 +189,7 @@ class _Turns:
         if not count and not add_generation_prompt:
             return ""
         chat = replace(self.fitted.chat, messages=self.messages[:count])
-        text, _ = self.owner.text(
-            self.template, chat, self.where, add_generation_prompt=add_generation_prompt
-        )
+        text, _ = self.owner.text(self.template, chat, self.where, add_generation_prompt=add_generation_prompt)
         return text
 
     def _refused(self, number: int, what: str) -> DataError:
@@ -216,9 +207,7 @@ def read_template(path: str) -> str:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "It is not UTF-8."
-        raise ConfigError(
-            f"data.chat_template: {path} cannot be read.", f"{why}.".replace("..", ".")
-        ) from None
+        raise ConfigError(f"data.chat_template: {path} cannot be read.", f"{why}.".replace("..", ".")) from None
 
 
 def _weight(message: Message, place: str) -> float | None:

@@ -210,9 +210,7 @@ def _said(message: Message) -> bool:
 def _more(message: Message) -> Iterator[str]:
     """The keys of a message beside role and content that hold something."""
     return (
-        key
-        for key, value in message.items()
-        if key not in ("role", "content", *WEIGHTS) and value not in ("", [], {})
+        key for key, value in message.items() if key not in ("role", "content", *WEIGHTS) and value not in ("", [], {})
     )
 
 
@@ -226,11 +224,7 @@ def _emptied(message: Message) -> Message:
 
 def _joined(message: Message) -> Message:
     content = message["content"]
-    return (
-        {**message, "content": "".join(part["text"] for part in content)}
-        if isinstance(content, list)
-        else message
-    )
+    return {**message, "content": "".join(part["text"] for part in content)} if isinstance(content, list) else message
 
 
 def _with_objects(message: Message) -> Message:

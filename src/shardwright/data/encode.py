@@ -63,9 +63,7 @@ _EMPTY = Document(np.empty(0, np.int32))
 class Encoder:
     """Tokenises as section data says. tokenizer: a Hugging Face tokenizer; None where all is tokenised already."""
 
-    def __init__(
-        self, tokenizer: Any, data: Data, formats: frozenset[str], tokenizer_path: Path | None
-    ) -> None:
+    def __init__(self, tokenizer: Any, data: Data, formats: frozenset[str], tokenizer_path: Path | None) -> None:
         self.data, self.tokenizer = data, tokenizer
         self.read = {form: columns_of(form, data) for form in formats}
         self.keep = frozenset[str]().union(*self.read.values(), {data.text_column})

@@ -126,9 +126,7 @@ def _no_file(source: Source, key: str) -> DataError:
         why = f"The directory holds {_some(others)}." if others else "The directory is empty."
         return DataError(f"{key}: `{path}` is a directory without data files.", why, _KINDS)
     fix = "A function needs data.streaming: true." if names_function(source.path) else _KINDS
-    return DataError(
-        f"{key}: `{source.path}` names no file.", f"The name was looked up from {Path.cwd()}.", fix
-    )
+    return DataError(f"{key}: `{source.path}` names no file.", f"The name was looked up from {Path.cwd()}.", fix)
 
 
 def _twice(key: str, file: Path, source: Source, other: Path, by: Source) -> DataError:

@@ -93,9 +93,7 @@ def format_of(present: list[str] | None, path: str, data: Data) -> str | None:
     """The same for a file whose first record has the columns `present`; None: plain lines of text."""
     if present is None:
         if data.format not in ("auto", "text"):
-            raise DataError(
-                f"{path} holds plain lines of text.", f"data.format is {data.format}.", "Use JSONL."
-            )
+            raise DataError(f"{path} holds plain lines of text.", f"data.format is {data.format}.", "Use JSONL.")
         return "text"
     if not present:
         return None
@@ -161,9 +159,7 @@ def sample_of(record: Record, form: str, data: Data, where: str) -> Sample:
     if form == "prompt_completion":
         return _prompt_completion(record, data, where)
     if form == "sharegpt":
-        messages = [
-            _turn(turn, f"`conversations[{n}]`", where) for n, turn in _list(record, "conversations", where)
-        ]
+        messages = [_turn(turn, f"`conversations[{n}]`", where) for n, turn in _list(record, "conversations", where)]
         return Chat(_system(record, where) + messages, **_for_template(record, where))
     return Chat(_messages(record, "messages", where), **_for_template(record, where))
 
@@ -207,9 +203,7 @@ def _check_content(content: Any, place: str) -> None:
     if isinstance(content, str):
         return
     if not isinstance(content, list):
-        raise DataError(
-            f"{place}: `content` is {kind_of(content)}, not text.", "", "Correct or remove the line."
-        )
+        raise DataError(f"{place}: `content` is {kind_of(content)}, not text.", "", "Correct or remove the line.")
     for number, part in enumerate(content):
         kind = part.get("type", "text") if isinstance(part, dict) else kind_of(part)
         if kind != "text" or not isinstance(part.get("text"), str):
@@ -238,9 +232,7 @@ def _for_template(record: Record, where: str) -> dict[str, Any]:
         if value and not isinstance(value, kind):
             raise DataError(f"{place} is {kind_of(value)}, not {kind_of(kind())}.")
         if isinstance(value, list) and not all(isinstance(item, dict) for item in value):
-            raise DataError(
-                f"{place} holds an entry that is not an object.", "", "Correct or remove the line."
-            )
+            raise DataError(f"{place} holds an entry that is not an object.", "", "Correct or remove the line.")
         values[column.removeprefix("chat_")] = value or None
     return values
 
@@ -284,14 +276,10 @@ def _turn(turn: Any, place: str, where: str) -> Message:
     if not isinstance(turn, dict) or not isinstance(turn.get("value"), str):
         raise DataError(f"{where}: {place} is no turn of `from` and `value`.")
     if turn.get("from") not in _ROLES:
-        raise DataError(
-            f"{where}: {place} is from `{turn.get('from')}`.", "", f"Known are {', '.join(_ROLES)}."
-        )
+        raise DataError(f"{where}: {place} is from `{turn.get('from')}`.", "", f"Known are {', '.join(_ROLES)}.")
     more = {key: value for key, value in turn.items() if key not in ("from", "value") and value is not None}
     if turn["from"] == "function_call":
         calls = _from_json(turn["value"], f"{where}: {place}: the call")
-        calls = [
-            {"type": "function", "function": call} for call in (calls if isinstance(calls, list) else [calls])
-        ]
+        calls = [{"type": "function", "function": call} for call in (calls if isinstance(calls, list) else [calls])]
         return {"role": "assistant", "tool_calls": calls, **more}
     return {"role": _ROLES[turn["from"]], "content": turn["value"], **more}

@@ -60,9 +60,7 @@ class Mixture:
         size = int(self.bounds[source + 1] - self.bounds[source])
         result = offsets % size
         beyond = np.flatnonzero(offsets >= self._whole[source])
-        passes, places = np.divmod(
-            epoch * int(self._rest[source]) + offsets[beyond] - self._whole[source], size
-        )
+        passes, places = np.divmod(epoch * int(self._rest[source]) + offsets[beyond] - self._whole[source], size)
         for number in np.unique(passes).tolist():
             here = passes == number
             result[beyond[here]] = permute(places[here], size, seed + source + 1, number)

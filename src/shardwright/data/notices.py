@@ -64,9 +64,7 @@ def _of_files(meta: dict[str, Any], notes: list[Note]) -> Iterator[str]:
         if number not in sizes and not meta.get("next"):  # a window of a stream need not reach every file
             yield f"{path} holds no record"
     unpacked = [
-        path
-        for path in meta["files"]
-        if is_compressed(path) and str(Path(path).with_suffix("")) in meta["files"]
+        path for path in meta["files"] if is_compressed(path) and str(Path(path).with_suffix("")) in meta["files"]
     ]
     if unpacked:
         yield (
@@ -82,10 +80,7 @@ def _of_files(meta: dict[str, Any], notes: list[Note]) -> Iterator[str]:
         alike.setdefault(tuple(sorted(found)), []).append(file)
     for names, files in alike.items():
         size = sum(sizes[file] for file in files)
-        parts = [
-            f"`{name}` (in {sum(columns[file][name] for file in files):,} of {size:,} records)"
-            for name in names
-        ]
+        parts = [f"`{name}` (in {sum(columns[file][name] for file in files):,} of {size:,} records)" for name in names]
         more = f" and {len(files) - 1} other files" if len(files) > 1 else ""
         yield f"{meta['files'][files[0]]}{more}: nothing reads the columns {', '.join(parts)}"
 
@@ -110,9 +105,7 @@ def _of_ends(run: RunFile, meta: dict[str, Any], notes: list[Note]) -> Iterator[
         )
     stops = {"the tokenizer": [meta["eos_id"]] if meta["eos_id"] is not None else [], **_stops(run)}
     for token, text in trained_ends(meta).items():
-        without = [
-            f"{name} ({', '.join(map(str, ids))})" for name, ids in stops.items() if ids and token not in ids
-        ]
+        without = [f"{name} ({', '.join(map(str, ids))})" for name, ids in stops.items() if ids and token not in ids]
         if without:
             yield (
                 f"trained turns end in `{text}` ({token}), which is not an end token of {' nor of '.join(without)}: generation "
@@ -135,9 +128,7 @@ def _stops(run: RunFile) -> dict[str, list[int]]:
     return {}
 
 
-def _of_settings(
-    run: RunFile, tokenizer_path: Path | None, meta: dict[str, Any], notes: list[Note]
-) -> Iterator[str]:
+def _of_settings(run: RunFile, tokenizer_path: Path | None, meta: dict[str, Any], notes: list[Note]) -> Iterator[str]:
     """Keys of section data without effect, which only the records show."""
     formats = {form for form in meta["formats"] if form is not None}
     chats = sum(note.count for note in notes if note.kind == "chat")

@@ -200,16 +200,12 @@ class Order:
         The whole epoch is counted: this takes about a second for ten million rows.
         """
         found, first = stretches_of(cursor), cursor["rows"] // self.rows * self.rows
-        former, now = (
-            self.rows_at(np.arange(first, first + self.rows), s) for s in (found[-1], self.stretch)
-        )
+        former, now = (self.rows_at(np.arange(first, first + self.rows), s) for s in (found[-1], self.stretch))
         passed_over = self._passed_over(update, found) - first
         done = np.arange(self.rows) < cursor["rows"] - first + len(passed_over)
         done[passed_over] = False
         size = int(max(former.max(), now.max())) + 1
-        trained = np.bincount(former[done], minlength=size) + np.bincount(
-            now[cursor["rows"] - first :], minlength=size
-        )
+        trained = np.bincount(former[done], minlength=size) + np.bincount(now[cursor["rows"] - first :], minlength=size)
         return int(np.maximum(0, trained - np.bincount(former, minlength=size)).sum())
 
     def epoch(self, update: int) -> float | None:

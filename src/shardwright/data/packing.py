@@ -48,9 +48,7 @@ def fill(counts: Sequence[int], capacity: int) -> list[tuple[int, int, int]]:
     A step (first, rows, each) puts `each` of the next pieces into each of `rows` rows from number `first` on.
     """
     steps: list[tuple[int, int, int]] = []
-    ranges: list[list[tuple[int, int]]] = [
-        [] for _ in range(capacity + 1)
-    ]  # of rows, by the room left in them
+    ranges: list[list[tuple[int, int]]] = [[] for _ in range(capacity + 1)]  # of rows, by the room left in them
     occupied = rows = 0  # bit r of `occupied` is set where ranges[r] is not empty
 
     def place(first: int, size: int, each: int, room: int) -> None:

@@ -145,13 +145,9 @@ def pad_of(run: RunFile, special: dict[str, Any]) -> int:
 
 def _weights(run: RunFile, split: Split) -> list[float] | None:
     """The weight of each source; None where all are 1."""
-    weights = [
-        source.weight for source in sources_of(run.data.train if split == "train" else run.data.validation)
-    ]
+    weights = [source.weight for source in sources_of(run.data.train if split == "train" else run.data.validation)]
     if split == "validation" and set(weights) != {1.0}:
-        raise ConfigError(
-            "A weight in data.validation has no effect.", "Each row is evaluated once.", "Remove it."
-        )
+        raise ConfigError("A weight in data.validation has no effect.", "Each row is evaluated once.", "Remove it.")
     return None if set(weights) == {1.0} else weights
 
 

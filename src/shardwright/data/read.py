@@ -47,9 +47,7 @@ def read_documents(run: RunFile, split: Split) -> Read | None:
     tokenizer_path, missing = find_tokenizer(run)
     path = cache_directory(run) / _key(files, tokenizer_path, run.data)
     cached = (path / "meta.json").is_file()
-    documents = (
-        Documents.open(path) if cached else _tokenise(run, split, files, path, tokenizer_path, missing)
-    )
+    documents = Documents.open(path) if cached else _tokenise(run, split, files, path, tokenizer_path, missing)
     formats = tuple(sorted({form for form in documents.meta["formats"] if form is not None}))
     if split == "train":
         refuse_without_effect(run.data, formats)
@@ -60,9 +58,7 @@ def read_documents(run: RunFile, split: Split) -> Read | None:
 
 def cache_directory(run: RunFile) -> Path:
     """data.cache_dir, or `.cache` beside output_dir, so that runs side by side share tokenised data."""
-    return (
-        Path(run.data.cache_dir) if run.data.cache_dir else Path(run.checkpoint.output_dir).parent / ".cache"
-    )
+    return Path(run.data.cache_dir) if run.data.cache_dir else Path(run.checkpoint.output_dir).parent / ".cache"
 
 
 def find_tokenizer(run: RunFile) -> tuple[Path | None, ConfigError | None]:

@@ -92,9 +92,7 @@ def _whole(path: str) -> list[Any] | None:
     try:
         value = json.loads(content)
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"{path}: byte {error.start + 1} is not UTF-8.", "", "Convert the file to UTF-8."
-        ) from None
+        raise DataError(f"{path}: byte {error.start + 1} is not UTF-8.", "", "Convert the file to UTF-8.") from None
     except ValueError as error:
         if not is_array:
             return None  # the line that is no JSON will be named
@@ -215,9 +213,7 @@ def _json(source: str, where: str) -> Record:
     try:
         record = json.loads(source)
     except ValueError as error:
-        why = (
-            f"{error.msg}, column {error.colno}." if isinstance(error, json.JSONDecodeError) else f"{error}."
-        )
+        why = f"{error.msg}, column {error.colno}." if isinstance(error, json.JSONDecodeError) else f"{error}."
         fix = (
             "A JSON array is not JSON Lines: write one object per line, or give the file the suffix .json."
             if source[0] == "["

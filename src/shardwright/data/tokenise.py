@@ -74,9 +74,7 @@ def load_tokenizer(path: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ConfigError(
-            f"The tokenizer in {path} cannot be loaded.", str(error).strip().splitlines()[0]
-        ) from error
+        raise ConfigError(f"The tokenizer in {path} cannot be loaded.", str(error).strip().splitlines()[0]) from error
 
 
 def write_documents(
@@ -126,9 +124,7 @@ def special_tokens(tokenizer: Any) -> dict[str, int | None]:
     }  # fmt: skip
 
 
-def _encoded(
-    work: Iterator[tuple[Slice, str]], encoder: Encoder, num_proc: int
-) -> Iterator[tuple[Slice, Encoded]]:
+def _encoded(work: Iterator[tuple[Slice, str]], encoder: Encoder, num_proc: int) -> Iterator[tuple[Slice, Encoded]]:
     """Each slice of `work` with its documents, in order."""
     first = list(islice(work, num_proc))
     if len(first) < 2:

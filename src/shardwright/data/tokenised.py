@@ -58,9 +58,7 @@ def _weights(record: Record, ids: list[int], where: str) -> list[float] | None:
         _same_length(weights, ids, "loss_weights", where)
         for position, weight in enumerate(weights):
             if not 0 <= weight < float("inf"):
-                raise DataError(
-                    f"{where}: `loss_weights[{position}]` is {weight}.", "A weight is at least 0."
-                )
+                raise DataError(f"{where}: `loss_weights[{position}]` is {weight}.", "A weight is at least 0.")
     trained = [_mask(record, column, ids, where) for column in MASKS if record.get(column) is not None]
     if record.get("labels") is not None:
         trained.append(_labelled(record, ids, where))
@@ -88,16 +86,12 @@ def _mask(record: Record, column: str, ids: list[int], where: str) -> list[float
     _same_length(values, ids, column, where)
     for position, value in enumerate(values):
         if value not in (0, 1):
-            fix = " Use `position_ids` or `seq_lengths` to say where documents begin." * (
-                column == "attention_mask"
-            )
+            fix = " Use `position_ids` or `seq_lengths` to say where documents begin." * (column == "attention_mask")
             raise DataError(f"{where}: `{column}[{position}]` is {value}.", "A mask holds 0 and 1." + fix)
     return [float(value) for value in values]
 
 
-def _bounds(
-    record: Record, ids: list[int], kept: list[int], where: str
-) -> tuple[tuple[int, ...], tuple[str, ...]]:
+def _bounds(record: Record, ids: list[int], kept: list[int], where: str) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Where documents begin among the tokens `kept`, with their number, and the columns that say so."""
     found = {
         column: starts(record, ids, kept, where)

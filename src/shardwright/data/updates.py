@@ -50,9 +50,7 @@ def make_order(run: RunFile, train: Prepared) -> Order:
     return order_over(run, len(train.table), train.table.real_tokens, train.mixture)
 
 
-def order_over(
-    run: RunFile, rows: int, real_tokens: Callable[[Int64], Int64], mixture: Mixture | None
-) -> Order:
+def order_over(run: RunFile, rows: int, real_tokens: Callable[[Int64], Int64], mixture: Mixture | None) -> Order:
     """The same for `rows` rows made in any way; `real_tokens` gives the tokens of some of them."""
     t, data = run.training, run.data
     order = Order(

@@ -118,9 +118,7 @@ def _generation(source: Path, config: Any) -> tuple[dict[str, Any] | None, list[
     values: dict[str, Any] | None = None
     if file.is_file():
         values = _read_json(file)
-        idle = [
-            key for key in ("temperature", "top_p", "top_k") if values.get(key) not in (None, *_NEUTRAL[key])
-        ]
+        idle = [key for key in ("temperature", "top_p", "top_k") if values.get(key) not in (None, *_NEUTRAL[key])]
         if idle and values.get("do_sample") is False:
             lines.append(
                 f"{file} sets do_sample false and {', '.join(idle)}, which then have no effect; the file is exported unchanged"
@@ -152,9 +150,7 @@ def _settings_in(config: Any, file: Path) -> dict[str, Any]:
         GenerationConfig._get_default_generation_params(),
     )
     found |= {key: stored[key] for key in stored if key in known and key not in own}
-    return {
-        key: value for key, value in sorted(found.items()) if value is not None and value != plain.get(key)
-    }
+    return {key: value for key, value in sorted(found.items()) if value is not None and value != plain.get(key)}
 
 
 _NEUTRAL = {"temperature": (1.0,), "top_p": (1.0,), "top_k": (50,)}

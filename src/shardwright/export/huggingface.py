@@ -251,6 +251,4 @@ def _agree(failure: str | None) -> None:
     if dist.is_initialized():
         dist.broadcast_object_list(said, src=0)
     if said[0] is not None:
-        raise ModelError(
-            f"The export cannot be written: {said[0]}.", "", "Give another directory or make room."
-        )
+        raise ModelError(f"The export cannot be written: {said[0]}.", "", "Give another directory or make room.")

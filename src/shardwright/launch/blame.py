@@ -111,9 +111,7 @@ class Wait:
 def waits_of(sights: Sequence[Sight]) -> dict[int, list[Wait]]:
     """Rank -> what it has begun that cannot end before other ranks come."""
     by_rank = {sight.rank: sight for sight in sights if not sight.ended}
-    return {
-        rank: [*_collectives(sight, by_rank), *_transfers(sight, by_rank)] for rank, sight in by_rank.items()
-    }
+    return {rank: [*_collectives(sight, by_rank), *_transfers(sight, by_rank)] for rank, sight in by_rank.items()}
 
 
 def _collectives(sight: Sight, by_rank: Mapping[int, Sight]) -> Iterable[Wait]:
@@ -145,9 +143,7 @@ def _transfers(sight: Sight, by_rank: Mapping[int, Sight]) -> Iterable[Wait]:
 def to_blame(sights: Sequence[Sight]) -> list[Sight]:
     """The ranks that the others wait for; the first by `standing` and position where no rank waits for another."""
     waits = waits_of(sights)
-    edges = {
-        rank: {r for wait in found for r in (*wait.not_begun, *wait.others)} for rank, found in waits.items()
-    }
+    edges = {rank: {r for wait in found for r in (*wait.not_begun, *wait.others)} for rank, found in waits.items()}
     awaited = [sight for sight in sights if any(sight.rank in targets for targets in edges.values())]
     if not awaited:
         first = min(sights, key=_innocence)
@@ -204,9 +200,7 @@ def _lines(sight: Sight, waits: Sequence[Wait], blamed: bool) -> list[str]:
 
 def _same(operation: str, sizes: Any, other_operation: str, other_sizes: Any) -> bool:
     plain = operation.replace("_", "")
-    return operation == other_operation and (
-        sizes == other_sizes or not any(name in plain for name in _EQUAL_SIZES)
-    )
+    return operation == other_operation and (sizes == other_sizes or not any(name in plain for name in _EQUAL_SIZES))
 
 
 def _text(operation: str, sizes: Any) -> str:

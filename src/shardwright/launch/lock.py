@@ -65,18 +65,14 @@ def _machine() -> str:
 def _started(pid: int) -> str:
     """When a process was started, in ticks of its machine; empty where there is none, or it has ended and is not reaped."""
     try:
-        fields = (
-            Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-        )
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:
         return ""
     return "" if fields[0] in "ZX" else fields[19]
 
 
 @contextmanager
-def owned(
-    directory: Path, what: str, say: Callable[[str], None], patience: float = PATIENCE_SECONDS
-) -> Iterator[None]:
+def owned(directory: Path, what: str, say: Callable[[str], None], patience: float = PATIENCE_SECONDS) -> Iterator[None]:
     """`directory` belongs to this process while the context lasts; it is made where it is missing.
 
     what: the verb that works there; verbs do not keep each other out. patience: see `PATIENCE_SECONDS`. Raises
@@ -177,9 +173,7 @@ def _gone(owner: Owner, path: Path, say: Callable[[str], None], patience: float)
     """Whether the owner has ended: its process is not there; on another machine, no heartbeat comes."""
     if owner.machine == _machine():
         return _started(owner.pid) != owner.started
-    with tempfile.TemporaryFile(
-        dir=path.parent
-    ) as new:  # the same clock as the heartbeat's, on most file systems
+    with tempfile.TemporaryFile(dir=path.parent) as new:  # the same clock as the heartbeat's, on most file systems
         now = os.fstat(new.fileno()).st_mtime
     last = _touched(path)
     if now - last > OLD_SECONDS:

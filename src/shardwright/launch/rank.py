@@ -57,9 +57,7 @@ def worker_main(function: Callable[[], int]) -> int:
         message = error.code if isinstance(error.code, str) else ""
     except BaseException as error:  # torch's CheckpointException is no Exception
         code, message, trace = int(ExitCode.CRASH), f"{type(error).__name__}: {error}", traceback.format_exc()
-        place = place_of(
-            [f"{f.filename}:{f.lineno} {f.name}" for f in traceback.extract_tb(error.__traceback__)][::-1]
-        )
+        place = place_of([f"{f.filename}:{f.lineno} {f.name}" for f in traceback.extract_tb(error.__traceback__)][::-1])
         lost_peer = _is_lost_peer(error)
         timed_out = lost_peer and any(mark in message for mark in _TIMED_OUT)
     _report_outcome(

@@ -182,9 +182,7 @@ def _started(
                     held = (listening.fileno(),)
                     variables[STORE_FD] = str(listening.fileno())
                 with _held_back(hold_signals):
-                    process = _popen(
-                        [module, *arguments], environment | variables, Path(variables[STARTED_HERE]), held
-                    )
+                    process = _popen([module, *arguments], environment | variables, Path(variables[STARTED_HERE]), held)
                 ranks.append(Rank(number, count, process, Path(variables[STARTED_HERE])))
                 guard.stdin.write(f"{process.pid}\n")
                 guard.stdin.flush()
@@ -222,9 +220,7 @@ def _rank_variables(rank: int, count: int, port: int, directory: Path) -> dict[s
     }
 
 
-def _popen(
-    command: list[str], environment: dict[str, str], directory: Path, held: tuple[int, ...]
-) -> subprocess.Popen:
+def _popen(command: list[str], environment: dict[str, str], directory: Path, held: tuple[int, ...]) -> subprocess.Popen:
     """One rank; rank 0, which holds the store's socket, writes to our stdout."""
     directory.mkdir()
     with ExitStack() as files:

@@ -156,9 +156,7 @@ class Watch:
             rank.send(self._sent)
         hint = " Press Ctrl-C again to end at once." if number == signal.SIGINT else ""
         name = signal.Signals(number).name
-        print(
-            f"shardwright: {name}: stopping after this update and saving.{hint}", file=sys.stderr, flush=True
-        )
+        print(f"shardwright: {name}: stopping after this update and saving.{hint}", file=sys.stderr, flush=True)
 
     def _print_stderr(self) -> None:
         """Passes rank 0's stderr on; silent once a rank has failed, so that its peers' noise does not come first."""

@@ -30,9 +30,7 @@ def accumulation_steps(global_batch_size: int, per_device_train_batch_size: int,
     fix = f"Set training.global_batch_size to {' or '.join(map(str, valid))}"
     share, uneven = divmod(global_batch_size, data_ranks)
     if share and not uneven:
-        smaller = max(
-            size for size in range(1, share + 1) if share % size == 0 and size <= per_device_train_batch_size
-        )
+        smaller = max(size for size in range(1, share + 1) if share % size == 0 and size <= per_device_train_batch_size)
         fix += f", or training.per_device_train_batch_size to {smaller}"
     raise ConfigError(
         f"training.global_batch_size = {global_batch_size} is not a multiple of {rows} = "

@@ -96,9 +96,7 @@ def features(run: RunFile, axes: Axes) -> dict[str, str]:
     """The features of a run -> how an error spells each."""
     p, memory = run.parallelism, run.memory
     found: dict[str, str] = {p.data_parallel: f"data_parallel {p.data_parallel}"}
-    found |= {
-        a: f"parallelism.{a}_size {getattr(axes, a)}" for a in ("pp", "cp", "tp") if getattr(axes, a) > 1
-    }
+    found |= {a: f"parallelism.{a}_size {getattr(axes, a)}" for a in ("pp", "cp", "tp") if getattr(axes, a) > 1}
     if axes.pp > 1:
         schedule = p.pp_schedule or "1f1b"
         found[schedule] = f"parallelism.pp_schedule {schedule}"
@@ -131,9 +129,7 @@ def check_combination(run: RunFile, axes: Axes) -> None:
     exclusion = excluded(set(spelled))
     if exclusion is None:
         return
-    first, second = (
-        next(spelled[n] for n in names if n in spelled) for names in (exclusion.first, exclusion.second)
-    )
+    first, second = (next(spelled[n] for n in names if n in spelled) for names in (exclusion.first, exclusion.second))
     raise ConfigError(f"{first} with {second}.", exclusion.reason, exclusion.fix)
 
 

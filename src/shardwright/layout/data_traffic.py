@@ -59,13 +59,9 @@ def _unit(shard: int, count: int, reshards: bool | int, how: Sharding) -> Iterat
         yield Traffic(how.axis, "all-gather", "parameters", how.degree, gathers * count, payload)
         if partly:
             few = int(reshards)
-            yield Traffic(
-                how.axis, "all-gather", "parameters kept on fewer ranks", few, partly * count, payload
-            )
+            yield Traffic(how.axis, "all-gather", "parameters kept on fewer ranks", few, partly * count, payload)
         times = stage.reductions(how.microbatches)
-        yield Traffic(
-            how.axis, "reduce-scatter", "gradients", how.degree, times * count, whole * how.reduce_bytes
-        )
+        yield Traffic(how.axis, "reduce-scatter", "gradients", how.degree, times * count, whole * how.reduce_bytes)
     if how.replicas > 1:
         piece = shard * how.reduce_bytes
         yield Traffic("dp_replicate", "all-reduce", "gradient shards", how.replicas, count, piece)

@@ -90,9 +90,7 @@ def effect_rules(run: RunFile) -> list[Rule]:
         "checkpoint.partial",
         "checkpoint.accept_changes",
     )
-    when(
-        module, "the model is a function of a package", "model.config_overrides", "model.attn_implementation"
-    )
+    when(module, "the model is a function of a package", "model.config_overrides", "model.attn_implementation")
     batching = run.data.batching
     when(batching != "pack", f"data.batching is {batching}", "data.packing_strategy")
     when(batching != "bucket", f"data.batching is {batching}", "data.bucket_updates")
@@ -119,20 +117,10 @@ def idle_keys(loaded: Loaded) -> dict[str, str]:
     """
     settings = loaded.settings()
     defaults = {
-        f"{name}.{key}": field.default
-        for name, part in sections().items()
-        for key, field in part.model_fields.items()
+        f"{name}.{key}": field.default for name, part in sections().items() for key, field in part.model_fields.items()
     }
-    given = {
-        key for key, origin in loaded.origin.items() if origin != "default" and settings[key] != defaults[key]
-    }
-    return {
-        key: rule.reason
-        for rule in effect_rules(loaded.run)
-        if rule.idle
-        for key in rule.keys
-        if key in given
-    }
+    given = {key for key, origin in loaded.origin.items() if origin != "default" and settings[key] != defaults[key]}
+    return {key: rule.reason for rule in effect_rules(loaded.run) if rule.idle for key in rule.keys if key in given}
 
 
 _HOMES = {
@@ -164,9 +152,7 @@ def _check_training(run: RunFile) -> None:
             "Remove one." if both else "Set one.",
         )
     if t.lr_scheduler_type == "constant" and t.warmup_steps:
-        raise ConfigError(
-            "training.warmup_steps with lr_scheduler_type constant.", "", "Use constant_with_warmup."
-        )
+        raise ConfigError("training.warmup_steps with lr_scheduler_type constant.", "", "Use constant_with_warmup.")
     if t.max_steps is not None:
         check_length(t, t.max_steps)
 
@@ -264,9 +250,7 @@ def check_settings(loaded: Loaded) -> None:
     """Raises `ConfigError` for what no number of ranks can mend: an option without effect, or one that contradicts another."""
     run = loaded.run
     for key, reason in idle_keys(loaded).items():
-        raise ConfigError(
-            f"{loaded.origin[key]}: `{key}` has no effect here: {reason}.", "", f"Remove `{key}`."
-        )
+        raise ConfigError(f"{loaded.origin[key]}: `{key}` has no effect here: {reason}.", "", f"Remove `{key}`.")
     _check_training(run)
     _check_stream(run)
     _check_precision(run)
@@ -295,7 +279,5 @@ def check_run(loaded: Loaded, world_size: int) -> Axes:
             "Parameters are kept on that many ranks after forward: a divisor of the ranks that share them, neither 1 nor all.",
             "Use true or false, or a proper divisor.",
         )
-    accumulation_steps(
-        run.training.global_batch_size, run.training.per_device_train_batch_size, axes.data_ranks
-    )
+    accumulation_steps(run.training.global_batch_size, run.training.per_device_train_batch_size, axes.data_ranks)
     return axes

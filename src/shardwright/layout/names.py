@@ -141,9 +141,7 @@ def expand_layouts(text: str, world_size: int) -> tuple[str, ...]:
     names: list[str] = []
     for name in (part.strip() for part in text.split(",")):
         if not name:
-            raise ConfigError(
-                f"`{text}` has an empty layout name.", "", "Write names separated by single commas."
-            )
+            raise ConfigError(f"`{text}` has an empty layout name.", "", "Write names separated by single commas.")
         for expanded in every_layout(world_size) if name == "all" else (name,):
             parse_layout(expanded)
             if expanded not in names:

@@ -72,9 +72,7 @@ def legality(schedule: Schedule, pp: int, chunks: int, microbatches: int) -> str
 
 
 @lru_cache(maxsize=4096)
-def rank_actions(
-    schedule: Schedule, pp: int, chunks: int, microbatches: int, rank: int
-) -> tuple[Action, ...]:
+def rank_actions(schedule: Schedule, pp: int, chunks: int, microbatches: int, rank: int) -> tuple[Action, ...]:
     """The compute actions of one pipeline rank, in order. Raises `ConfigError` where torch would refuse."""
     reason = legality(schedule, pp, chunks, microbatches)
     if reason:
@@ -177,9 +175,7 @@ def _zbv(rank: int, pp: int, microbatches: int) -> list[Action]:
     return [action for action in result if action.microbatch < microbatches]
 
 
-def communicate(
-    lists: Sequence[Sequence[Action]], rank_of: Callable[[int], int], stages: int
-) -> list[list[Action]]:
+def communicate(lists: Sequence[Sequence[Action]], rank_of: Callable[[int], int], stages: int) -> list[list[Action]]:
     """The action lists with sends and receives put in, so that blocking sends cannot deadlock.
 
     A receive enters the receiver's list at the moment its send enters the sender's: every rank's list is then part of
@@ -192,15 +188,11 @@ def communicate(
     def ready(rank: int, action: Action) -> bool:
         stage, kind, index = action
         if kind == "F":
-            return (
-                stage == 0 or (stage, "RECV_F", index) in seen[rank] or (stage - 1, "F", index) in seen[rank]
-            )
+            return stage == 0 or (stage, "RECV_F", index) in seen[rank] or (stage - 1, "F", index) in seen[rank]
         if kind in "BI":
             later = (stage + 1, "B", index), (stage + 1, "I", index)
             return (
-                stage == stages - 1
-                or (stage, "RECV_B", index) in seen[rank]
-                or any(one in seen[rank] for one in later)
+                stage == stages - 1 or (stage, "RECV_B", index) in seen[rank] or any(one in seen[rank] for one in later)
             )
         return True
 
@@ -262,9 +254,7 @@ def deadlock(lists: Sequence[Sequence[Action]], rank_of: Callable[[int], int]) -
                 position[rank] += 1
                 moved = True
     stuck = [
-        f"rank {rank} waits at {own[position[rank]]}"
-        for rank, own in enumerate(lists)
-        if position[rank] < len(own)
+        f"rank {rank} waits at {own[position[rank]]}" for rank, own in enumerate(lists) if position[rank] < len(own)
     ]
     return "; ".join(stuck)
 

@@ -48,9 +48,7 @@ class TensorWork:
         return self.rows * self.length
 
 
-def whole_widths(
-    family: str, query: int, key: int, ffn: int, gated: bool
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def whole_widths(family: str, query: int, key: int, ffn: int, gated: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(widths of outputs made whole, of whole inputs that are cut) in a block; nothing where it is divided by heads.
 
     query, key: widths of all query heads and all kv heads. These are the families of `WHOLE_ATTENTION`.
@@ -107,6 +105,4 @@ def _ends(w: TensorWork) -> Iterator[Traffic]:
 
 def _update(w: TensorWork) -> Iterator[Traffic]:
     """Once per update: gradients of whole parameters of which each rank computed a part."""
-    yield Traffic(
-        "tp", "all-reduce", "partial gradients", w.tp, int(w.partial > 0), w.partial * w.master_bytes
-    )
+    yield Traffic("tp", "all-reduce", "partial gradients", w.tp, int(w.partial > 0), w.partial * w.master_bytes)

@@ -90,16 +90,12 @@ class Targets:
         every = count == total
         own = labels if every else labels[places]
         if weights is not None:
-            weights = (weights.flatten() if every else weights.flatten()[places]).to(
-                device, non_blocking=True
-            )
+            weights = (weights.flatten() if every else weights.flatten()[places]).to(device, non_blocking=True)
         return cls(
             own.to(device, non_blocking=True),
             weights,
             None if every else places.to(device, non_blocking=True),
-            tuple(
-                (first, end, min(chunk, total - k * chunk)) for k, (first, end) in enumerate(pairwise(cuts))
-            ),
+            tuple((first, end, min(chunk, total - k * chunk)) for k, (first, end) in enumerate(pairwise(cuts))),
         )
 
 
@@ -153,9 +149,7 @@ class _Chunk:
 class _Gradients:
     """Gradients of hidden states [N, D], weight and bias, filled chunk by chunk; None where nobody asks."""
 
-    def __init__(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, count: int, asked: tuple[bool, ...]
-    ) -> None:
+    def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None, count: int, asked: tuple[bool, ...]) -> None:
         wide = torch.promote_types(weight.dtype, torch.float32)
         self._weight = weight
         self.x = x.new_empty(count, x.size(1)) if asked[0] else None
@@ -254,9 +248,7 @@ def _pieces(x: Tensor, targets: Targets) -> Iterator[tuple[int, int, int, Tensor
         yield first, end, sent, x[first:end] if positions is None else x[positions[first:end]]
 
 
-def chunked_cross_entropy_sum(
-    x: Tensor, weight: Tensor, bias: Tensor | None, targets: Targets, how: How
-) -> Tensor:
+def chunked_cross_entropy_sum(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Targets, how: How) -> Tensor:
     """SUM w * -log softmax(f(x W' + b))[label] over targets: a scalar of float32 at least, the same on all of the group.
 
     Shapes: x [P, D], weight [W, D], bias [W]. Gradients reach all three; on a divided vocabulary that of `x` is this rank's

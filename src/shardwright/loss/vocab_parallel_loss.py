@@ -63,9 +63,7 @@ def _wide(logits: Tensor) -> Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
-def vocabulary_cross_entropy_sum(
-    logits: DTensor, labels: Tensor, ignore: int, weights: Tensor | None = None
-) -> Tensor:
+def vocabulary_cross_entropy_sum(logits: DTensor, labels: Tensor, ignore: int, weights: Tensor | None = None) -> Tensor:
     """Sum over targets of weight * -log softmax(logits)[label] in float32 at least, equal on all ranks.
 
     Shapes: logits [..., V], divided along V over a mesh of one axis; labels and weights (None: 1) [...], whole. A label of

@@ -23,9 +23,7 @@ def busy() -> float:
     """
     with suppress(OSError, ValueError):
         if not hasattr(_of_thread, "figures"):
-            _of_thread.figures = os.open(
-                "/proc/thread-self/schedstat", os.O_RDONLY
-            )  # stays open: half the time
+            _of_thread.figures = os.open("/proc/thread-self/schedstat", os.O_RDONLY)  # stays open: half the time
         running, ready, _ = os.pread(_of_thread.figures, 100, 0).split()
         return (int(running) + int(ready)) * 1e-9
     return float("nan")

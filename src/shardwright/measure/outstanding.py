@@ -55,9 +55,7 @@ def issued() -> dict[str, Any]:
         if name in groups:
             operation = entry["profiling_name"].split(":", 1)[-1]
             sizes = [entry["input_sizes"], entry["output_sizes"]]
-            groups[name]["collectives"].append(
-                [entry["collective_seq_id"], operation, sizes, entry["retired"]]
-            )
+            groups[name]["collectives"].append([entry["collective_seq_id"], operation, sizes, entry["retired"]])
     for group in groups.values():
         group["collectives"] = group["collectives"][-KEPT:]
     return {

@@ -99,9 +99,7 @@ class Window:
 
 
 @contextmanager
-def profiled(
-    device: torch.device, groups: Mapping[str, str], keep: Path | None = None
-) -> Iterator[list[Window]]:
+def profiled(device: torch.device, groups: Mapping[str, str], keep: Path | None = None) -> Iterator[list[Window]]:
     """Runs its block under torch's profiler; the list that it gives holds the window afterwards.
 
     groups: name of a process group -> axis (`parallel.mesh.axis_of_groups`). keep: where the trace stays, for Perfetto.
@@ -146,9 +144,7 @@ def window_of(trace: Mapping[str, Any], axes: Mapping[str, str] | None = None) -
     return _window(events, calls, compute)
 
 
-def _window(
-    events: list[Event], calls: list[tuple[str, str, Span]], compute: list[tuple[str, Span]]
-) -> Window:
+def _window(events: list[Event], calls: list[tuple[str, str, Span]], compute: list[tuple[str, Span]]) -> Window:
     computed = union(span for _, span in compute)
     products = [span for name, span in compute if _is_product(name)]
     grouped: dict[tuple[str, str], list[Span]] = defaultdict(list)

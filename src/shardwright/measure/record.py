@@ -113,9 +113,7 @@ class Record:
         shutil.move(aside, path)  # copies where a share cannot rename over a file
         if dropped := len(lines) - len(kept):
             also = " Trackio keeps them and shows both attempts." if "trackio" in report_to else ""
-            say(
-                f"{path}: {dropped} entries of an earlier attempt, of update {first_update + 1} on, are dropped.{also}"
-            )
+            say(f"{path}: {dropped} entries of an earlier attempt, of update {first_update + 1} on, are dropped.{also}")
         self._file = path.open("ab", buffering=0)
         self._say, self._pending, self._failing = say, b"", False
         self._sinks: list[Sink] = [SINKS[name](output_dir, first_update) for name in report_to]
@@ -182,9 +180,7 @@ class Progress:
 
     def __init__(self, console: Console, total: int) -> None:
         self._console, self._total = console, total
-        self._live = (
-            Live(console=console, refresh_per_second=4, transient=False) if console.is_terminal else None
-        )
+        self._live = Live(console=console, refresh_per_second=4, transient=False) if console.is_terminal else None
         if self._live is not None:
             self._live.start()
 
@@ -192,9 +188,7 @@ class Progress:
         """`values` as logged; `update` is the one just done, counted from 0."""
         line = _line(update + 1, self._total, values, left_seconds)
         if self._live is None:
-            print(
-                line, file=self._console.file, flush=True
-            )  # nothing in it to style, and a fifth of the time
+            print(line, file=self._console.file, flush=True)  # nothing in it to style, and a fifth of the time
         else:
             done = (update + 1) / self._total
             bar = "━" * round(20 * done) + "╶" * (20 - round(20 * done))
@@ -211,13 +205,9 @@ class Progress:
 
 def _line(number: int, total: int, values: Values, left_seconds: float | None) -> str:
     parts = [f"update {number:>{len(str(total))}}/{total}"]
-    parts.append(
-        f"loss {values['train/loss']:.4f}  norm {values['train/grad_norm']:.3g}  lr {values['train/lr']:.2e}"
-    )
+    parts.append(f"loss {values['train/loss']:.4f}  norm {values['train/grad_norm']:.3g}  lr {values['train/lr']:.2e}")
     if (rate := values.get("perf/target_tokens_per_s")) is not None:
-        parts.append(
-            f"{rate:,.0f} target tokens/s  {format_seconds(float(values['perf/step_seconds'] or 0))}/update"
-        )
+        parts.append(f"{rate:,.0f} target tokens/s  {format_seconds(float(values['perf/step_seconds'] or 0))}/update")
     memory = values.get("mem/peak_allocated_bytes") or values.get("mem/peak_host_bytes")
     if memory:
         parts.append(f"peak {format_bytes(float(memory))}")

@@ -57,9 +57,7 @@ def axis_of_groups(mesh: DeviceMesh) -> dict[str, str]:
             found[mesh[axis].get_group().group_name] = axis
     for name, axes in FLATTENED.items():
         if mesh["cp"].size() > 1:
-            found[flattened(mesh, name).get_group().group_name] = (
-                axes[0] if mesh[axes[0]].size() > 1 else "cp"
-            )
+            found[flattened(mesh, name).get_group().group_name] = axes[0] if mesh[axes[0]].size() > 1 else "cp"
     return found
 
 

@@ -149,9 +149,7 @@ def connect(
         place = torch.device(kind, assign_devices(seats)[placement.rank] or 0)
         torch.accelerator.set_device_index(place.index)
         options["device_id"] = place
-    dist.init_process_group(
-        store=meeting.store, rank=placement.rank, world_size=placement.world_size, **options
-    )
+    dist.init_process_group(store=meeting.store, rank=placement.rank, world_size=placement.world_size, **options)
     connection = Connection(
         placement=placement,
         device=place,
@@ -200,9 +198,7 @@ def self_test(device: torch.device) -> None:
     dist.all_reduce(reduced, op=dist.ReduceOp.SUM)
     pieces = torch.arange(1.0, size + 1, device=device) * (rank + 1)
     scattered = torch.empty(1, device=device)
-    reduce_scatter = (
-        getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    )  # renamed in 2.13
+    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in 2.13
     reduce_scatter(scattered, pieces, op=dist.ReduceOp.SUM)
     for name, found, right in (
         ("all_reduce", reduced.item(), of_ranks),

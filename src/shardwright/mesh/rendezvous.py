@@ -54,9 +54,7 @@ class Meeting:
         self.holds_store = not self._shared
         """Whether the store lives in a rank of this job, which must leave last."""
         store = HashStore() if placement.world_size == 1 else self._reach(environment)
-        self.store: Store = PrefixStore(
-            f"shardwright/{environment.get(RESTARTS, '0')}/{next(_number)}", store
-        )
+        self.store: Store = PrefixStore(f"shardwright/{environment.get(RESTARTS, '0')}/{next(_number)}", store)
         self._run = {name: environment.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")}
 
     def seats(self, mine: Seat) -> list[Seat]:
@@ -120,9 +118,7 @@ class Meeting:
         passed, word, pause = 0.0, float(FIRST_WORD_SECONDS * (WATCHED_FACTOR if watched else 1)), 0.001
         while not done():
             if self._asked_to_stop():
-                raise StoppedEarly(
-                    f"Asked to stop while waiting for {what()}.", "", "There is nothing to save."
-                )
+                raise StoppedEarly(f"Asked to stop while waiting for {what()}.", "", "There is nothing to save.")
             if passed > self._seconds:
                 raise ShardwrightError(
                     f"Rank {self._placement.rank} has waited {self._seconds:g} s for {what()}.",
@@ -154,9 +150,7 @@ class _Knock(threading.Thread):
     def run(self) -> None:
         try:
             self._reach_host()
-            self.waits_for = (
-                f"an answer from {self._at}, where perhaps another program than shardwright listens"
-            )
+            self.waits_for = f"an answer from {self._at}, where perhaps another program than shardwright listens"
             self.store = TCPStore(
                 self._place.master_addr,
                 self._place.master_port,

@@ -84,8 +84,7 @@ def _quotas(path: str, mount: Path = Path("/sys/fs/cgroup")) -> Iterator[float]:
                 quota, period = (directory / "cpu.max").read_text(encoding="ascii").split()
             else:
                 quota, period = (
-                    (directory / f"cpu.cfs_{name}_us").read_text(encoding="ascii")
-                    for name in ("quota", "period")
+                    (directory / f"cpu.cfs_{name}_us").read_text(encoding="ascii") for name in ("quota", "period")
                 )
             if float(quota) > 0:  # `max`, or -1 in version 1, is no limit
                 yield float(quota) / float(period)

@@ -20,9 +20,7 @@ from shardwright.models.model_config import read_config as read_config
 from shardwright.models.model_parts import beside_text, tied_names
 from shardwright.models.weights import read_headers
 
-RECIPES = (
-    "_shardwright_recipes"  # attribute of each module: {name of its parameter, buffer or tensor: Recipe}
-)
+RECIPES = "_shardwright_recipes"  # attribute of each module: {name of its parameter, buffer or tensor: Recipe}
 # Written by old versions of Transformers; now computed, or not used at all.
 _IGNORED_WEIGHTS = (r"rotary_emb\.inv_freq$", r"\.attn\.(masked_)?bias$", r"(^|\.)position_ids$")
 
@@ -120,9 +118,7 @@ def _model_kind(config: Any) -> Any:
 
     if type(config) in AutoModelForCausalLM._model_mapping:
         return AutoModelForCausalLM
-    if type(config) in AutoModelForImageTextToText._model_mapping and not getattr(
-        config, "is_encoder_decoder", False
-    ):
+    if type(config) in AutoModelForImageTextToText._model_mapping and not getattr(config, "is_encoder_decoder", False):
         found = AutoModelForImageTextToText._model_mapping[type(config)]
         images = inspect.signature(found.forward).parameters.get("pixel_values")
         if found.__name__.endswith("ForConditionalGeneration") and (
@@ -159,9 +155,7 @@ def _from_function(spec: Model, recorder: Recorder) -> nn.Module:
             "Set model.init to random, or give a Transformers directory.",
         )
     if spec.config_overrides:
-        raise ModelError(
-            "model.config_overrides has no effect on a function.", "", "Use model.kwargs, or remove it."
-        )
+        raise ModelError("model.config_overrides has no effect on a function.", "", "Use model.kwargs, or remove it.")
     try:
         function = getattr(importlib.import_module(path), name)
     except ModuleNotFoundError as error:
@@ -187,9 +181,7 @@ def _from_function(spec: Model, recorder: Recorder) -> nn.Module:
             "with Python numbers, and give no explicit device.",
         ) from error
     if not isinstance(model, nn.Module):
-        raise ModelError(
-            f"{spec.model_name_or_path} returned {type(model).__name__}.", "", "Return an nn.Module."
-        )
+        raise ModelError(f"{spec.model_name_or_path} returned {type(model).__name__}.", "", "Return an nn.Module.")
     return model
 
 
@@ -250,9 +242,7 @@ def _attach_recipes(model: nn.Module, recorder: Recorder) -> None:
         beside_text(model),
     )
     recipes = {
-        id(t): Recipe(tuple(names[id(t)]), view_of(t), recorder.last(t), whole)
-        for _, _, t in places
-        if t.is_meta
+        id(t): Recipe(tuple(names[id(t)]), view_of(t), recorder.last(t), whole) for _, _, t in places if t.is_meta
     }
     for module, leaf, tensor in places:
         if tensor.is_meta:
@@ -287,9 +277,7 @@ def _freeze(model: nn.Module, patterns: list[str]) -> None:
     for pattern in patterns:
         matched = fnmatch.filter(parameters, pattern)
         if not matched:
-            raise ModelError(
-                f"model.freeze: `{pattern}` matches no parameter.", "", did_you_mean(pattern, parameters)
-            )
+            raise ModelError(f"model.freeze: `{pattern}` matches no parameter.", "", did_you_mean(pattern, parameters))
         for name in matched:
             for same in tied.get(name, (name,)):
                 parameters[same].requires_grad_(False)

@@ -108,9 +108,7 @@ class HubNames:
         from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 
         if not pretrained:  # a prefix that nobody has seen in files is not made up
-            self._weight_conversions = [
-                rule for rule in self._on_saving if not isinstance(rule, PrefixChange)
-            ]
+            self._weight_conversions = [rule for rule in self._on_saving if not isinstance(rule, PrefixChange)]
         given = {
             name: traced(name, tensor.shape, tensor.dtype)
             for name, tensor in tensors.items()

@@ -146,9 +146,7 @@ class _Values(TorchFunctionMode):
         if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves(args)):
             return func(*args, **kwargs)
         requires_grad = bool(kwargs.get("requires_grad", False))
-        real = func(
-            *args, **{**kwargs, "device": "cpu"} | ({"requires_grad": False} if requires_grad else {})
-        )
+        real = func(*args, **{**kwargs, "device": "cpu"} | ({"requires_grad": False} if requires_grad else {}))
         noted = torch.empty(real.shape, dtype=real.dtype, device=META)
         noted.copy_(real.detach())
         return noted.requires_grad_(requires_grad)
@@ -259,9 +257,7 @@ def replay(recipe: Recipe, seed: int, unset: float = float("nan")) -> Tensor:
     def real(view: View) -> Tensor:
         if view.storage not in storages:
             storages[view.storage] = torch.UntypedStorage(view.storage_bytes)
-        return torch.empty(0, dtype=view.dtype).set_(
-            storages[view.storage], view.offset, view.shape, view.stride
-        )
+        return torch.empty(0, dtype=view.dtype).set_(storages[view.storage], view.offset, view.shape, view.stride)
 
     state = torch.get_rng_state()
     try:
@@ -273,9 +269,7 @@ def replay(recipe: Recipe, seed: int, unset: float = float("nan")) -> Tensor:
         torch.set_rng_state(state)
 
 
-def _run(
-    operation: Operation, seed: int, storages: dict[int, torch.UntypedStorage], real: Any, unset: float
-) -> None:
+def _run(operation: Operation, seed: int, storages: dict[int, torch.UntypedStorage], real: Any, unset: float) -> None:
     if operation.owner is not None:
         torch.default_generator.manual_seed(seed_of(seed, *operation.owner))
     args, kwargs = tree_map_only(View, real, (operation.args, operation.kwargs))
@@ -333,16 +327,10 @@ def _captured(tensor: Tensor) -> View | Tensor:
 def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensors that the schema says the call writes into."""
     given = [*zip(func._schema.arguments, args)]
-    given += [
-        (argument, kwargs[argument.name]) for argument in func._schema.arguments if argument.name in kwargs
-    ]
-    values = [
-        value for argument, value in given if argument.alias_info is not None and argument.alias_info.is_write
-    ]
+    given += [(argument, kwargs[argument.name]) for argument in func._schema.arguments if argument.name in kwargs]
+    values = [value for argument, value in given if argument.alias_info is not None and argument.alias_info.is_write]
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def _fills_storage(tensor: Tensor) -> bool:
-    return (
-        tensor.is_contiguous() and tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
-    )
+    return tensor.is_contiguous() and tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()

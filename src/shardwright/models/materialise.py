@@ -117,9 +117,7 @@ def _check(slots: Sequence[_Slot], weights: Weights | None) -> None:
     if wrong:
         raise ModelError(
             f"The weights do not fit the model: {listed('tensors differ', wrong)}".strip(),
-            "Their config.json is another one, for example of another vocab_size."
-            if _rows_differ(wrong)
-            else "",
+            "Their config.json is another one, for example of another vocab_size." if _rows_differ(wrong) else "",
             "Use the config.json that the weights were saved with.",
         )
 
@@ -161,9 +159,7 @@ def _local_box(tensor: Tensor) -> Box:
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         raise ModelError("This rank is not part of the mesh of the model that it materialises.")
-    return local_box(
-        tuple(tensor.shape), tensor.placements, tuple(tensor.device_mesh.shape), tuple(coordinate)
-    )
+    return local_box(tuple(tensor.shape), tensor.placements, tuple(tensor.device_mesh.shape), tuple(coordinate))
 
 
 def local_box(

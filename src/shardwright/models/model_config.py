@@ -195,9 +195,7 @@ def _one_rope(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     return {**old, **new}
 
 
-def _fit_lists(
-    values: dict[str, Any], given: Mapping[str, Any], config: Any, before: int, layers: int
-) -> None:
+def _fit_lists(values: dict[str, Any], given: Mapping[str, Any], config: Any, before: int, layers: int) -> None:
     """Cuts lists with an entry for each layer to `layers`; of more layers the config must go on with its own pattern."""
     from transformers import PretrainedConfig
 
@@ -279,9 +277,7 @@ def _meant(key: str, known: Iterable[str], config: Any) -> str:
     return ""
 
 
-def _leaves(
-    overrides: Mapping[str, Any], path: tuple[str, ...] = ()
-) -> Iterator[tuple[tuple[str, ...], Any]]:
+def _leaves(overrides: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     """(path of keys, value) of everything in nested mappings."""
     for key, value in overrides.items():
         if isinstance(value, dict) and value:

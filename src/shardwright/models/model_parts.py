@@ -125,9 +125,7 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
 
 def _lists(model: nn.Module) -> list[nn.ModuleList | nn.Sequential]:
     """Lists of modules around the embedding of tokens, those nearest to it: a vision tower has blocks of its own."""
-    named = [
-        (n, m) for n, m in model.named_modules() if isinstance(m, (nn.ModuleList, nn.Sequential)) and len(m)
-    ]
+    named = [(n, m) for n, m in model.named_modules() if isinstance(m, (nn.ModuleList, nn.Sequential)) and len(m)]
     embedding = _called(model, "get_input_embeddings")
     path = next((name for name, module in model.named_modules() if module is embedding), "")
     while path:

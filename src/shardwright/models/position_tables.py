@@ -104,9 +104,7 @@ class _Indexed(TorchFunctionMode):
             args, given = tree_map_only(Tensor, lambda t: t.to("meta"), (args, given))
         return func(*args, **given)
 
-    def _looked_up(
-        self, func: Any, args: tuple[Any, ...], given: dict[str, Any]
-    ) -> Iterator[tuple[str, int]]:
+    def _looked_up(self, func: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Iterator[tuple[str, int]]:
         name = getattr(func, "__name__", "")
         if name == "embedding":
             index, table = (*args, given.get("weight"))[:2]

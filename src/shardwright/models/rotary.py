@@ -105,9 +105,7 @@ def _rotated(module: Any, x: Tensor, position_ids: Tensor, layer_type: str | Non
 def _shaped(module: Any, x: Tensor, position_ids: Tensor, *layer_type: str, **named: Any) -> Any:
     """On meta, what `module` would give; its forward runs on the CPU, on buffers of zeros."""
     own = copy.copy(module)
-    own._buffers = {
-        name: b if b is None else torch.zeros_like(b, device="cpu") for name, b in module._buffers.items()
-    }
+    own._buffers = {name: b if b is None else torch.zeros_like(b, device="cpu") for name, b in module._buffers.items()}
     positions = torch.zeros_like(position_ids, device="cpu")
     tables = type(module).forward(own, torch.zeros_like(x, device="cpu"), positions, *layer_type, **named)
     return _mapped(lambda table: table.to(x.device), tables)

@@ -79,9 +79,7 @@ class Weights:
             stored = {self._entries[part].dtype: part for part in origin.stored()}
             made = "" if isinstance(origin, Stored) else f" (made of {len(list(origin.stored()))} tensors)"
             if origin.shape != tuple(shape):
-                wrong.append(
-                    f"{name} is {list(origin.shape)} in the files{made} and {list(shape)} in the model"
-                )
+                wrong.append(f"{name} is {list(origin.shape)} in the files{made} and {list(shape)} in the model")
             wrong += [
                 f"{name} is {found} in the files and {dtype} in the model"
                 for found in stored
@@ -165,8 +163,7 @@ def read_headers(directory: Path) -> dict[str, Entry]:
     if not index.is_file() and not single.is_file():
         other = matching(directory, FOREIGN_WEIGHTS)
         raise ModelError(
-            f"{directory} has no {single.name} and no {index.name}"
-            + (f" (there is {other[0]})." if other else "."),
+            f"{directory} has no {single.name} and no {index.name}" + (f" (there is {other[0]})." if other else "."),
             "init: pretrained reads its weights from there.",
             f"Convert the weights once with Transformers, AutoModelForCausalLM.from_pretrained({str(directory)!r})"
             ".save_pretrained(NEW_DIRECTORY), or set model.init to random.",
@@ -204,9 +201,7 @@ def _read_header(file: Path) -> dict[str, Entry]:
             )
         dtype, (begin, end) = DTYPES[value["dtype"]], value["data_offsets"]
         if end - begin != prod(value["shape"]) * dtype.itemsize or 8 + length + end > size:
-            raise ModelError(
-                f"{file} is cut off or damaged: {name} does not fit in it.", "", "Copy it again."
-            )
+            raise ModelError(f"{file} is cut off or damaged: {name} does not fit in it.", "", "Copy it again.")
         entries[name] = Entry(file, dtype, tuple(value["shape"]), 8 + length + begin)
     return entries
 

@@ -222,11 +222,7 @@ def shard_units(model: nn.Module, parts: Parts, unit: str | int) -> list[Unit]:
     def own(*names: str | None) -> list[list[nn.Module]]:
         found = [model.get_submodule(name) for name in names if name is not None]
         tied = any(id(p) in shared for module in found for p in module.parameters())
-        return (
-            [found]
-            if found and not tied and any(True for module in found for _ in module.parameters())
-            else []
-        )
+        return [found] if found and not tied and any(True for module in found for _ in module.parameters()) else []
 
     grouped = [blocks[start : start + size] for start in range(0, len(blocks), size)]
     tied_blocks = [b for b in blocks if any(id(p) in shared for p in b.parameters())]

@@ -201,9 +201,7 @@ class Replicated:
         """Once: the order in which gradients came on the group's first rank becomes that of the flat tensors."""
         self._came = None
         rest = set(self._order) - set(came)
-        order = torch.tensor(
-            [*came, *(n for n in self._order if n in rest)], device=self._flats[0].memory.device
-        )
+        order = torch.tensor([*came, *(n for n in self._order if n in rest)], device=self._flats[0].memory.device)
         dist.broadcast(order, group=self._group, group_src=0)
         if order.tolist() != self._order:
             self._order = order.tolist()

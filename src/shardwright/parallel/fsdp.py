@@ -60,9 +60,7 @@ class Sharded:
 
     finishers: tuple[Callable[[], None], ...] = ()
 
-    def __init__(
-        self, model: nn.Module, units: Sequence[Unit], mesh: DeviceMesh, options: ShardOptions
-    ) -> None:
+    def __init__(self, model: nn.Module, units: Sequence[Unit], mesh: DeviceMesh, options: ShardOptions) -> None:
         """`units` stand in the order of forward; the rest of the model is the root unit.
 
         `mesh` has the dimension of shards, before it that of replicas where there are any.

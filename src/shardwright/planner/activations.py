@@ -59,9 +59,7 @@ def _attention(s: Shape, p: Program, width: int, attention: Attention, keys: int
     if family.keeps_fused_qkv:
         kept.append(Kept("fused queries and keys", width * (s.query_width + s.kv_width), "split"))
     if s.qk_norm:
-        kept.append(
-            Kept("norms of queries and keys", norm_bytes(s, p, width) * (s.query_width + s.kv_width), "split")
-        )
+        kept.append(Kept("norms of queries and keys", norm_bytes(s, p, width) * (s.query_width + s.kv_width), "split"))
     if attention == "flash":
         kept.append(Kept("log-sum-exp of attention", 4 * s.heads, "split"))
     else:
@@ -70,9 +68,7 @@ def _attention(s: Shape, p: Program, width: int, attention: Attention, keys: int
 
 
 @lru_cache(maxsize=1024)
-def block_kept(
-    shape: Shape, p: Program, width: int, attention: Attention, keys: int, cp: int = 1
-) -> tuple[Kept, ...]:
+def block_kept(shape: Shape, p: Program, width: int, attention: Attention, keys: int, cp: int = 1) -> tuple[Kept, ...]:
     """What one block keeps without recomputation. `width`: bytes of the compute dtype. `keys`: tokens of a row."""
     s = shape
     kept = [Kept("norm inputs", s.norms_per_block * norm_bytes(s, p, width) * s.hidden, "whole")]
@@ -87,14 +83,10 @@ def block_kept(
     return tuple(kept)
 
 
-def _selective(
-    s: Shape, p: Program, width: int, attention: Attention, keys: int, cp: int
-) -> tuple[Kept, ...]:
+def _selective(s: Shape, p: Program, width: int, attention: Attention, keys: int, cp: int) -> tuple[Kept, ...]:
     """What selective recomputation keeps of a block."""
     if p.selective == "attention":
-        return tuple(
-            one for one in block_kept(s, p, width, attention, keys, cp) if one.name != "attention matrices"
-        )
+        return tuple(one for one in block_kept(s, p, width, attention, keys, cp) if one.name != "attention matrices")
     core = [Kept("attention output", width * s.query_width + 4 * s.heads, "split")]
     if p.selective == "alternate":
         products = [

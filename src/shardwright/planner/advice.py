@@ -145,8 +145,7 @@ def useful_ranks(search: Search, choice: Choice) -> str:
         wider = replace(layout, axes=axes, microbatch_rows=rows)
         if layout.schedule == "1f1b" and wider.microbatches(job) < axes.pp:
             return (
-                f"More than {devices:,} devices with these axes: fewer microbatches than pipeline stages "
-                f"would be left."
+                f"More than {devices:,} devices with these axes: fewer microbatches than pipeline stages would be left."
             )
         faster = search.clock.step(wider, choice.stage_blocks).total
         if seconds / faster < STILL_USEFUL:
@@ -200,9 +199,7 @@ def _try(
 
 def offloaded(search: Search) -> Choice | None:
     """The best layout with shards and optimizer on the host, if that fits."""
-    wide = Search(
-        search.job, search.device, search.devices, search.clock.software, search.program, ("offload",)
-    )
+    wide = Search(search.job, search.device, search.devices, search.clock.software, search.program, ("offload",))
     ranked = wide.run().ranked()
     return ranked[0] if ranked else None
 

@@ -227,9 +227,7 @@ class Bounds:
         key = (pp, schedule, chunks)
         kinds = self._kinds.get(key)
         if kinds is None:
-            kinds = self._kinds[key] = [
-                k for k, _ in rank_kinds(self._stage_blocks(pp * chunks), schedule, pp, chunks)
-            ]
+            kinds = self._kinds[key] = [k for k, _ in rank_kinds(self._stage_blocks(pp * chunks), schedule, pp, chunks)]
         one, layers = block.forward + block.backward, self.job.shape.layers
         head, embedding = edge[0] + edge[1], edge[2] + edge[3]
         longest, worst = -1.0, kinds[0]

@@ -27,9 +27,7 @@ def _rates(
     return {dtype: rate * TERA for dtype, rate in rates.items()}
 
 
-def _node(
-    devices: int, link: float, network: float, source: str, step: float = 13e-6, hop: float = 50e-6
-) -> Node:
+def _node(devices: int, link: float, network: float, source: str, step: float = 13e-6, hop: float = 50e-6) -> Node:
     """Bandwidths in GB/s; step and hop are the latencies of links and network."""
     return Node(devices, link * GB, network * GB, step, hop, f"{source}; {_ML}")
 
@@ -106,21 +104,13 @@ _DEVICES = (
     _device("a100-sxm-40gb", 40 * GIB, 1555, _A100_RATES, _NV3, 25, 271.2, _A100, _A100_DATA),
     _device("a100-pcie-80gb", 80 * GIB, 1935, _A100_RATES, _PCI4, 25, 252.9, _A100_PCIE, _A100_DATA),
     _device("a100-sxm-80gb", 80 * GIB, 2039, _A100_RATES, _NV3, 25, 271.2, _A100, _A100_DATA),
-    _device(
-        "h100-pcie-80gb", 80 * GIB, 2000, _rates(756, 51, 378, 1513), _PCI5, 55, None, _LIKE_H100, _H100_DATA
-    ),
+    _device("h100-pcie-80gb", 80 * GIB, 2000, _rates(756, 51, 378, 1513), _PCI5, 55, None, _LIKE_H100, _H100_DATA),
     _device("h100-sxm-80gb", 80 * GIB, 3350, _H100_RATES, _NV4, 55, 794.5, _H100, _H100_DATA),
     _device("h100-sxm-96gb", 96 * GIB, 2400, _H100_RATES, _NV4, 55, 794.5, _H100_500W, _META),
-    _device(
-        "h100-nvl-94gb", 94 * GIB, 3900, _rates(835, 60, 417, 1671), _BRIDGE, 55, None, _LIKE_H100, _H100_DATA
-    ),
+    _device("h100-nvl-94gb", 94 * GIB, 3900, _rates(835, 60, 417, 1671), _BRIDGE, 55, None, _LIKE_H100, _H100_DATA),
     _device("h200-sxm-141gb", 141 * GB, 4800, _H100_RATES, _NV4, 55, 794.5, _LIKE_H100, _H200_DATA),
-    _device(
-        "b200-sxm-180gb", 180 * GB, 7700, _rates(2250, 75, 1125, 4500), _NV5, 55, 1745, _B200, _B200_DATA
-    ),
-    _device(
-        "gb200-186gb", 186 * GB, 8000, _rates(2500, 80, 1250, 5000), _NVL72, 400, 1822, _GB200, _GB200_DATA
-    ),
+    _device("b200-sxm-180gb", 180 * GB, 7700, _rates(2250, 75, 1125, 4500), _NV5, 55, 1745, _B200, _B200_DATA),
+    _device("gb200-186gb", 186 * GB, 8000, _rates(2500, 80, 1250, 5000), _NVL72, 400, 1822, _GB200, _GB200_DATA),
     _device(
         "mi300x-192gb",
         192 * GB,
@@ -133,9 +123,7 @@ _DEVICES = (
         _MI300X_DATA,
     ),
     _device("l40s-48gb", 48 * GB, 864, _rates(362, 91.6, 183, 733), _PCI4, 25, None, _LIKE_A100, _L40S_DATA),
-    _device(
-        "rtx4090-24gb", 24 * GIB, 1008, _rates(165.2, 82.6, 82.6, 330.3), _PCI4, 25, None, _LIKE_A100, _ADA
-    ),
+    _device("rtx4090-24gb", 24 * GIB, 1008, _rates(165.2, 82.6, 82.6, 330.3), _PCI4, 25, None, _LIKE_A100, _ADA),
     _device(
         "cpu",
         16 * GIB,

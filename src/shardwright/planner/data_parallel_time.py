@@ -67,18 +67,14 @@ class DataParallelClock(RankClock):
         key = (size, stride)
         found = self._gathers.get(key)
         if found is None:
-            found = self._gathers[key] = gather_line(
-                self.device, group_of(size, stride, self.device.node.devices)
-            )
+            found = self._gathers[key] = gather_line(self.device, group_of(size, stride, self.device.node.devices))
         return found
 
     def _reduce(self, size: int, stride: int, payload: float) -> float:
         key = (size, stride)
         lines = self._reduces.get(key)
         if lines is None:
-            lines = self._reduces[key] = all_reduce_lines(
-                self.device, group_of(size, stride, self.device.node.devices)
-            )
+            lines = self._reduces[key] = all_reduce_lines(self.device, group_of(size, stride, self.device.node.devices))
         ring, tree = lines
         return min(ring.fixed + ring.per_byte * payload, tree.fixed + tree.per_byte * payload)
 
@@ -195,9 +191,7 @@ class DataParallelClock(RankClock):
             return 0.0
         volume = rank.parameters * self._reduce_size
         pieces = max(1.0, volume / self._piece(layout, volume))
-        overlaps = software.overlap_data_parallel and (
-            kind != "ddp" or a.pp == 1 or software.overlap_pipeline_ddp
-        )
+        overlaps = software.overlap_data_parallel and (kind != "ddp" or a.pp == 1 or software.overlap_pipeline_ddp)
         window = rank.backward if overlaps else 0.0
         one = self._one_reduction(layout, volume / pieces)
         exposed, last = self._after(pieces, one, window), 0.0
@@ -227,9 +221,7 @@ class DataParallelClock(RankClock):
         """Seconds of reducing one unit of zero1 or zero2."""
         return self._one_reduction(layout, self._piece(layout, 0.0))
 
-    def least_once(
-        self, kind: str, tp: int, worst: RankKind, backward: float, microbatches: int, one: float
-    ) -> float:
+    def least_once(self, kind: str, tp: int, worst: RankKind, backward: float, microbatches: int, one: float) -> float:
         """Seconds that zero1 or zero2 add to an update, at least, where a unit of one block takes `one`.
 
         On the rank that works longest; `backward`: of its blocks, embedding and head, in one microbatch.

@@ -72,9 +72,7 @@ def peak_lines(
 ) -> list[str]:
     """The peak in the backward of one block: fp32 throughout, two Adam moments, no master copy."""
     whole = ideal_states(parameters, "zero3", 1, parameter_bytes=4, gradient_bytes=4, optimizer_bytes=8).total
-    states = ideal_states(
-        parameters, "zero3", degree, parameter_bytes=4, gradient_bytes=4, optimizer_bytes=8
-    ).total
+    states = ideal_states(parameters, "zero3", degree, parameter_bytes=4, gradient_bytes=4, optimizer_bytes=8).total
     block = parameters / blocks * 4
     total = states + activation_bytes + block + block + workspace_bytes
     terms = " + ".join(
@@ -87,9 +85,7 @@ def peak_lines(
     ]
 
 
-def matrix_lines(
-    rows: int, columns: int, element_bytes: int, payload_bytes: float, bandwidth: float
-) -> list[str]:
+def matrix_lines(rows: int, columns: int, element_bytes: int, payload_bytes: float, bandwidth: float) -> list[str]:
     """The size of one gathered matrix, and the least time a payload takes on a link."""
     size = rows * columns * element_bytes
     return [

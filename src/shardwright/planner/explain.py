@@ -89,9 +89,7 @@ def _parameters(s: Subject) -> list[str]:
     total = count * block + embedding + head
     size = rule.master if s.program.engine == "torch" else rule.compute
     dtype = s.job.master_dtype if s.program.engine == "torch" else s.job.param_dtype
-    over = f"tp {axes.tp}" + (
-        f" and, along the first dim, {rule.degree} ranks (dp_shard x cp)" if sharded else ""
-    )
+    over = f"tp {axes.tp}" + (f" and, along the first dim, {rule.degree} ranks (dp_shard x cp)" if sharded else "")
     return [
         f"{counts(s.job.shape).total:,} parameters; each divided by {over}, rounded up  [{ZERO}; fully_shard]",
         f"pipeline rank {rank}: {count} blocks x {block:,} + embedding {embedding:,} + head {head:,} = {total:,} elements",
@@ -155,9 +153,7 @@ def _logits(s: Subject) -> list[str]:
     copies = loss_copies(s.program, DTYPE_BYTES[job.param_dtype], layout.axes.tp > 1, layout.axes.pp > 1)
     logits = b.activations.logits
     tokens = layout.microbatch_rows * -(-job.max_length // layout.axes.cp)
-    lines = [
-        f"{tokens:,} tokens x {job.shape.vocab:,} vocabulary / tp {layout.axes.tp} = {logits:,.0f} logits"
-    ]
+    lines = [f"{tokens:,} tokens x {job.shape.vocab:,} vocabulary / tp {layout.axes.tp} = {logits:,.0f} logits"]
     lines += [f"  {name:<34}{size:g} bytes" for name, size in copies]
     total = sum(size for _, size in copies)
     if in_chunks(job, s.program, logits, layout):
@@ -169,9 +165,7 @@ def _logits(s: Subject) -> list[str]:
 
 
 def _traffic(s: Subject) -> list[str]:
-    lines = [
-        "per update and device; a ring over N ranks sends (N - 1) / N of the tensor, an all-reduce twice that"
-    ]
+    lines = ["per update and device; a ring over N ranks sends (N - 1) / N of the tensor, an all-reduce twice that"]
     for one in traffic(s.job, s.layout, 0, s.program):
         factor = (
             ""
@@ -207,11 +201,7 @@ def _time_part(s: Subject, field: str) -> list[str]:
     if s.time is None:
         return [f"{field}: n/a"]
     seconds = getattr(s.time, name)
-    per = (
-        f", {format_seconds(seconds / s.microbatches)} for each of {s.microbatches} microbatches"
-        if seconds
-        else ""
-    )
+    per = f", {format_seconds(seconds / s.microbatches)} for each of {s.microbatches} microbatches" if seconds else ""
     return [
         f"{field:<15}{format_seconds(seconds) if seconds else '0':>9} of {format_seconds(s.time.total)}{per}: {what}"
     ]

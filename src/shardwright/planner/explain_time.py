@@ -48,9 +48,7 @@ def compute_lines(clock: Clock, layout: Layout) -> Iterator[str]:
         job.attention,
         clock.software.attention_rate,
     )
-    flops = attention_flops(
-        layout.microbatch_rows, job.max_length / a.cp, job.attended, s.heads / a.tp, s.head_dim
-    )
+    flops = attention_flops(layout.microbatch_rows, job.max_length / a.cp, job.attended, s.heads / a.tp, s.head_dim)
     yield (
         f"  attention ({job.attention}, causal): {format_flops(flops)} forward in "
         f"{format_seconds(forward)}, backward {format_seconds(backward)}"
@@ -94,9 +92,7 @@ def collective_lines(clock: Clock, layout: Layout) -> Iterator[str]:
     )
     tokens = layout.microbatch_rows * job.max_length / a.cp
     if a.tp > 1:
-        yield _line(
-            clock, "tp, one gather of tokens x hidden", group_of(a.tp, 1, per_node), tokens * s.hidden * size
-        )
+        yield _line(clock, "tp, one gather of tokens x hidden", group_of(a.tp, 1, per_node), tokens * s.hidden * size)
     if a.cp > 1:
         kv = layout.microbatch_rows * job.max_length * 2 * s.kv_width / a.tp * size
         yield _line(clock, "cp, keys and values of the row", group_of(a.cp, a.tp, per_node), kv)

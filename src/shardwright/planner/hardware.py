@@ -52,9 +52,7 @@ def read_hardware(path: Path) -> Device:
     known = [f.name for f in fields(Device) if f.name != "sources"]
     _refuse_unknown(path, "", data, [*known, "like", "source"])
     if base is None:
-        missing = [
-            name for name in ("memory_bytes", "memory_bandwidth", "peak_flops", "node") if name not in data
-        ]
+        missing = [name for name in ("memory_bytes", "memory_bandwidth", "peak_flops", "node") if name not in data]
         if missing:
             raise ConfigError(
                 f"{path}: {', '.join(missing)} missing.",

@@ -127,9 +127,7 @@ def _products(device: Device, m: float, fan_in: float, fan_out: float, dtype: st
     gradient.
     """
     forward = matmul_seconds(device, m, fan_out, fan_in, dtype)
-    backward = matmul_seconds(device, m, fan_in, fan_out, dtype) + matmul_seconds(
-        device, fan_out, fan_in, m, dtype
-    )
+    backward = matmul_seconds(device, m, fan_in, fan_out, dtype) + matmul_seconds(device, fan_out, fan_in, m, dtype)
     return forward, backward
 
 
@@ -160,18 +158,13 @@ def attention_seconds(
     e = device.efficiency
     if kind == "flash":
         flops = attention_flops(rows, queries, keys, heads, head_dim)
-        shape = (
-            (head_dim / (head_dim + HEAD_RAMP))
-            * ((128 + HEAD_RAMP) / 128)
-            * (keys / (keys + e.attention_ramp))
-        )
+        shape = (head_dim / (head_dim + HEAD_RAMP)) * ((128 + HEAD_RAMP) / 128) * (keys / (keys + e.attention_ramp))
         peak = (e.attention_peak or device.peak(dtype)) * shape * rate
         return flops / (peak * e.attention_forward), 2.5 * flops / (peak * e.attention_backward)
     scores = rows * heads * queries * keys
     batch = rows * heads
     forward = batch * (
-        matmul_seconds(device, queries, keys, head_dim, dtype)
-        + matmul_seconds(device, queries, head_dim, keys, dtype)
+        matmul_seconds(device, queries, keys, head_dim, dtype) + matmul_seconds(device, queries, head_dim, keys, dtype)
     )
     moved = scores / (device.memory_bandwidth * e.bandwidth)
     return forward + 13 * moved, 2 * forward + 19 * moved
@@ -243,12 +236,8 @@ def head_time(
     """(forward, backward) seconds of final norm, head and loss of one microbatch."""
     m = rows * length / cp
     forward, backward = _products(device, m, shape.hidden, shape.vocab / tp, dtype)
-    logits = (
-        m * shape.vocab / tp * software.logits_bytes / (device.memory_bandwidth * device.efficiency.bandwidth)
-    )
-    return max(forward + logits / 2, software.host_forward / 2), max(
-        backward + logits / 2, software.host_backward / 2
-    )
+    logits = m * shape.vocab / tp * software.logits_bytes / (device.memory_bandwidth * device.efficiency.bandwidth)
+    return max(forward + logits / 2, software.host_forward / 2), max(backward + logits / 2, software.host_backward / 2)
 
 
 @lru_cache(maxsize=4096)
@@ -259,6 +248,4 @@ def embedding_time(
     m = rows * length / cp
     speed = device.memory_bandwidth * device.efficiency.bandwidth
     size = DTYPE_BYTES[dtype]
-    return 2 * m * shape.hidden * size / speed, (
-        3 * m * shape.hidden + counts(shape).embedding / tp
-    ) * size / speed
+    return 2 * m * shape.hidden * size / speed, (3 * m * shape.hidden + counts(shape).embedding / tp) * size / speed

@@ -148,9 +148,7 @@ class _Walk:
             if reduces:
                 self.gradient(chunk, 0)
         if chunk == b.first and reduces:
-            yield self.moment(
-                f"backward of {name}, embedding", base, gathered=b.gathered[1], unreduced=sending[1]
-            )
+            yield self.moment(f"backward of {name}, embedding", base, gathered=b.gathered[1], unreduced=sending[1])
             self.gradient(chunk, 1)
         if kind == "I":
             self.deferred[chunk] += 1
@@ -160,9 +158,7 @@ class _Walk:
     def weight(self, chunk: int, name: str) -> Iterator[Moment]:
         b = self.b
         gathered = b.gathered[0]
-        yield self.moment(
-            f"weight gradients of {name}", self.in_flight(), gathered=gathered, unreduced=b.transient[0]
-        )
+        yield self.moment(f"weight gradients of {name}", self.in_flight(), gathered=gathered, unreduced=b.transient[0])
         self.deferred[chunk] -= 1
         for _ in range(b.blocks[chunk]):
             self.gradient(chunk, 0)
@@ -201,9 +197,7 @@ def timeline(
             yield from walk.backward(chunk, kind, name)
     end = walk.moment("optimizer step", 0.0, work=b.step)
     # Nothing is gathered any more.
-    yield Moment(
-        end.label, tuple(0.0 if part == "gathered parameters" else x for part, x in zip(PARTS, end.alive))
-    )
+    yield Moment(end.label, tuple(0.0 if part == "gathered parameters" else x for part, x in zip(PARTS, end.alive)))
 
 
 def _reserved(moment: Moment, total: float, at_rest: float, program: Program) -> float:

@@ -77,9 +77,7 @@ def all_reduce_lines(device: Device, group: Group) -> tuple[Line, Line]:
     steps = device.node.link_latency * log2(group.local)
     if group.nodes > 1:
         steps += device.node.network_latency * log2(group.nodes)
-    return Line(2 * one.fixed, 2 * one.per_byte), Line(
-        2 * steps, 2 / (ring_bandwidth(device, group) * TREE_BANDWIDTH)
-    )
+    return Line(2 * one.fixed, 2 * one.per_byte), Line(2 * steps, 2 / (ring_bandwidth(device, group) * TREE_BANDWIDTH))
 
 
 def gather_seconds(device: Device, group: Group, payload_bytes: float) -> float:

@@ -116,9 +116,7 @@ def _entries(h: Holding, state: State, late: bool) -> Iterator[Entry]:
     # This microbatch's own logits are counted by the loss once its backward has begun.
     kept_loss = heads - head * (state.kind != "W")
 
-    def entry(
-        at: int, saved: int, heads: int, work: int, loss: int, after: int, place: int, sends: bool
-    ) -> Entry:
+    def entry(at: int, saved: int, heads: int, work: int, loss: int, after: int, place: int, sends: bool) -> Entry:
         put_off, done = own[at]
         return (
             *(saved, boundaries, heads, kept_loss, deferred, work, loss, after),
@@ -222,9 +220,7 @@ class PeakModel:
         """The pipeline ranks of which one is the fullest, whatever the sizes."""
         return tuple(rank for rank, _ in self._holdings(layout))
 
-    def _elements(
-        self, layout: Layout, degree: int, first: bool, last: bool
-    ) -> tuple[Elements, Elements, Elements]:
+    def _elements(self, layout: Layout, degree: int, first: bool, last: bool) -> tuple[Elements, Elements, Elements]:
         axes = layout.axes
         key = (axes.tp, degree, first, last, axes.pp > 1)
         found = self._parts.get(key)
@@ -301,9 +297,7 @@ class PeakModel:
             if total > moving:
                 moving = total
             if done:
-                total += done * (
-                    reduced[0] * block_shard + reduced[1] * embedding_shard + reduced[2] * head_shard
-                )
+                total += done * (reduced[0] * block_shard + reduced[1] * embedding_shard + reduced[2] * head_shard)
             if total > most:
                 most = total
         return most, moving

@@ -45,9 +45,7 @@ def steady_count(schedule: Schedule | None, pp: int, microbatches: int) -> int:
 
 
 @lru_cache(maxsize=8192)
-def states(
-    schedule: Schedule | None, pp: int, chunks: int, microbatches: int, rank: int
-) -> tuple[State, ...]:
+def states(schedule: Schedule | None, pp: int, chunks: int, microbatches: int, rank: int) -> tuple[State, ...]:
     """The backward states of a rank that no other state of it dominates."""
     count = steady_count(schedule, pp, microbatches)
     if schedule in (None, "gpipe", "1f1b"):
@@ -55,8 +53,7 @@ def states(
         limit = {None: 1, "gpipe": count, "1f1b": pp - rank}[schedule]
         kept = {0, min(1, count - 1), count - 1}
         return tuple(
-            State("B", 0, (min(count - k, limit),), (0,), (int(k > 0),), k == 0, k == count - 1)
-            for k in sorted(kept)
+            State("B", 0, (min(count - k, limit),), (0,), (int(k > 0),), k == 0, k == count - 1) for k in sorted(kept)
         )
     own = rank_stages(schedule, pp, chunks, rank)
     place = {stage: chunk for chunk, stage in enumerate(own)}

@@ -59,11 +59,7 @@ class RankBytes:
     def at_rest(self) -> float:
         """Bytes of all gradients once they are reduced."""
         total = sum(self.blocks) * self.resting[0]
-        return (
-            total
-            + (self.resting[1] if self.first >= 0 else 0.0)
-            + (self.resting[2] if self.last >= 0 else 0.0)
-        )
+        return total + (self.resting[1] if self.first >= 0 else 0.0) + (self.resting[2] if self.last >= 0 else 0.0)
 
 
 def planned_stages(shape: Shape, stages: int) -> tuple[int, ...]:
@@ -155,11 +151,7 @@ def holds(
 ) -> tuple[tuple[int, ...], int, int]:
     """(blocks of each of its stages, which of them holds the embedding, which the head; -1 for none)."""
     stages = stage_blocks or stages_of(job, layout)
-    own = (
-        (0,)
-        if layout.axes.pp == 1
-        else rank_stages(layout.schedule or "1f1b", layout.axes.pp, layout.chunks, rank)
-    )
+    own = (0,) if layout.axes.pp == 1 else rank_stages(layout.schedule or "1f1b", layout.axes.pp, layout.chunks, rank)
     final = len(stages) - 1
     return (
         tuple(stages[stage] for stage in own),
@@ -223,9 +215,7 @@ def rank_bytes(
     a = block_bytes(job, program, activation_key(layout))
     if rule.casts:
         a = with_casts(a, layout.recompute, c * whole[0], c * whole[2])
-    state = state_bytes(
-        job, layout, program, rule, total, total_shard, exchanged_bytes(job, layout, rule, whole)
-    )
+    state = state_bytes(job, layout, program, rule, total, total_shard, exchanged_bytes(job, layout, rule, whole))
     moving = travelling(job, layout, program, rule, count, whole)
     loss, kept, after = loss_bytes(job, program, a.logits, layout)
     return RankBytes(

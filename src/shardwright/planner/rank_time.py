@@ -104,13 +104,9 @@ class RankClock:
             found = self._blocks[key] = self._block(layout, key[-1])
         return found
 
-    def block_at(
-        self, tp: int, cp: int, pp: int, devices: int, rows: int, recompute: Recompute
-    ) -> BlockSeconds:
+    def block_at(self, tp: int, cp: int, pp: int, devices: int, rows: int, recompute: Recompute) -> BlockSeconds:
         """`block` by sizes, with sequence parallel: what the bounds of the search ask for."""
-        found = self._blocks.get(
-            (tp, cp, rows, tp > 1, recompute, pp > 1 and devices > self.device.node.devices)
-        )
+        found = self._blocks.get((tp, cp, rows, tp > 1, recompute, pp > 1 and devices > self.device.node.devices))
         if found is None:
             axes = Axes(pp, 1, devices // (tp * cp * pp), cp, tp)
             layout = Layout(axes, "ddp", rows, sequence_parallel=tp > 1, recompute=recompute)
@@ -156,12 +152,7 @@ class RankClock:
         host = software.host_tensor_pipeline * a.tp if a.tp > 1 and crosses else 0.0
         forward = max(time.matmul + time.attention + time.elementwise + tp_f + cp_f, time.host_forward + host)
         backward = (
-            time.backward_matmul
-            + time.backward_attention
-            + time.backward_elementwise
-            + time.recompute
-            + tp_b
-            + cp_b
+            time.backward_matmul + time.backward_attention + time.backward_elementwise + time.recompute + tp_b + cp_b
         )
         return BlockSeconds(
             forward,
@@ -181,12 +172,8 @@ class RankClock:
         found = self._edges.get(key)
         if found is None:
             job, rows = self.job, layout.microbatch_rows
-            head = head_time(
-                self.device, self.software, job.shape, rows, job.max_length, a.tp, a.cp, job.param_dtype
-            )
-            embedding = embedding_time(
-                self.device, job.shape, rows, job.max_length, a.tp, a.cp, job.param_dtype
-            )
+            head = head_time(self.device, self.software, job.shape, rows, job.max_length, a.tp, a.cp, job.param_dtype)
+            embedding = embedding_time(self.device, job.shape, rows, job.max_length, a.tp, a.cp, job.param_dtype)
             payload = rows * job.max_length / a.cp * job.shape.hidden * self._size
             one = gather_seconds(self.device, group_of(a.tp, 1, self.device.node.devices), payload)
             found = self._edges[key] = (head[0] + one, head[1] + one, embedding[0] + one, embedding[1] + one)
@@ -233,6 +220,4 @@ class RankClock:
         """Whether units are gathered and reduced at every microbatch: zero3, but not where a pipeline keeps
         them.
         """
-        return layout.data_parallel == "zero3" and (
-            layout.axes.pp == 1 or not self.software.pipeline_keeps_gathered
-        )
+        return layout.data_parallel == "zero3" and (layout.axes.pp == 1 or not self.software.pipeline_keeps_gathered)

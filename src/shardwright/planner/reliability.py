@@ -13,9 +13,7 @@ from math import exp, sqrt
 
 DAY = 86400.0
 FAILURES_PER_DEVICE_SECOND = 419 / (54 * DAY * 16384)
-FAILURES_SOURCE = (
-    "419 unexpected interruptions in 54 days on 16,384 devices: Llama 3 (arXiv:2407.21783), table 5"
-)
+FAILURES_SOURCE = "419 unexpected interruptions in 54 days on 16,384 devices: Llama 3 (arXiv:2407.21783), table 5"
 RESTART_SECONDS = 600.0
 """Notice the failure, replace the node, start processes, load the checkpoint: an assumption, to be replaced
 by `drill`.
@@ -52,9 +50,7 @@ def daly_interval(save_seconds: float, mtbf_seconds: float) -> float:
     return young_interval(save_seconds, mtbf_seconds) * (1.0 + sqrt(ratio) / 3.0 + ratio / 9.0) - save_seconds
 
 
-def effective_fraction(
-    interval: float, save_seconds: float, restart_seconds: float, mtbf_seconds: float
-) -> float:
+def effective_fraction(interval: float, save_seconds: float, restart_seconds: float, mtbf_seconds: float) -> float:
     """Training time over wall time with exponential failures: Daly's equation 20 for a long job, inverted."""
     m = mtbf_seconds
     return interval / (m * exp(restart_seconds / m) * (exp((interval + save_seconds) / m) - 1.0))

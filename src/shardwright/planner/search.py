@@ -161,10 +161,7 @@ class Search(Bounds):
                 if family in self.found.best:
                     continue
                 known = rejected.get(family)
-                if (
-                    known is not None
-                    and known.device_bytes <= self.states(shell, kind) + self.program.context_bytes
-                ):
+                if known is not None and known.device_bytes <= self.states(shell, kind) + self.program.context_bytes:
                     continue
                 least = self._least(shell, kind)
                 if least is not None and (known is None or least[1] < known.device_bytes):
@@ -263,11 +260,7 @@ class Search(Bounds):
 
         zero3 needs least of all kinds on the device; asking it first settles most cells.
         """
-        if (
-            kind not in ("zero3", "offload")
-            and "zero3" in kinds_of(cell)
-            and not self._lean_fits(cell, "zero3")
-        ):
+        if kind not in ("zero3", "offload") and "zero3" in kinds_of(cell) and not self._lean_fits(cell, "zero3"):
             return False
         key = (cell, kind)
         known = self._lean.get(key)

@@ -51,9 +51,7 @@ def parts_line(described: Described) -> str:
     """`compute 72%, recompute 23%, gathers 5%`."""
     shares = sorted(described.parts.items(), key=lambda part: -part[1])
     return ", ".join(
-        f"{name} {seconds / described.seconds:.0%}"
-        for name, seconds in shares
-        if seconds >= 0.005 * described.seconds
+        f"{name} {seconds / described.seconds:.0%}" for name, seconds in shares if seconds >= 0.005 * described.seconds
     )
 
 
@@ -61,8 +59,7 @@ def head(a: Answer) -> Iterator[str]:
     job = a.job
     name = job.shape.name or job.shape.family
     yield (
-        f"{name}: {format_count(a.parameters)} parameters on {a.devices:,} x {a.device} "
-        f"({gib(a.capacity_bytes)} each)"
+        f"{name}: {format_count(a.parameters)} parameters on {a.devices:,} x {a.device} ({gib(a.capacity_bytes)} each)"
     )
     packed = f" in documents of {job.attended:,.0f}" if job.document_length else ""
     yield (
@@ -133,10 +130,7 @@ def interruption_lines(a: Answer) -> Iterator[str]:
         f"{format_seconds(i.save_seconds)}, restart "
         f"{format_seconds(i.restart_seconds)} (assumed)"
     )
-    yield (
-        f"  save every {format_seconds(i.interval_seconds)} (Daly 2006): {i.effective:.1%} effective "
-        f"training time"
-    )
+    yield (f"  save every {format_seconds(i.interval_seconds)} (Daly 2006): {i.effective:.1%} effective training time")
 
 
 def training_lines(a: Answer, tokens: float) -> Iterator[str]:

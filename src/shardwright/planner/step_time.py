@@ -143,10 +143,7 @@ class Clock(DataParallelClock):
         tokens = layout.microbatch_rows * self.job.max_length / a.cp
         payload = tokens * self.job.shape.hidden * self._size / (a.tp if layout.sequence_parallel else 1)
         inner = a.world_size // a.pp
-        return (
-            send_seconds(self.device, inner >= self.device.node.devices, payload)
-            + self.software.pipeline_seconds
-        )
+        return send_seconds(self.device, inner >= self.device.node.devices, payload) + self.software.pipeline_seconds
 
     def _pipeline(
         self,
@@ -168,14 +165,12 @@ class Clock(DataParallelClock):
         microbatches = layout.microbatches(self.job)
         whole = worst.forward + worst.backward + gathers
         if schedule == "zero_bubble":
-            idle = sum(
-                r.number * (r.forward + r.backward - 2 * r.weights) for r in ranks
-            ) + worst.weights * max(pp - microbatches, 0)
+            idle = sum(r.number * (r.forward + r.backward - 2 * r.weights) for r in ranks) + worst.weights * max(
+                pp - microbatches, 0
+            )
             idle -= worst.forward + worst.backward - 2 * worst.weights
         elif schedule == "zbv":
-            inputs = sum(r.number * (r.backward - r.weights) for r in ranks) - (
-                worst.backward - worst.weights
-            )
+            inputs = sum(r.number * (r.backward - r.weights) for r in ranks) - (worst.backward - worst.weights)
             missing, more = max(pp - microbatches, 0), max(microbatches - pp, 0)
             idle = max(inputs / 2, inputs + missing * worst.forward - more * worst.weights)
         else:
@@ -233,13 +228,11 @@ class Clock(DataParallelClock):
         """One microbatch on every pipeline stage, the waits of data parallelism at each microbatch included."""
         last = len(stage_blocks) - 1
         stages = [
-            self.rank(layout, RankKind(blocks, stage == 0, stage == last))
-            for stage, blocks in enumerate(stage_blocks)
+            self.rank(layout, RankKind(blocks, stage == 0, stage == last)) for stage, blocks in enumerate(stage_blocks)
         ]
         waits = [wait.microbatch / 2 for wait in self._waits(layout, stages)]
         return [
-            StageSeconds(r.forward + wait, r.backward + wait - r.weights, r.weights)
-            for r, wait in zip(stages, waits)
+            StageSeconds(r.forward + wait, r.backward + wait - r.weights, r.weights) for r, wait in zip(stages, waits)
         ]
 
     def _optimizer(self, layout: Layout, local_parameters: float) -> float:

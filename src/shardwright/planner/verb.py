@@ -175,8 +175,7 @@ def named(search: Search, name: str) -> Choice | None:
     data = search.devices // (tp * cp * pp)
     if search.job.global_batch_size % data:
         raise ConfigError(
-            f"`{name}`: {data} data ranks do not divide the {search.job.global_batch_size} rows of an "
-            f"update.",
+            f"`{name}`: {data} data ranks do not divide the {search.job.global_batch_size} rows of an update.",
             "The batch is part of the objective.",
         )
     return search.only(tp, cp, pp, kind, replicate, keys.get("pp_schedule"))
@@ -190,9 +189,7 @@ def _compare(search: Search, names: tuple[str, str], write: Callable[[str], obje
             write(line)
     for name, choice in found.items():
         if choice is None:
-            write(
-                f"  {name}: does not fit {search.device.name} with any microbatch, recomputation or schedule"
-            )
+            write(f"  {name}: does not fit {search.device.name} with any microbatch, recomputation or schedule")
             continue
         d = describe(search, choice)
         write(f"\n{name}: {keys_line(d)}")
@@ -222,16 +219,12 @@ def _explain(search: Search, field: str, tokens: float | None, write: Callable[[
     else:
         rejections = [r for r in found.rejected.values() if r.layout is not None]
         if not rejections:
-            raise ConfigError(
-                "No layout is legal.", "; ".join(found.refused), "Change the devices or the batch."
-            )
+            raise ConfigError("No layout is legal.", "; ".join(found.refused), "Change the devices or the batch.")
         least = min(rejections, key=lambda r: r.device_bytes)
         assert least.layout is not None
         layout, time = least.layout, None
         write("Nothing fits; this is the layout that needs least.")
-    write(
-        f"{layout_name(layout)}: " + " ".join(f"{key} {value}" for key, value in layout_keys(layout).items())
-    )
+    write(f"{layout_name(layout)}: " + " ".join(f"{key} {value}" for key, value in layout_keys(layout).items()))
     subject = Subject(
         search.job, layout, search.device, search.devices, time=time, program=search.program, tokens=tokens
     )

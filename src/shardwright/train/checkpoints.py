@@ -103,9 +103,7 @@ class Checkpoints:
         kept = min(copies, hosts.count - 1)
         several = f"s ({', '.join(hosts.names)}), each with its own disk" if hosts.count > 1 else ""
         more = "" if kept == copies else f"; {copies} would need {copies + 1} hosts"
-        self._say(
-            f"checkpoint.storage per_host: {hosts.count} host{several}, copies of each file: {kept}{more}."
-        )
+        self._say(f"checkpoint.storage per_host: {hosts.count} host{several}, copies of each file: {kept}{more}.")
         return hosts
 
     def state(self) -> dict[str, Value]:
@@ -149,9 +147,7 @@ class Checkpoints:
         )
         volatile = buffer_keys(self._engine.module)
         if not self.saver.save(self.state(), manifest, self._loaded.to_yaml(), volatile):
-            self._say(
-                f"Not saved after update {self._at.update}: the checkpoint before is still being written."
-            )
+            self._say(f"Not saved after update {self._at.update}: the checkpoint before is still being written.")
 
     def between_updates(self, *, due: bool, last: bool) -> None:
         """What there is to do between two updates; does what on_save_error says where it cannot be done.
@@ -206,9 +202,7 @@ class Checkpoints:
             else:
                 path, chosen = source.path, Member(source.path, manifest.update, manifest.lineage)
                 break
-        members = [
-            m for own in everyone(members_of(self.output_dir) if self.hosts.leads else []) for m in own
-        ]
+        members = [m for own in everyone(members_of(self.output_dir) if self.hosts.leads else []) for m in own]
         passed |= {path.name for path in bad}
         origin = from_rank(0, origin_text(self.output_dir, path))
         followed = from_rank(0, follow(choice, members, chosen, origin, job.name, passed))
@@ -318,7 +312,5 @@ class Checkpoints:
         if now and before and now != before:
             self._at.eval_loss = self._at.best = None
             if manifest.best is not None:
-                self._say(
-                    "data.validation holds other rows than before: earlier evaluation losses no longer count."
-                )
+                self._say("data.validation holds other rows than before: earlier evaluation losses no longer count.")
         self._eval_data = now or before

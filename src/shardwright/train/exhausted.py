@@ -69,9 +69,7 @@ def _explained(watched: Watched, error: BaseException) -> MemoryExhausted:
     lines = ["", f"Alive then, {_listed(held)}."]
     shape = shape_of(watched.loaded.run)
     if shape is None:
-        return MemoryExhausted(
-            what, "\n".join([*lines, "Planned: n/a, the planner cannot read this model.\n"])
-        )
+        return MemoryExhausted(what, "\n".join([*lines, "Planned: n/a, the planner cannot read this model.\n"]))
     chunked = bool(watched.engine and watched.engine.loss_chunks.tokens)
     planned = plan_of(watched.loaded.run, watched.axes, shape, chunked, watched.device.type)
     lines.append(f"Planned at the peak ({planned.moment}), {_listed(planned.composition)}.\n")
@@ -96,9 +94,7 @@ def _groups(engine: Engine | None) -> dict[str, list[Tensor]]:
 def _listed(parts: Mapping[str, float]) -> str:
     """`1.2 GB: parameters 0.8 GB, gradients 0.4 GB`."""
     sizes = sorted(((name, size) for name, size in parts.items() if size), key=lambda part: -part[1])
-    return f"{format_bytes(sum(parts.values()))}: " + ", ".join(
-        f"{name} {format_bytes(size)}" for name, size in sizes
-    )
+    return f"{format_bytes(sum(parts.values()))}: " + ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes)
 
 
 def _advice(watched: Watched, chunked: bool, limit: float) -> str:

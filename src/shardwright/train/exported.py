@@ -32,9 +32,7 @@ def export_arguments(run: RunFile, train: Prepared | None = None) -> dict[str, A
 def export_lines(run: RunFile, model: nn.Module, train: Prepared) -> Iterable[str]:
     """What should be known of the export before the first update. Raises `ConfigError` where it could not be written."""
     directory = export_directory(run)
-    return (
-        () if directory is None else check_export(model, run.model, directory, **export_arguments(run, train))
-    )
+    return () if directory is None else check_export(model, run.model, directory, **export_arguments(run, train))
 
 
 def export_model(run: RunFile, model: nn.Module, arguments: dict[str, Any]) -> Path | None:

@@ -61,9 +61,7 @@ class Log:
         left = self._metrics.usual_seconds * (self._updates - result.update - 1)
         self._progress.show(result.update, values, left)
         if result.skipped:
-            self._progress.say(
-                f"Update {result.update} skipped on all ranks: its loss or gradient is not finite."
-            )
+            self._progress.say(f"Update {result.update} skipped on all ranks: its loss or gradient is not finite.")
 
     def entry(self, update: int, values: Values) -> None:
         """Writes one more entry about `update`, counted from 0."""

@@ -45,9 +45,7 @@ class Trainer:
         self._metrics = Metrics(engine, data.order.epoch)
         self.memory = PhaseMemory(engine)
         self._log: Log | None = None
-        self.checkpoints = Checkpoints(
-            loaded, engine, data.fingerprint, self.at, self._say, data.eval_fingerprint
-        )
+        self.checkpoints = Checkpoints(loaded, engine, data.fingerprint, self.at, self._say, data.eval_fingerprint)
         self._spikes = Spikes(self.run.training.on_spike)
 
     def save(self) -> Path:
@@ -174,9 +172,7 @@ class Trainer:
         since = f" since update {self.at.update - done}, where it resumed" if done < self.at.update else ""
         text = f"after {format_seconds(sum(self._metrics.seconds))} of training{since}, without evaluation and saving"
         if self._reached():
-            self._say(
-                f"Evaluation loss {self.at.eval_loss:.4f} <= {limit} reached in update {self.at.update}, {text}."
-            )
+            self._say(f"Evaluation loss {self.at.eval_loss:.4f} <= {limit} reached in update {self.at.update}, {text}.")
         else:
             self._say(f"Evaluation loss {limit} not reached {text}.")
 

@@ -71,9 +71,7 @@ class ShardedParam:
         p = self.parameter
         if not isinstance(p, DTensor) or isinstance(local, DTensor):
             return local
-        return DTensor.from_local(
-            local, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
-        )
+        return DTensor.from_local(local, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
 
 
 def split_axes(parameter: nn.Parameter) -> set[str]:

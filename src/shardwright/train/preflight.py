@@ -86,9 +86,7 @@ def _former(loaded: Loaded) -> Former | None:
     if run.checkpoint.storage == "per_host":
         return None
     job, output_dir = own_job(), Path(run.checkpoint.output_dir)
-    path = find(
-        output_dir, asked(run.checkpoint.resume, read_choice(output_dir), job.name if job.again else "")
-    )
+    path = find(output_dir, asked(run.checkpoint.resume, read_choice(output_dir), job.name if job.again else ""))
     if path is None:
         return None
     try:

@@ -44,9 +44,7 @@ class Former:
             return {n: self.settings.get(f"{section}.{n}", getattr(own[section], n)) for n in names}
 
         training = saved("training", "global_batch_size", "max_steps", "num_train_epochs", "seed")
-        cursor = Order(rows, **training, **saved("data", "shuffle", "drop_last", "bucket_updates")).cursor(
-            self.update
-        )
+        cursor = Order(rows, **training, **saved("data", "shuffle", "drop_last", "bucket_updates")).cursor(self.update)
         assert cursor is not None
         return cursor
 
@@ -85,9 +83,7 @@ def _place(cursor: Cursor | None) -> Cursor | None:
     return cursor if cursor is not None and "place" in cursor else None
 
 
-def _of_rows(
-    order: Order, former: Former, cursor: Cursor, before: Stretch | None, other: bool
-) -> Iterator[str]:
+def _of_rows(order: Order, former: Former, cursor: Cursor, before: Stretch | None, other: bool) -> Iterator[str]:
     epoch, row = divmod(cursor["rows"], order.rows)
     place = f"row {row + 1:,} of {order.rows:,} of epoch {epoch + 1}" if row else f"epoch {epoch + 1}"
     if other or before is None:

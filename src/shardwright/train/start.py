@@ -20,9 +20,7 @@ from shardwright.train.worker import run_rank
 RUN_FILE = "config.yaml"
 
 
-def start_training(
-    loaded: Loaded, nproc_per_node: int, least: int | None = None, max_restarts: int = 0
-) -> int:
+def start_training(loaded: Loaded, nproc_per_node: int, least: int | None = None, max_restarts: int = 0) -> int:
     """Trains as `loaded` says and returns the exit code: starts ranks here, or is one under torchrun or Slurm.
 
     least: the smallest number of ranks to go on with when `nproc_per_node` fail at their start; None: no fewer.

@@ -88,9 +88,7 @@ class Engine:
             for local in self.locals:
                 local.counts = local.counts and local.name not in self.parallel.copies
         if not self.locals:
-            raise ShardwrightError(
-                "Every parameter is frozen.", "There is nothing to train.", "Loosen model.freeze."
-            )
+            raise ShardwrightError("Every parameter is frozen.", "There is nothing to train.", "Loosen model.freeze.")
         self.optimizer = make_optimizer(t, self.locals, self._embeddings())
         self.factor = learning_rate_factor(t, updates)
         self._place = context_place(run, self.mesh)
@@ -260,9 +258,7 @@ class Engine:
         """Refuses an optimizer that holds other memory than the model: it would train nothing, silently."""
         stale = [local.name for local in self.locals if not local.is_current()]
         if stale:
-            raise ShardwrightError(
-                f"The optimizer does not hold the memory of {stale[0]} ({len(stale)} parameters)."
-            )
+            raise ShardwrightError(f"The optimizer does not hold the memory of {stale[0]} ({len(stale)} parameters).")
         self._checked = True
 
     def gradients(self) -> Iterator[tuple[ShardedParam, Tensor]]:
@@ -278,9 +274,7 @@ class Engine:
         square = torch.zeros((), dtype=torch.float64, device=self.device)
         if counted:
             wide = torch.float64 if counted[0].dtype == torch.float64 else torch.float32
-            norms = torch.stack(
-                [norm.to(self.device) for norm in torch._foreach_norm(counted, 2, dtype=wide)]
-            )
+            norms = torch.stack([norm.to(self.device) for norm in torch._foreach_norm(counted, 2, dtype=wide)])
             square = norms.double().square().sum()
         asked = torch.full_like(square, float(stop))
         agreed = torch.stack([square, self._loss * self._counts_loss, asked])
@@ -344,9 +338,7 @@ class Engine:
         dist.all_gather(flags, (~self._loss.isfinite()).float())
         ranks = [rank for rank, flag in enumerate(flags) if flag.item()]
         where = (
-            f"the loss of rank {', '.join(map(str, ranks))}"
-            if ranks
-            else "a gradient (every rank's loss is finite)"
+            f"the loss of rank {', '.join(map(str, ranks))}" if ranks else "a gradient (every rank's loss is finite)"
         )
         return NonFiniteError(
             f"Update {batch.update}: {where} is not finite (loss sum {loss}, gradient norm {norm}).",

@@ -93,9 +93,7 @@ class Utilisation:
         return flops / seconds / (self._axes.world_size * self.peak.flops)
 
 
-def make_utilisation(
-    run: RunFile, axes: Axes, device: torch.device, hardware: str | None = None
-) -> Utilisation | None:
+def make_utilisation(run: RunFile, axes: Axes, device: torch.device, hardware: str | None = None) -> Utilisation | None:
     """The utilisation of this run's devices; None where the peak or the model's shape is not known."""
     peak = device_peak(device, run.precision.param_dtype, hardware)
     shape = shape_of(run) if peak else None

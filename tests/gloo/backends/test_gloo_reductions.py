@@ -42,9 +42,7 @@ pytestmark = [pytest.mark.gloo, pytest.mark.slow]
 
 STOCK = "shardwright.parallel.fsdp.runs_on_gloo"
 HYBRID = {"parallelism__dp_replicate_size": 2}
-BF16 = {f"precision__{name}_dtype": "bf16" for name in ("param", "reduce")} | {
-    "precision__master_dtype": "fp32"
-}
+BF16 = {f"precision__{name}_dtype": "bf16" for name in ("param", "reduce")} | {"precision__master_dtype": "fp32"}
 
 
 def case(kind: str, model: str = LLAMA, **options: Any) -> Loaded:
@@ -126,9 +124,7 @@ def everything() -> dict[str, Any]:
         bounds = (first, first * tolerance.GROWTH, first * tolerance.GROWTH)
         pairs = [*zip(mine.gradients, stock.gradients), (mine.weights, stock.weights)]
         found[name] = [
-            (difference, bound, tensor)
-            for bound, (a, b) in zip(bounds, pairs)
-            for difference, tensor in [worst(a, b)]
+            (difference, bound, tensor) for bound, (a, b) in zip(bounds, pairs) for difference, tensor in [worst(a, b)]
         ]
     for stage, replicas in (("zero2", 1), ("zero3", 1), ("zero1", 1), ("zero2", 2)):
         found[f"sum {stage} {replicas}"] = bf16_sum(stage, replicas)

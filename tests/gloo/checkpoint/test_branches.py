@@ -102,9 +102,7 @@ def _refusing(directory: Path, **options: Any) -> dict[str, Any]:
     _shared(lambda: (directory / "checkpoint-0" / "tensors" / ".nfs01").touch())
     kept = os.unlink, os.symlink, os.fsync
     os.unlink, os.symlink, os.fsync = _hold(os.unlink), _no_link, _no_sync(os.fsync)  # type: ignore[assignment]
-    trainer, screen = make_trainer(
-        directory, checkpoint__save_steps=1, checkpoint__save_total_limit=1, **options
-    )
+    trainer, screen = make_trainer(directory, checkpoint__save_steps=1, checkpoint__save_total_limit=1, **options)
     code = train(trainer)
     dist.barrier()
     found = _state(trainer, screen) | {"code": code, "verified": store.verify(directory / "checkpoint-6")}
@@ -275,9 +273,7 @@ def test_the_branch_chosen_is_the_branch_continued(facts: list[dict[str, Any]]) 
         assert found["stopped"]["code"] == 75
         assert found["stopped"]["names"] == [f"checkpoint-{n}" for n in (2, 3, 4, 6)]
     screen = facts[0]["back"]["killed"]["screen"]
-    assert (
-        "checkpoint-4, checkpoint-6 in" in screen and "are not on the branch that this run follows" in screen
-    )
+    assert "checkpoint-4, checkpoint-6 in" in screen and "are not on the branch that this run follows" in screen
 
 
 def test_what_the_branch_reaches_again(facts: list[dict[str, Any]]) -> None:
@@ -329,9 +325,7 @@ def test_what_a_share_refuses_ends_no_save(how: str, facts: list[dict[str, Any]]
         found = rank["refusing"][how]
         assert found["code"] == 0 and found["at"] == 6 and found["verified"] == []
         assert found["names"] == [".checkpoint-0.removed", "checkpoint-6"]
-        assert found["again"] == (0, int(rank is facts[0]), found["names"]), (
-            "a start without a save says it too"
-        )
+        assert found["again"] == (0, int(rank is facts[0]), found["names"]), "a start without a save says it too"
         assert found["freed"] == ["checkpoint-6"], "and removes what is free"
     screen = facts[0]["refusing"][how]["screen"]
     for said in ("Device or resource busy", "latest cannot be made", "does not sync directories"):

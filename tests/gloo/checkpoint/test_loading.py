@@ -90,16 +90,13 @@ def _resumed(directory: Path, model: str = ODD, other: str = "zero3", **options:
         checkpoint__resume=str(directory / "checkpoint-4"),
     )  # fmt: skip
     second.resume()
-    groups = [
-        {k: v for k, v in g.items() if k in ("d", "k", "seen")} for g in second.engine.optimizer.param_groups
-    ]
+    groups = [{k: v for k, v in g.items() if k in ("d", "k", "seen")} for g in second.engine.optimizer.param_groups]
     second.train(Flag(second.engine))  # type: ignore[arg-type]
     found, right = _whole(second), _whole(first)
     return {
         "differences": _differences(found, right),
         "gap": max((found[name] - value).abs().max().item() for name, value in right.items()),
-        "bound": tolerance.of_model(right, ROWS * T)
-        * max(float(value.abs().max()) for value in right.values()),
+        "bound": tolerance.of_model(right, ROWS * T) * max(float(value.abs().max()) for value in right.values()),
         "groups": groups,
     }
 
@@ -131,9 +128,7 @@ def _settings(directory: Path) -> dict[str, Any]:
     refused, _ = make_trainer(directory / "a", **at, **other)
     confirmed, screen = make_trainer(directory / "a", **at, **other, checkpoint__accept_changes=accepted)
     message = _message(confirmed)
-    seeded, _ = make_trainer(
-        directory / "a", **at, training__seed=1, checkpoint__accept_changes=["training.seed"]
-    )
+    seeded, _ = make_trainer(directory / "a", **at, training__seed=1, checkpoint__accept_changes=["training.seed"])
     return {
         "refused": _message(refused),
         "confirmed": (message, screen.getvalue()),
@@ -159,9 +154,7 @@ def _partial(directory: Path) -> dict[str, Any]:
     second.resume()
     found = whole_weights(second.engine)
     kept = [name for name in start if name.startswith(("embed", "head", "blocks.2"))]
-    strict, _ = make_trainer(
-        directory / "b", **wider, checkpoint__resume=str(path), checkpoint__partial=["embed"]
-    )
+    strict, _ = make_trainer(directory / "b", **wider, checkpoint__resume=str(path), checkpoint__partial=["embed"])
     state = {local.name for local in second.engine.locals if second.engine.optimizer.state.get(local.tensor)}
     second.engine.forward_backward(batches_for(second.engine, 2))
     second.engine.step()
@@ -255,15 +248,10 @@ def test_the_best_one_stays(facts: list[dict[str, Any]]) -> None:
 def test_changed_settings(facts: list[dict[str, Any]]) -> None:
     for rank in facts:
         refused = rank["settings"]["refused"]
-        assert (
-            "training.learning_rate 0.01 -> 0.5; training.lr_scheduler_type 'linear' -> 'cosine'." in refused
-        )
+        assert "training.learning_rate 0.01 -> 0.5; training.lr_scheduler_type 'linear' -> 'cosine'." in refused
         assert "log_steps" not in refused
         assert rank["settings"]["confirmed"][0] == rank["settings"]["seeded"] == ""
-    assert (
-        "Changed since checkpoint-0: logging.log_steps 1 -> 3; training.l"
-        in facts[0]["settings"]["confirmed"][1]
-    )
+    assert "Changed since checkpoint-0: logging.log_steps 1 -> 3; training.l" in facts[0]["settings"]["confirmed"][1]
 
 
 def test_partial_loads_are_asked_for(facts: list[dict[str, Any]]) -> None:

@@ -119,17 +119,13 @@ def _oracle(case: str, found: dict[str, Any]) -> dict[str, Tensor]:
     """The weights that torch's own optimizer makes of what was saved."""
     settings = CASES[case][2]
     weights = {name: value.clone().requires_grad_() for name, value in found["saved"]["weights"].items()}
-    make: Any = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}.get(
-        settings["optimizer"], torch.optim.NAdam
-    )
+    make: Any = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}.get(settings["optimizer"], torch.optim.NAdam)
     options = {"weight_decay": 0.0, **settings.get("optimizer_kwargs", {})}
     trained = {name: weights[name] for name in found["gradients"][0]}
     optimizer = make(list(trained.values()), lr=RATE, **options)
     for name, tensor in trained.items() if case in KEPT else ():
         kept = {
-            e: found["saved"]["moments"][name, e].clone()
-            for e in KEPT[case]
-            if (name, e) in found["saved"]["moments"]
+            e: found["saved"]["moments"][name, e].clone() for e in KEPT[case] if (name, e) in found["saved"]["moments"]
         }
         if kept and settings.get("optimizer_kwargs"):
             kept["max_exp_avg_sq"] = torch.zeros_like(tensor)

@@ -217,13 +217,9 @@ def test_each_host_writes_its_own_and_one_copy(place: Path, two: Any, three: Any
     assert left == {"a": ["rank-00000", "rank-00002"], "c": ["rank-00001", "rank-00002"]}
     manifests = {(place / "kept" / disk / "checkpoint-6" / "manifest.json").read_bytes() for disk in "ab"}
     assert len(manifests) == 1
-    both = [
-        (place / "kept" / disk / "checkpoint-6/tensors/rank-00001.safetensors").read_bytes() for disk in "ab"
-    ]
+    both = [(place / "kept" / disk / "checkpoint-6/tensors/rank-00001.safetensors").read_bytes() for disk in "ab"]
     assert both[0] == both[1] and len(both[0]) > 1000
-    assert [store.verify(place / "kept" / disk / f"checkpoint-{u}") for disk in "ab" for u in (2, 4, 6)] == [
-        []
-    ] * 6
+    assert [store.verify(place / "kept" / disk / f"checkpoint-{u}") for disk in "ab" for u in (2, 4, 6)] == [[]] * 6
     assert "2 hosts" in two[0]["kept", "save"]["screen"]
 
 
@@ -295,7 +291,4 @@ def test_fewer_hosts(place: Path, three: Any) -> None:
         assert rank["fewer", "resume"]["digests"] == three[0]["three", "save"]["digests"]
     (alone,) = run_ranks(_sequence, 1, place, [("alone", "three", "a", {})])
     message = alone["alone", "resume"]["message"]
-    assert (
-        "none of them is good" in message
-        and "rank-00001.safetensors is not here: it was written on" in message
-    )
+    assert "none of them is good" in message and "rank-00001.safetensors is not here: it was written on" in message

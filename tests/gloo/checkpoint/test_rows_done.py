@@ -46,9 +46,7 @@ def _all(directory: Path) -> dict[str, Any]:
         _trained(directory, num_train_epochs=2.5, global_batch_size=3),
     ]
     try:
-        _trained(
-            directory, num_train_epochs=3.0, global_batch_size=3, warmup_steps=7, lr_scheduler_type="linear"
-        )
+        _trained(directory, num_train_epochs=3.0, global_batch_size=3, warmup_steps=7, lr_scheduler_type="linear")
     except ConfigError as error:
         return {"said": said, "refused": str(error)}
     return {"said": said, "refused": ""}

@@ -364,9 +364,7 @@ def test_a_full_disk_on_one_rank(how: str, facts: list[dict[str, Any]]) -> None:
         found = rank["full"][how]
         assert found["verified"] == [[]] * len(found["names"])
         if how.startswith("stop"):
-            assert found["error"].startswith(
-                "SaveError: The checkpoint was not written: rank 1: OSError: [Errno 27]"
-            )
+            assert found["error"].startswith("SaveError: The checkpoint was not written: rank 1: OSError: [Errno 27]")
             assert found["names"] == ["checkpoint-2"] and found["at"] in (4, 5, 6)
             assert found["at"] == facts[0]["full"][how]["at"]
         else:
@@ -410,9 +408,7 @@ def test_the_copy_stays_within_the_plan(layout: str, facts: list[dict[str, Any]]
 def test_what_rank_0_cannot_do_is_an_error_on_all(facts: list[dict[str, Any]]) -> None:
     for rank in facts:
         found = rank["forbidden"]
-        assert (
-            found["directory"].startswith("SaveError") and "rank 0: NotADirectoryError" in found["directory"]
-        )
+        assert found["directory"].startswith("SaveError") and "rank 0: NotADirectoryError" in found["directory"]
         assert "rank 0: OSError: [Errno 5] Input/output error" in found["complete"]
         assert found["names"] == "['checkpoint-0']"
 

@@ -133,9 +133,7 @@ def _resume(directory: Path, kind: str, **options: Any) -> dict[str, Any]:
     _shared(lambda: _interrupt(whole, halves))
     second = _trainer(halves, **common)
     again = second.train(Flag(second.engine))  # type: ignore[arg-type]
-    forgetful = _trainer(
-        directory / f"forgetful {kind}", **common, checkpoint__resume=str(whole / "checkpoint-2")
-    )
+    forgetful = _trainer(directory / f"forgetful {kind}", **common, checkpoint__resume=str(whole / "checkpoint-2"))
     resumed = forgetful.resume()
     for entries in forgetful.engine.optimizer.state.values():
         for value in entries.values():
@@ -196,9 +194,7 @@ def _across(directory: Path, saved: str, loaded: str, **options: Any) -> list[st
     second.resume()
     differences = _differences(_whole(second), _whole(first))
     copy = second.save()
-    third = _trainer(
-        directory / "third", **options, parallelism__data_parallel=saved, checkpoint__resume=str(copy)
-    )
+    third = _trainer(directory / "third", **options, parallelism__data_parallel=saved, checkpoint__resume=str(copy))
     third.resume()
     return differences + _differences(_whole(third), _whole(first))
 
@@ -254,9 +250,7 @@ def _refusals(directory: Path) -> dict[str, str]:
     }  # fmt: skip
     if dist.get_rank() == 0:
         found["never"] = _message_of(lambda: store.find(directory / "refused", "never"))
-        found["nowhere"] = _message_of(
-            lambda: store.find(directory, str(directory / "refused" / "checkpoint-1"))
-        )
+        found["nowhere"] = _message_of(lambda: store.find(directory, str(directory / "refused" / "checkpoint-1")))
     return found
 
 
@@ -352,8 +346,7 @@ def _all(directory: Path) -> dict[str, Any]:
     facts: dict[str, Any] = {f"resume {kind}": _resume(directory, kind) for kind in KINDS}
     facts["resume momentum"] = _resume(directory / "momentum", "zero3", **sgd)
     facts |= {
-        f"across {a} {b}": _across(directory, a, b)
-        for a, b in (("ddp", "zero3"), ("zero3", "ddp"), ("zero1", "zero2"))
+        f"across {a} {b}": _across(directory, a, b) for a, b in (("ddp", "zero3"), ("zero3", "ddp"), ("zero1", "zero2"))
     }
     facts["across muon"] = _across(directory / "muon", "zero3", "ddp", **muon)
     facts |= {
@@ -471,10 +464,7 @@ def test_what_does_not_fit_is_refused(facts: list[dict[str, Any]]) -> None:
         assert f"{like} 6, seed 42, shuffle true" in found["batch"]
     found = facts[0]["refusals"]
     assert "holds checkpoint-0 of an earlier run" in found["never"]
-    assert (
-        "checkpoint-1 holds no complete checkpoint" in found["nowhere"]
-        and "checkpoint-0`?" in found["nowhere"]
-    )
+    assert "checkpoint-1 holds no complete checkpoint" in found["nowhere"] and "checkpoint-0`?" in found["nowhere"]
 
 
 def test_names_do_not_depend_on_wrappers(facts: list[dict[str, Any]]) -> None:

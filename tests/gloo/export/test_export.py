@@ -63,17 +63,13 @@ def _export(root: str, family: str, shard_bytes: int) -> None:
         assert torch.equal(loaded.get_parameter(name), value), name
 
 
-@pytest.mark.parametrize(
-    ("family", "shard_bytes"), [("llama", 200_000), ("gpt2", 5_000_000_000), ("gemma3", 10**9)]
-)
+@pytest.mark.parametrize(("family", "shard_bytes"), [("llama", 200_000), ("gpt2", 5_000_000_000), ("gemma3", 10**9)])
 def test_an_export_of_a_sharded_wrapped_frozen_model_is_the_same_model(
     tmp_path: Path, family: str, shard_bytes: int
 ) -> None:
     """A29, A65, A70: names without wrappers, frozen weights with their values, tied weights once."""
     source = write_model(tmp_path / "source", family)
-    (tmp_path / "source" / "generation_config.json").write_text(
-        GenerationConfig(max_new_tokens=3).to_json_string()
-    )
+    (tmp_path / "source" / "generation_config.json").write_text(GenerationConfig(max_new_tokens=3).to_json_string())
     (tmp_path / "source" / "tokenizer.json").write_text('{"version": "1.0"}')
     run_ranks(_export, 2, str(tmp_path), family, shard_bytes)
     export = tmp_path / "export"
@@ -90,9 +86,7 @@ def test_an_export_of_a_sharded_wrapped_frozen_model_is_the_same_model(
         if name != "config.json":
             assert (export / name).read_bytes() == (tmp_path / "source" / name).read_bytes()
         else:
-            assert json.loads((export / name).read_text()) == json.loads(
-                (tmp_path / "source" / name).read_text()
-            )
+            assert json.loads((export / name).read_text()) == json.loads((tmp_path / "source" / name).read_text())
     if shard_bytes < 10**6:
         placed = json.loads((export / "model.safetensors.index.json").read_text())["weight_map"]
         assert placed.keys() == held.keys() and len(set(placed.values())) > 2
@@ -174,9 +168,7 @@ def _through_layouts(root: str) -> None:
     for number, (family, layout) in enumerate(LAYOUTS):
         loaded = run_file(str(Path(root) / family), **layout, model__init="pretrained", **FP32)
         engine = Engine(loaded.run, check_run(loaded, 2), CPU, updates=1)
-        save_pretrained(
-            engine.module, loaded.run.model, Path(root) / f"{family}-{number}", max_shard_bytes=20_000
-        )
+        save_pretrained(engine.module, loaded.run.model, Path(root) / f"{family}-{number}", max_shard_bytes=20_000)
 
 
 FP32 = {f"precision__{name}_dtype": "fp32" for name in ("param", "reduce", "master")}

@@ -61,14 +61,10 @@ class Launchers:
             "stdout": subprocess.PIPE,
             "stderr": subprocess.PIPE,
             "start_new_session": True,
-            "preexec_fn": lambda: signal.signal(
-                signal.SIGHUP, signal.SIG_DFL
-            ),  # the tests may run under nohup
+            "preexec_fn": lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # the tests may run under nohup
             **(how or {}),
         }
-        self.started.append(
-            subprocess.Popen(command, cwd=self.directory, env=_environment(), text=True, **given)
-        )
+        self.started.append(subprocess.Popen(command, cwd=self.directory, env=_environment(), text=True, **given))
         return self.started[-1]
 
     def run(self, *arguments: str, ranks: int = 2, **options: Any) -> tuple[int, str]:
@@ -131,9 +127,7 @@ def test_the_rank_that_failed_first_is_shown_first(launchers: Launchers) -> None
     lines = errors.splitlines()
     assert lines[0] == "shardwright: rank 1 of 3: ValueError: the third sample is empty"
     assert lines[1].startswith("Traceback") and "in raise_on_one" in errors
-    assert any(
-        line.startswith("then rank 0: lost its peer at ") and line.endswith(" raise_on_one") for line in lines
-    )
+    assert any(line.startswith("then rank 0: lost its peer at ") and line.endswith(" raise_on_one") for line in lines)
     assert "then rank 2: was killed" in lines
     assert "pair.cc" not in errors
 
@@ -152,10 +146,7 @@ def test_an_abort_after_the_end_is_tolerated(launchers: Launchers) -> None:
 def test_a_native_error_is_told_with_its_words_and_its_line(launchers: Launchers) -> None:
     """As gloo ends a rank that gets more than it asked for, in a thread of its own: no exception reaches Python."""
     lines = launchers.run("abort_with_words")[1].splitlines()
-    assert (
-        lines[0].startswith("shardwright: rank 1 of 2 was ended by SIGABRT at ")
-        and "launched.py:" in lines[0]
-    )
+    assert lines[0].startswith("shardwright: rank 1 of 2 was ended by SIGABRT at ") and "launched.py:" in lines[0]
     assert lines[0].endswith(" abort_with_words: 24 vs 20. Received data size doesn't match expected size")
 
 

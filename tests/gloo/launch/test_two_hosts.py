@@ -84,9 +84,7 @@ class Hosts:
 
     def kill(self, host: int) -> None:
         """SIGKILL to every process of a host."""
-        pids = subprocess.run(
-            ["ip", "netns", "pids", self.names[host]], capture_output=True, text=True
-        ).stdout.split()
+        pids = subprocess.run(["ip", "netns", "pids", self.names[host]], capture_output=True, text=True).stdout.split()
         for pid in pids:
             try:
                 os.kill(int(pid), signal.SIGKILL)

@@ -94,9 +94,7 @@ def _pretrained(root: str, families: Names) -> None:
         assert rows == (2049 if dist.get_rank() == 0 else 2048)
         buffers = dict(model.named_buffers())
         for name, value in want.named_buffers():
-            assert torch.equal(buffers[name], value) and buffers[name].dtype == value.dtype, (
-                f"{family}: {name}"
-            )
+            assert torch.equal(buffers[name], value) and buffers[name].dtype == value.dtype, f"{family}: {name}"
 
 
 def test_weights_of_every_family_are_those_of_from_pretrained_on_two_ranks(tmp_path: Path) -> None:
@@ -118,9 +116,7 @@ def _trains(root: str) -> None:
         torch.manual_seed(100 + dist.get_rank())
         model = shard(build_model(spec, torch.float64).eval(), mesh)
         materialise(model, spec, seed=5, device=CPU)
-        for (
-            module
-        ) in model.modules():  # before the first forward, too, fully_shard knows what the modules hold
+        for module in model.modules():  # before the first forward, too, fully_shard knows what the modules hold
             if isinstance(module, FSDPModule):
                 module.reshard()
                 held = {id(p) for p in module.parameters()}
@@ -176,11 +172,7 @@ AWKWARD = Model(model_name_or_path=f"{__name__}:Awkward", init="random")
 
 def _awkward(replicas: int) -> dict[str, Tensor]:
     shape, dims = ((replicas, dist.get_world_size() // replicas), ("dp_replicate", "dp_shard"))
-    mesh = (
-        init_device_mesh("cpu", shape, mesh_dim_names=dims)
-        if replicas > 1
-        else init_device_mesh("cpu", shape[1:])
-    )
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=dims) if replicas > 1 else init_device_mesh("cpu", shape[1:])
     reference = build_model(AWKWARD, torch.float64)
     materialise(reference, AWKWARD, seed=1, device=CPU)
     torch.manual_seed(dist.get_rank())

@@ -115,10 +115,7 @@ def on_two(windowed: Loaded) -> dict[str, Outcome]:
 def right(on_two: dict[str, Outcome]) -> dict[str, Outcome]:
     """The reference of each model from the weights of its first run."""
     starts = {LLAMA: "ddp", QWEN3: "qwen3 zero3", GPT2: "gpt2 ddp"}
-    return {
-        m: reference(run_file(m), on_two[name].start, length=LENGTH, updates=UPDATES)
-        for m, name in starts.items()
-    }
+    return {m: reference(run_file(m), on_two[name].start, length=LENGTH, updates=UPDATES) for m, name in starts.items()}
 
 
 @pytest.mark.parametrize("name", ON_TWO)
@@ -131,9 +128,7 @@ def test_sliding_window(on_two: dict[str, Outcome], windowed: Loaded, right: dic
     """Each query sees its last 5 keys, across ranks; without the window the loss is another one."""
     outcome = on_two["window"]
     assert_same_training(outcome, reference(windowed, outcome.start, length=LENGTH, updates=UPDATES))
-    assert abs(outcome.losses[0] / right[LLAMA].losses[0] - 1) > tolerance.of_model(
-        outcome.start, ROWS * LENGTH
-    )
+    assert abs(outcome.losses[0] / right[LLAMA].losses[0] - 1) > tolerance.of_model(outcome.start, ROWS * LENGTH)
 
 
 def test_four_ranks(on_two: dict[str, Outcome]) -> None:
@@ -277,12 +272,9 @@ TRAFFIC_CASES: dict[str, Loaded] = {
     for mode in modes
 }
 BF16 = {
-    f"precision__{name}_dtype": dtype
-    for name, dtype in (("param", "bf16"), ("reduce", "fp32"), ("master", "fp32"))
+    f"precision__{name}_dtype": dtype for name, dtype in (("param", "bf16"), ("reduce", "fp32"), ("master", "fp32"))
 }
-TRAFFIC_CASES |= {
-    f"bf16 {attention} none": cp_run(LLAMA, "ddp", attention, **BF16) for attention in ATTENTIONS
-}
+TRAFFIC_CASES |= {f"bf16 {attention} none": cp_run(LLAMA, "ddp", attention, **BF16) for attention in ATTENTIONS}
 
 
 def _recorded(run: Loaded) -> tuple[Counter[tuple[str, int]], int]:
@@ -346,9 +338,7 @@ def _facts(directory: str) -> dict[str, Any]:
         for kind, attention in (("zero3", "all_gather"),)
     }
     for attention in ATTENTIONS:
-        facts[f"bf16 {attention}"] = trained(
-            cp_run(kind="zero3", attention=attention, **BF16), 1, length=LENGTH
-        )
+        facts[f"bf16 {attention}"] = trained(cp_run(kind="zero3", attention=attention, **BF16), 1, length=LENGTH)
     return facts
 
 
@@ -406,9 +396,7 @@ def _loss_and_norm(start: dict[str, Tensor], batch: UpdateBatch) -> tuple[float,
         ("documents of 4 and 3", 5, (5, 0)),
     ],
 )
-def test_targets_count_once(
-    name: str, targets: int, on_ranks: tuple[int, int], facts: list[dict[str, Any]]
-) -> None:
+def test_targets_count_once(name: str, targets: int, on_ranks: tuple[int, int], facts: list[dict[str, Any]]) -> None:
     """A04: the denominator is 7, not 14, 3 or 4. A21: 3 + 2 = 5 targets stay. A shard without any gives loss 0, not nan."""
     batch = BATCHES[name]
     assert batch.target_tokens == targets

@@ -125,9 +125,7 @@ def packs(model: str = LLAMA, kind: str = "zero3", **options: Any) -> Loaded:
         "data__batching": "pack",
         "data__max_length": 16,
     }
-    if (
-        model == GPT2
-    ):  # its key biases have gradients of rounding alone, which AdamW makes whole steps of: whole logits
+    if model == GPT2:  # its key biases have gradients of rounding alone, which AdamW makes whole steps of: whole logits
         values["memory__loss_chunk_tokens"] = 0  # round like those of the oracle
     return run_file(model, **{**values, **options})
 
@@ -234,9 +232,7 @@ def _losses(loaded: Loaded, change: str) -> list[float]:
                 keep = (microbatch.documents == most) & (most > 0)
             labels = torch.where(keep, microbatch.labels, -100)
             labels[[other for other in range(len(labels)) if other != row]] = -100
-            own = Microbatch(
-                microbatch.index, microbatch.input_ids, labels, microbatch.row_ids, microbatch.documents
-            )
+            own = Microbatch(microbatch.index, microbatch.input_ids, labels, microbatch.row_ids, microbatch.documents)
             found.append(float(engine.loss_sum(own).detach()))
     engine.parallel.release()
     return found

@@ -58,9 +58,7 @@ def _frozen(kind: str) -> dict[str, Any]:
     grads = []
     for update in range(UPDATES):
         engine.forward_backward(batches_for(engine, update))
-        grads += [
-            n for n, p in engine.module.named_parameters() if not p.requires_grad and p.grad is not None
-        ]
+        grads += [n for n, p in engine.module.named_parameters() if not p.requires_grad and p.grad is not None]
         engine.step()
     held = sum(v.numel() for s in engine.optimizer.state.values() for v in s.values() if v.dim())
     return {"before": before, "after": whole_weights(engine), "dtypes": dtypes, "grads": grads, "held": held}
@@ -353,9 +351,7 @@ def test_evaluation_between_updates(kind: str, facts: list[dict[str, Any]]) -> N
         model.load_state_dict(weights, strict=False)
         texts = [text for update in (90, 91) for text in rows_of(update)]
         with torch.no_grad():
-            total = sum(
-                F.cross_entropy(model(text[None, :-1]).logits[0], text[1:], reduction="sum") for text in texts
-            )
+            total = sum(F.cross_entropy(model(text[None, :-1]).logits[0], text[1:], reduction="sum") for text in texts)
         assert targets == sum(len(text) - 1 for text in texts)
         assert loss == pytest.approx(float(total) / targets, rel=tolerance.of_model(weights, targets))
 

@@ -39,8 +39,7 @@ def _survey(families: list[str]) -> dict[str, dict[str, tuple[str, str]]]:
     quiet_transformers()
     with tempfile.TemporaryDirectory() as place:
         return {
-            family: {b: (o.verdict, o.reason) for b, o in outcomes(family, Path(place) / family)}
-            for family in families
+            family: {b: (o.verdict, o.reason) for b, o in outcomes(family, Path(place) / family)} for family in families
         }
 
 
@@ -50,9 +49,7 @@ def found() -> dict[str, dict[str, tuple[str, str]]]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_documents_train_as_they_would_alone(
-    family: str, found: dict[str, dict[str, tuple[str, str]]]
-) -> None:
+def test_documents_train_as_they_would_alone(family: str, found: dict[str, dict[str, tuple[str, str]]]) -> None:
     """Loss and gradient norm of three documents in one microbatch; or a refusal with a reason."""
     assert tuple(verdict for verdict, _ in found[family].values()) == FAMILIES[family], found[family]
     assert all(reason for verdict, reason in found[family].values() if verdict == "refused")

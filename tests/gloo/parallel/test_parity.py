@@ -94,9 +94,7 @@ def test_two_ranks(name: str, on_two: dict[str, Outcome], right: dict[str, Outco
     assert_same_training(on_two[name], right[ON_TWO[name][0]])
 
 
-def test_first_weights_are_those_of_one_process(
-    on_two: dict[str, Outcome], on_four: dict[str, Outcome]
-) -> None:
+def test_first_weights_are_those_of_one_process(on_two: dict[str, Outcome], on_four: dict[str, Outcome]) -> None:
     """A36: with another torch seed on each rank, every layout starts from the same bits."""
     for found, cases in ((on_two, ON_TWO), (on_four, ON_FOUR)):
         for name, (model, _) in cases.items():

@@ -31,15 +31,10 @@ pytestmark = [pytest.mark.gloo, pytest.mark.slow]
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv")
 KINDS = ("ddp", "zero1", "zero2", "zero3")
 SGD = {"training__optimizer": "sgd"}
-BF16 = {
-    f"precision__{name}_dtype": "bf16" if name == "param" else "fp32"
-    for name in ("param", "reduce", "master")
-}
+BF16 = {f"precision__{name}_dtype": "bf16" if name == "param" else "fp32" for name in ("param", "reduce", "master")}
 
 
-def case(
-    model: str, kind: str = "ddp", schedule: str | None = None, pp: int = 2, **more: Any
-) -> tuple[str, Loaded]:
+def case(model: str, kind: str = "ddp", schedule: str | None = None, pp: int = 2, **more: Any) -> tuple[str, Loaded]:
     """5 blocks on 2 stages, or on 4 (A82)."""
     sizes: dict[str, Any] = {**SMALL[model], "n_layer" if model == GPT2 else "num_hidden_layers": 5}
     if model == QWEN3:
@@ -52,10 +47,7 @@ def case(
 ON_TWO = {
     **{f"llama {schedule}": case(LLAMA, schedule=schedule) for schedule in SCHEDULES},
     **{f"qwen3 {schedule}": case(QWEN3, schedule=schedule) for schedule in SCHEDULES},
-    **{
-        f"gpt2 {schedule}": case(GPT2, schedule=schedule)
-        for schedule in ("gpipe", "1f1b", "zero_bubble", "zbv")
-    },
+    **{f"gpt2 {schedule}": case(GPT2, schedule=schedule) for schedule in ("gpipe", "1f1b", "zero_bubble", "zbv")},
     "torch gpipe": case(LLAMA, schedule="gpipe"),
     "torch 1f1b zero3": case(GPT2, "zero3", "1f1b"),
     "torch interleaved_1f1b": case(QWEN3, schedule="interleaved_1f1b"),
@@ -124,9 +116,7 @@ def test_four_ranks(name: str, on_four: dict[str, Outcome], right: dict[str, Out
     assert_same_training(on_four[name], right[ON_FOUR[name][0]])
 
 
-def test_first_weights_are_those_without_a_pipeline(
-    on_two: dict[str, Outcome], on_four: dict[str, Outcome]
-) -> None:
+def test_first_weights_are_those_without_a_pipeline(on_two: dict[str, Outcome], on_four: dict[str, Outcome]) -> None:
     """A36: every layout starts from the same bits; names are those of the unsplit model, each once (A66)."""
     for found, cases in ((on_two, ON_TWO), (on_four, ON_FOUR)):
         for name, (model, _) in cases.items():

@@ -64,9 +64,7 @@ def widened(batch: UpdateBatch, length: int) -> UpdateBatch:
 
 def merged(batch: UpdateBatch, rows: int) -> tuple[UpdateBatch, ...]:
     """The microbatches of `batch` as evaluation sees them: updates of one microbatch of `rows` rows."""
-    ids, labels = (
-        torch.cat([getattr(m, name) for m in batch.microbatches]) for name in ("input_ids", "labels")
-    )
+    ids, labels = (torch.cat([getattr(m, name) for m in batch.microbatches]) for name in ("input_ids", "labels"))
     found = []
     for first in range(0, len(ids), rows):
         part = slice(first, first + rows)

@@ -102,9 +102,7 @@ def _all() -> dict[str, Any]:
             ("gpt2", GPT2, BF16),
             ("wire", LLAMA, BF16_WIRE),
         ):
-            facts[f"{name} {kind}"] = trained(
-                run_file(model, parallelism__data_parallel=kind, **options), updates=2
-            )
+            facts[f"{name} {kind}"] = trained(run_file(model, parallelism__data_parallel=kind, **options), updates=2)
     for kind in ("ddp", "zero3"):
         facts[f"frozen {kind}"] = _frozen_first(kind)
         facts[f"tables {kind}"] = _tables(kind)
@@ -132,8 +130,7 @@ def test_kinds_have_the_same_numerics(kind: str, facts: dict[str, Any]) -> None:
     for name, value in exact.gradients[0].items():
         error = (found.gradients[0][name].double() - value.double()).norm() / value.norm()
         rounding = [
-            tolerance.of_blocks(SMALL[LLAMA]["num_hidden_layers"], dtype)
-            for dtype in (torch.float32, torch.bfloat16)
+            tolerance.of_blocks(SMALL[LLAMA]["num_hidden_layers"], dtype) for dtype in (torch.float32, torch.bfloat16)
         ]
         assert rounding[0] < error < rounding[1], (name, "bf16, not fp32 and not noise", float(error))
 
@@ -188,9 +185,7 @@ def test_cross_entropy_of_bf16_logits() -> None:
 def _compiled(loaded: Loaded) -> tuple[Outcome, int]:
     """What is trained, and how many graphs were compiled for it."""
     torch._inductor.config.compile_threads = 1
-    if (
-        os.environ.get("ATEN_CPU_CAPABILITY") == "avx2"
-    ):  # else inductor's AVX512 beside torch's AVX2 gives NaN
+    if os.environ.get("ATEN_CPU_CAPABILITY") == "avx2":  # else inductor's AVX512 beside torch's AVX2 gives NaN
         torch._inductor.config.cpp.simdlen = 256
     found = pipelined(loaded)
     return found, torch._dynamo.utils.counters["stats"]["unique_graphs"]

@@ -170,9 +170,7 @@ def _vocabulary_losses(logits: Tensor, labels: Tensor) -> list[Any]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     pieces = logits.chunk(dist.get_world_size(), dim=-1)
     own = pieces[dist.get_rank()].clone().requires_grad_()
-    whole = DTensor.from_local(
-        own, mesh, [Shard(2)], run_check=False, shape=logits.shape, stride=logits.stride()
-    )
+    whole = DTensor.from_local(own, mesh, [Shard(2)], run_check=False, shape=logits.shape, stride=logits.stride())
     loss = vocabulary_cross_entropy_sum(whole, labels, -100)
     (3 * loss).backward()
     errors = []
@@ -230,9 +228,7 @@ def _saved_and_loaded(path: str, saved: Any, others: dict[str, Any]) -> dict[str
         now, then = whole_weights(fresh), whole_moments(fresh)
         wrong = [key for key, value in weights.items() if not torch.equal(value, now[key])]
         for key, entries in moments.items():
-            wrong += [
-                f"{key} {entry}" for entry, v in entries.items() if not torch.equal(v, then[key][entry])
-            ]
+            wrong += [f"{key} {entry}" for entry, v in entries.items() if not torch.equal(v, then[key][entry])]
         differing[name] = wrong
     return differing
 

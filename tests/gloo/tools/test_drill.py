@@ -80,8 +80,6 @@ def test_kills_lose_nothing_and_leave_nothing(sessions: tuple[Session, Session],
 
     metrics = broken.output_dir / "metrics.jsonl"
     lines = metrics.read_text().splitlines()
-    metrics.write_text(
-        "\n".join([*lines[:-1], lines[-1].replace('"train/loss": 4', '"train/loss": 5')]) + "\n"
-    )
+    metrics.write_text("\n".join([*lines[:-1], lines[-1].replace('"train/loss": 4', '"train/loss": 5')]) + "\n")
     judge(rows, broken, reference)
     assert rows[1].problem.startswith(f"train/loss of update {UPDATES - 1} is 5")

@@ -125,9 +125,7 @@ def judged(plants: list[tuple[str, str, str]], directory: Path) -> dict[tuple[st
             parallelism = apply_layout(layout, adjusted.run.parallelism)
             run = adjusted.run.model_copy(update={"parallelism": parallelism, "training": training})
             path = str(directory / f"candidate-{index}")
-            specs.append(
-                CandidateSpec(run.model_dump(mode="json"), path, _updates(fault), adjusted.changes, fault)
-            )
+            specs.append(CandidateSpec(run.model_dump(mode="json"), path, _updates(fault), adjusted.changes, fault))
             places[example, layout, fault] = path, resolve_axes(parallelism, 2)
         run_ranks(_record_all, 2, specs)
     found = {}
@@ -170,7 +168,5 @@ def test_verb_prints_the_diagnosis_and_exits_with_3(tmp_path: Path) -> None:
     assert result.returncode == 3, result.stderr
     rows = [line.split() for line in result.stdout.splitlines() if "DIFFERS" in line]
     assert [(row[0], row[1]) for row in rows] == [("zero3", "380")]
-    assert (
-        "zero3: first difference in update 1: gradient `model.embed_tokens.weight` [257, 64]" in result.stdout
-    )
+    assert "zero3: first difference in update 1: gradient `model.embed_tokens.weight` [257, 64]" in result.stdout
     assert "Diagnosis: averaged. gradients are 0.5 times the reference in all 39 tensors" in result.stdout

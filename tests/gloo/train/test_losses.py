@@ -114,9 +114,7 @@ def loaded(case: tuple[str, dict[str, Any]], directory: Path) -> Any:
         if not place.exists():
             sizes = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "head_dim": 8}
             heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 257, "pad_token_id": 0}
-            Gemma2Config(**sizes, **heads, final_logit_softcapping=0.3, sliding_window=64).save_pretrained(
-                place
-            )
+            Gemma2Config(**sizes, **heads, final_logit_softcapping=0.3, sliding_window=64).save_pretrained(place)
         model = str(place)
     return run_file(model, **options)
 
@@ -143,9 +141,7 @@ def weighted(batch: UpdateBatch) -> UpdateBatch:
 
 def one_microbatch_without_targets(batch: UpdateBatch) -> UpdateBatch:
     """`batch` where the first microbatch of the update has no target, on the data rank that holds it."""
-    first = [
-        replace(m, labels=torch.full_like(m.labels, -100)) if not m.index else m for m in batch.microbatches
-    ]
+    first = [replace(m, labels=torch.full_like(m.labels, -100)) if not m.index else m for m in batch.microbatches]
     targets = sum(len(text) - 1 for text in rows_of(batch.update, length=T)[2:])
     return replace(batch, microbatches=tuple(first), target_tokens=targets)
 
@@ -277,9 +273,7 @@ def compare(name: str, case: tuple[str, dict[str, Any]], found: Outcome, directo
         loss = right.moments[str(update)]["loss"].item()
         assert abs(result.loss - loss) <= tolerance.LATER * rounding * loss, (update, result.loss, loss)
         difference, where = worst(found.gradients[update], right.gradients[update])
-        assert difference <= (moved if update else rounding), (
-            f"gradient of {where} in update {update}: {difference}"
-        )
+        assert difference <= (moved if update else rounding), f"gradient of {where} in update {update}: {difference}"
     evaluated = found.moments["eval"]["loss"].item()
     assert abs(evaluated - found.results[0].loss) <= rounding * abs(evaluated)
 
@@ -302,9 +296,7 @@ def test_capped_logits(name: str, on_two: dict[str, Outcome]) -> None:
     found, whole = on_two[name], on_two["gemma2 whole"]
     assert abs(found.results[0].loss / whole.results[0].loss - 1) <= tolerance.of_model(found.start, ROWS * T)
     # its norms compute in float32, where a difference of float64's may round to the other side, once a norm
-    assert worst(found.gradients[0], whole.gradients[0])[0] <= tolerance.in_norm(
-        len(found.start), torch.float32
-    )
+    assert worst(found.gradients[0], whole.gradients[0])[0] <= tolerance.in_norm(len(found.start), torch.float32)
 
 
 @pytest.mark.parametrize(

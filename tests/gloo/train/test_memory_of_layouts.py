@@ -69,9 +69,7 @@ def _peaks(names: tuple[str, ...]) -> dict[str, tuple[Peak, dict[str, int]]]:
                 memory.label("gradients", (gradient for _, gradient in engine.gradients()))
                 engine.step()
                 states = engine.optimizer.state.values()
-                memory.label(
-                    "optimizer states", (v for s in states for v in s.values() if isinstance(v, Tensor))
-                )
+                memory.label("optimizer states", (v for s in states for v in s.values() if isinstance(v, Tensor)))
         found[name] = (memory.peak(), memory.timeline.by_phase)
     return found
 

@@ -91,9 +91,7 @@ def test_until_an_evaluation_loss_is_reached(tmp_path: Path) -> None:
     assert done < 20 and (tmp_path / f"checkpoint-{done}").is_dir()
     steps = [line["perf/step_seconds"] for line in lines if "train/loss" in line]
     seconds = next(line["perf/training_seconds"] for line in reversed(lines) if "eval/loss" in line)
-    assert 0.5 * sum(steps) <= seconds <= sum(steps) * (1 + tolerance.few(len(steps))), (
-        "steps are the slowest rank's"
-    )
+    assert 0.5 * sum(steps) <= seconds <= sum(steps) * (1 + tolerance.few(len(steps))), "steps are the slowest rank's"
     for key in ("forward", "backward", "update", "evaluate", "save"):
         (size,) = [line[f"mem/{key}_peak_bytes"] for line in lines if f"mem/{key}_peak_bytes" in line]
         # weights and two moments of 217,792 parameters in float32, half of them on a rank; evaluation comes first

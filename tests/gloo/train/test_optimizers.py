@@ -37,17 +37,10 @@ CASES = {
         ODD, training__optimizer="torch.optim:NAdam", training__optimizer_kwargs={"foreach": True}
     ),
     **{f"sgd {kind}": run_file(ODD, parallelism__data_parallel=kind, **SGD) for kind in KINDS},
+    **{f"muon {kind}": run_file(LLAMA, parallelism__data_parallel=kind, **MUON) for kind in ("ddp", "zero1", "zero3")},
+    **{f"muon odd {kind}": run_file(ODD, parallelism__data_parallel=kind, **MUON) for kind in ("ddp", "zero3")},
     **{
-        f"muon {kind}": run_file(LLAMA, parallelism__data_parallel=kind, **MUON)
-        for kind in ("ddp", "zero1", "zero3")
-    },
-    **{
-        f"muon odd {kind}": run_file(ODD, parallelism__data_parallel=kind, **MUON)
-        for kind in ("ddp", "zero3")
-    },
-    **{
-        f"nadam {kind}": run_file(LLAMA, parallelism__data_parallel=kind, **NADAM)
-        for kind in ("ddp", "zero2", "zero3")
+        f"nadam {kind}": run_file(LLAMA, parallelism__data_parallel=kind, **NADAM) for kind in ("ddp", "zero2", "zero3")
     },
 }
 
@@ -118,9 +111,7 @@ def _decay_and_identity() -> dict[str, Any]:
             facts["identity ddp"] = {id(p) for p in held} == {id(p) for p in model}
         else:
             parts = [p.to_local() if isinstance(p, DTensor) else p for p in model]
-            facts["identity zero3"] = sorted(p.data_ptr() for p in held) == sorted(
-                p.data_ptr() for p in parts
-            )
+            facts["identity zero3"] = sorted(p.data_ptr() for p in held) == sorted(p.data_ptr() for p in parts)
         before = whole_weights(engine)
         engine.forward_backward(batches_for(engine, 0))
         for _, gradient in engine.gradients():
@@ -130,9 +121,7 @@ def _decay_and_identity() -> dict[str, Any]:
     engine = make_engine(run_file(LLAMA))
     fresh = make_engine(run_file(LLAMA))
     engine.module, engine.parallel = fresh.module, fresh.parallel
-    engine.locals = [
-        type(a)(a.name, b.parameter, a.tensor, a.counts) for a, b in zip(engine.locals, fresh.locals)
-    ]
+    engine.locals = [type(a)(a.name, b.parameter, a.tensor, a.counts) for a, b in zip(engine.locals, fresh.locals)]
     try:
         engine.forward_backward(batches_for(engine, 0))
         facts["stale"] = ""
@@ -149,9 +138,9 @@ def test_weight_decay_by_name_and_optimizer_identity() -> None:
     for kind in ("ddp", "zero3"):
         before, after = facts[kind]
         for name, value in before.items():
-            shrinks = name.endswith(
-                ("embed.weight", "inner.weight", "transposed", "three", "head.weight")
-            ) or (name.split(".")[0] in ("before", "sometimes", "early", "never") and name.endswith("weight"))
+            shrinks = name.endswith(("embed.weight", "inner.weight", "transposed", "three", "head.weight")) or (
+                name.split(".")[0] in ("before", "sometimes", "early", "never") and name.endswith("weight")
+            )
             right = value * 0.95 if shrinks else value
             assert torch.allclose(after[name], right, rtol=tolerance.few(3), atol=0), (kind, name)
             assert torch.equal(after[name], value) is not shrinks, (kind, name)

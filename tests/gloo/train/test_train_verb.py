@@ -59,9 +59,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return found
 
 
-def test_a_signal_to_one_rank_saves_on_all_and_the_run_goes_on(
-    tmp_path: Path, uninterrupted: list[float]
-) -> None:
+def test_a_signal_to_one_rank_saves_on_all_and_the_run_goes_on(tmp_path: Path, uninterrupted: list[float]) -> None:
     """A102: SIGTERM reaches rank 1 only. Both save the same update and end with 75; the next start continues bit for bit."""
     output = tmp_path / "run"
     process = subprocess.Popen(
@@ -69,15 +67,10 @@ def test_a_signal_to_one_rank_saves_on_all_and_the_run_goes_on(
         cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     deadline = time.monotonic() + LIMIT
-    while (
-        not (output / "metrics.jsonl").exists()
-        or len((output / "metrics.jsonl").read_text().splitlines()) < 2
-    ):
+    while not (output / "metrics.jsonl").exists() or len((output / "metrics.jsonl").read_text().splitlines()) < 2:
         assert time.monotonic() < deadline and process.poll() is None, process.communicate()
         time.sleep(0.01)
-    ranks = [
-        p for p in psutil.Process(process.pid).children(recursive=True) if p.environ().get("RANK") == "1"
-    ]
+    ranks = [p for p in psutil.Process(process.pid).children(recursive=True) if p.environ().get("RANK") == "1"]
     ranks[0].send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=LIMIT)
     assert process.returncode == 75, errors

@@ -202,9 +202,7 @@ def test_overrides_and_everything_around_the_language_model_count(tmp_path: Path
         "num_hidden_layers": 4,
     }
     sight |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
-    sees = written(
-        tmp_path / "sees", model_type="gemma3", text_config=TEXT, vision_config=sight, mm_tokens_per_image=4
-    )
+    sees = written(tmp_path / "sees", model_type="gemma3", text_config=TEXT, vision_config=sight, mm_tokens_per_image=4)
     shape = planned(sees)
     assert (shape.layers, model_flops(shape, 10).blocks) == (3, 6 * 3 * BLOCK)
     assert named_sizes(shape).keys() >= {"model.vision_tower.encoder.layers.3.mlp.fc1.weight"}
@@ -212,8 +210,6 @@ def test_overrides_and_everything_around_the_language_model_count(tmp_path: Path
 
 def test_windows_of_a_family_that_is_counted(tmp_path: Path) -> None:
     """Cohere 2: every fourth layer sees the whole row, the others a window of 8 keys."""
-    sliding = planned(
-        written(tmp_path, model_type="cohere2", **{**TEXT, "num_hidden_layers": 4}, sliding_window=8)
-    )
+    sliding = planned(written(tmp_path, model_type="cohere2", **{**TEXT, "num_hidden_layers": 4}, sliding_window=8))
     assert (sliding.window, sliding.window_layers) == (8, 3)
     assert model_flops(sliding, 32).attention == 3 * 4 * 64 * (32 + 3 * 8)

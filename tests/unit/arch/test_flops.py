@@ -45,10 +45,7 @@ def test_attention_counts_query_heads_and_names_its_mask() -> None:
     assert model_flops(TINY, 32).total == 540_672 + 49_152
     assert recompute_flops(TINY, 32, "full") == 2 * 2 * 36_864 + 49_152 / 3
     assert recompute_flops(TINY, 32, "selective") == 49_152 / 3
-    assert (
-        "causal" not in CONVENTIONS["shardwright"].name
-        and "full attention" in CONVENTIONS["shardwright"].source
-    )
+    assert "causal" not in CONVENTIONS["shardwright"].name and "full attention" in CONVENTIONS["shardwright"].source
 
 
 def test_documents_count_their_own_keys() -> None:
@@ -84,8 +81,7 @@ def test_korthikanti_mfu_and_hfu_within_print_rounding() -> None:
         for percent, name in ((row["mfu_pct"], "korthikanti"), (row["hfu_pct"], "korthikanti-selective")):
             flops = CONVENTIONS[name].flops_per_token(shape, int(row["seq"]))
             slow, fast = (
-                100 * utilisation(flops, tokens / (seconds + d), int(row["gpus"]), 312e12)
-                for d in (0.005, -0.005)
+                100 * utilisation(flops, tokens / (seconds + d), int(row["gpus"]), 312e12) for d in (0.005, -0.005)
             )
             assert slow - 0.05 <= float(percent) <= fast + 0.05, (row["model"], name, slow, fast, percent)
 

@@ -70,9 +70,7 @@ def test_every_parameter_has_transformers_name_and_size(case: str, tmp_path: Pat
     assert counts(shape).total == sum(parameter.numel() for parameter in model.parameters())
 
 
-@pytest.mark.parametrize(
-    "kind", ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3Text", "Phi", "Phi3"]
-)
+@pytest.mark.parametrize("kind", ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3Text", "Phi", "Phi3"])
 def test_keys_that_a_config_leaves_out_take_transformers_defaults(kind: str) -> None:
     """A config.json with nothing but its model_type describes the class's default model."""
     config = getattr(transformers, f"{kind}Config")()
@@ -142,9 +140,7 @@ def test_an_unknown_architecture_is_counted_from_its_parameters() -> None:
     assert block_matmul_weights(shape) == sum(rows * columns for rows, columns in inside)
     assert (shape.ffn, shape.attention_width) == (96, 64)
     with pytest.raises(ConfigError, match="A token uses some experts only"):
-        shape_from_inventory(
-            {**inventory, "config": {**inventory["config"], "num_experts": 4}, "products": 6400 + 99}
-        )
+        shape_from_inventory({**inventory, "config": {**inventory["config"], "num_experts": 4}, "products": 6400 + 99})
     for other in ({"attention_width": -1}, {"products": inventory["products"] + 0.5}):
         with pytest.raises(ConfigError, match="not just attention and a product of each token"):
             shape_from_inventory({**inventory, **other})

@@ -89,8 +89,7 @@ def test_narrow_gradients_are_no_worse_than_torchs(kv_heads: int) -> None:
     mine, theirs = errors
     assert mine[0] == theirs[0]
     assert all(
-        own <= 1.05 * other and own <= tolerance.in_norm(2, torch.bfloat16)
-        for own, other in zip(mine[1:], theirs[1:])
+        own <= 1.05 * other and own <= tolerance.in_norm(2, torch.bfloat16) for own, other in zip(mine[1:], theirs[1:])
     ), errors
     wide = run(torch.float64, lambda q, k, v: Attention.apply(q, k, v, 0.25, True).transpose(1, 2))
     bound = tolerance.mixed(50, 50, 16)
@@ -272,9 +271,7 @@ def test_blocks_of_ranks_are_the_pairs_of_documents(cp: int, balanced: bool) -> 
                 found = document_blocks(spans, places, held)
                 assert (source == rank) == any(causal for _, _, causal in found) or not found
                 ring += pairs(found, queries, [(b, t) for b in range(3) for t in others])
-            wanted = sorted(
-                ((r, q), (r, k)) for r, s, e in spans for q in own if s <= q < e for k in range(s, q + 1)
-            )
+            wanted = sorted(((r, q), (r, k)) for r, s, e in spans for q in own if s <= q < e for k in range(s, q + 1))
             assert sorted(row) == wanted and sorted(ring) == wanted
         x = torch.randn(3, 2, tokens, 4)
         assert torch.equal(as_rows(as_one_row(x), 3), x)
@@ -342,18 +339,14 @@ def test_documents_reach_attention_in_these_families(family: str, tmp_path: Path
     config = MODELS[family]()
     check_packed_model(built(config, tmp_path))
     eager = "eager" if family in ("gemma2", "gpt_oss") else "sdpa"  # all that these two have
-    model = transformers.AutoModelForCausalLM.from_config(
-        config, dtype=torch.float64, attn_implementation=eager
-    )
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation=eager)
     if model._can_set_experts_implementation():
         model.set_experts_implementation("eager")  # the only one in float64
     model.double()  # some routers are kept in float32
     rows = packed(ROWS)
     ids = torch.randint(2, 60, rows.documents.shape)
     with torch.no_grad(), Float64Throughout():  # else norms and routers round to float32
-        alone = {
-            (r, s): model(input_ids=ids[r : r + 1, s:e], use_cache=False).logits[0] for r, s, e in rows.spans
-        }
+        alone = {(r, s): model(input_ids=ids[r : r + 1, s:e], use_cache=False).logits[0] for r, s, e in rows.spans}
         isolate_documents(model)
         named = {"position_ids": rows.position_ids, "documents": rows, "use_cache": False}
         found = model(input_ids=ids, **named).logits
@@ -397,9 +390,7 @@ class OwnModel(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList([nn.Linear(2, 2)])
 
-    def forward(
-        self, input_ids: Tensor, documents: Tensor | None = None, position_ids: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, input_ids: Tensor, documents: Tensor | None = None, position_ids: Tensor | None = None) -> Tensor:
         return input_ids
 
 
@@ -485,9 +476,7 @@ def test_rows_of_one_document_take_the_wide_backward(family: str) -> None:
     """A model that attends by sdpa does in bf16 on a CPU, with the same logits; a mask is left to Transformers."""
     config = FAMILIES[family]()
     torch.manual_seed(0)
-    model = (
-        transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").bfloat16().eval()
-    )
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").bfloat16().eval()
     ids = torch.randint(0, config.vocab_size, (2, 9))
     before = model(input_ids=ids, use_cache=False).logits
     speed_up_narrow_attention(model)

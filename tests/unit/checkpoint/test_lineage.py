@@ -78,20 +78,14 @@ def test_when_a_branch_begins() -> None:
     assert not continued(B, Member(Path(), 1, A), []), "before the place where b begins"
     assert not continued(A, None, []) and not continued((), Member(Path(), 2, ()), [])
     (same,) = {
-        follow(None, members, members[1], "checkpoint-4", "j", passed).lineage
-        for passed in ((), ("checkpoint-3", "x"))
+        follow(None, members, members[1], "checkpoint-4", "j", passed).lineage for passed in ((), ("checkpoint-3", "x"))
     }
     assert same == A
     new = follow(None, members, members[1], "checkpoint-4", "j", ("checkpoint-6",))
     assert new.lineage[:1] == A and new.lineage[1].begin == 4, "something newer is there that cannot be read"
-    assert (
-        new.origin == "checkpoint-4"
-        and follow(None, members, members[1], "/else/checkpoint-4", "j").lineage != A
-    )
+    assert new.origin == "checkpoint-4" and follow(None, members, members[1], "/else/checkpoint-4", "j").lineage != A
     assert branched(members[0], 5, "x") == (*A, Branch(5, "x", 2)) and branched(None, 1, "y")[0].begin == 0
-    assert line_of(None, [Member(Path(), 6, A), Member(Path(), 3, B)]) == B, (
-        "the highest number was chosen last"
-    )
+    assert line_of(None, [Member(Path(), 6, A), Member(Path(), 3, B)]) == B, "the highest number was chosen last"
 
 
 def test_auto_stays_on_the_branch_that_was_chosen(left: Path) -> None:
@@ -183,9 +177,7 @@ def test_what_goes_of_a_branch_that_was_left(left: Path) -> None:
     written(left, 3, lineage=B, retention=retention, notes=notes)
     assert names(left) == [f"checkpoint-{n}" for n in (2, 3, 4, 5, 6)] and notes == []
     written(left, 4, lineage=B, retention=retention, notes=notes)
-    assert names(left) == [f"checkpoint-{n}" for n in (3, 4, 5, 6)], (
-        "the two newest of the branch, and what is ahead"
-    )
+    assert names(left) == [f"checkpoint-{n}" for n in (3, 4, 5, 6)], "the two newest of the branch, and what is ahead"
     written(left, 7, lineage=B, retention=retention, notes=notes)
     assert names(left) == ["checkpoint-4", "checkpoint-7"]
     assert [note for note in notes if "checkpoint-5 is removed: the checkpoint belongs to a branch" in note]
@@ -250,9 +242,7 @@ def lineage_less_checksum(values: dict[str, object]) -> str:
     return xxhash.xxh3_64_hexdigest(json.dumps(values, sort_keys=True).encode())
 
 
-def test_a_choice_is_written_where_nothing_can_be_renamed_over(
-    left: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_choice_is_written_where_nothing_can_be_renamed_over(left: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: object) -> None:
         raise FileExistsError(17, "File exists")
 

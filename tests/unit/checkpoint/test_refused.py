@@ -52,9 +52,7 @@ def test_a_file_that_cannot_be_removed(number: int, tmp_path: Path, monkeypatch:
         rest = [p.name for p in (tmp_path / ".checkpoint-2.removed").rglob("*") if p.is_file()]
         assert rest == [".nfs01"], "what is not held is freed"
         assert len(said[0]) == 1 and ".checkpoint-2.removed cannot be removed" in said[0][0]
-        assert os.strerror(number) in said[0][0] and {*said[1], *said[2]} == set(said[0]), (
-            "one text, so said once"
-        )
+        assert os.strerror(number) in said[0][0] and {*said[1], *said[2]} == set(said[0]), "one text, so said once"
     written(tmp_path, 10, retention=LIMIT, notes=(notes := []))
     assert notes == [] and left_over(tmp_path) == []
 
@@ -189,9 +187,7 @@ def test_a_sync_that_has_lost_something_is_an_error(tmp_path: Path, monkeypatch:
     assert [path.name for path in complete_checkpoints(tmp_path)] == ["checkpoint-2"]
 
 
-def test_a_directory_that_cannot_be_listed_ends_no_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_directory_that_cannot_be_listed_ends_no_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(output_dir: Path) -> list[Path]:
         raise OSError(errno.ESTALE, "Stale file handle")
 

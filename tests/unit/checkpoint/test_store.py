@@ -54,10 +54,7 @@ def test_tensors_are_safetensors_that_others_read(tmp_path: Path) -> None:
     assert sorted(p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file()) == sorted(FILES)
     found = load_file(path / FILES[3])
     assert found.keys() == TENSORS_OF.keys()
-    assert all(
-        torch.equal(found[key], value) and found[key].dtype == value.dtype
-        for key, value in TENSORS_OF.items()
-    )
+    assert all(torch.equal(found[key], value) and found[key].dtype == value.dtype for key, value in TENSORS_OF.items())
     assert verify(path) == []
     assert read_index(path).numbers == {"optimizer.weight.count": 7}
     assert read_manifest(path).target_tokens == 30
@@ -87,9 +84,7 @@ def test_a_flipped_byte_is_not_loaded(tmp_path: Path) -> None:
     path = written(tmp_path, 3)
     flip(path / FILES[3], -1)
     into = {key: torch.zeros_like(value) for key, value in TENSORS_OF.items()}
-    with pytest.raises(
-        DamagedCheckpointError, match=r"rank-00000\.safetensors is not what was written: bytes \d+ to"
-    ):
+    with pytest.raises(DamagedCheckpointError, match=r"rank-00000\.safetensors is not what was written: bytes \d+ to"):
         read_into(read_index(path), into)
 
 
@@ -102,10 +97,7 @@ def test_a_short_or_missing_file_gives_way_to_the_one_before(name: str, tmp_path
     assert find(tmp_path, "auto") == older
     assert [path for path, _ in skipped(tmp_path)] == [newer]
     if name != MANIFEST:
-        assert (
-            skipped(tmp_path)[0][1]
-            == f"{newer / name} has {len(data) - 1:,} bytes where {len(data):,} were written"
-        )
+        assert skipped(tmp_path)[0][1] == f"{newer / name} has {len(data) - 1:,} bytes where {len(data):,} were written"
     with pytest.raises(DamagedCheckpointError, match="is damaged"):
         find(tmp_path, str(newer))
     (newer / name).unlink()
@@ -240,9 +232,7 @@ def test_who_writes_what() -> None:
     with pytest.raises(CheckpointError, match="hold 3 elements of"):
         writers([[halves[0]], []])
     other = Held("model.0", "BF16", (8,), Box((0,), (8,)))
-    with pytest.raises(
-        CheckpointError, match=r"model.0 is BF16 \(8,\) on one rank and F32 \(8,\) on another"
-    ):
+    with pytest.raises(CheckpointError, match=r"model.0 is BF16 \(8,\) on one rank and F32 \(8,\) on another"):
         writers([[whole[0]], [other]])
 
 

@@ -220,9 +220,7 @@ def test_a_key_without_effect_is_refused(options: dict[str, Any], key: str) -> N
 
 
 def test_steps_beyond_the_end_are_said() -> None:
-    found = notices(
-        run(checkpoint__save_steps=11, logging__profile_steps=11, checkpoint__async_save=True).run
-    )
+    found = notices(run(checkpoint__save_steps=11, logging__profile_steps=11, checkpoint__async_save=True).run)
     assert [line.split(":")[0] for line in found] == [
         "checkpoint.save_steps 11 is more than training.max_steps 10",
         "logging.profile_steps 11 is more than training.max_steps 10",

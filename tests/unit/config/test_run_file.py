@@ -118,10 +118,7 @@ def test_several_faults_are_named_at_once(tmp_path: Path) -> None:
 
 
 def test_aliases(tmp_path: Path) -> None:
-    assert (
-        load(tmp_path, MINIMAL + "parallelism: {data_parallel: fsdp2}\n").run.parallelism.data_parallel
-        == "zero3"
-    )
+    assert load(tmp_path, MINIMAL + "parallelism: {data_parallel: fsdp2}\n").run.parallelism.data_parallel == "zero3"
 
 
 def test_overrides() -> None:
@@ -202,10 +199,7 @@ def test_every_key_is_read_somewhere() -> None:
 def test_every_key_has_a_section_and_defaults_are_valid() -> None:
     assert list(sections()) == list(RunFile.model_fields)
     assert len(keys()) == len(set(keys())) > 50
-    assert (
-        yaml.safe_load(load_run_file(None, MINIMAL_VALUES).to_yaml())["parallelism"]["data_parallel"]
-        == "zero3"
-    )
+    assert yaml.safe_load(load_run_file(None, MINIMAL_VALUES).to_yaml())["parallelism"]["data_parallel"] == "zero3"
 
 
 MINIMAL_VALUES = {

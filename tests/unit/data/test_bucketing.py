@@ -89,10 +89,7 @@ def test_widths_are_the_longest_row_rounded_up(multiple: int) -> None:
         assert {b.real_tokens for b in batches} == {sum(len(found.row(r)[0]) for r in batches[0].row_ids)}
         assert longest == sorted(longest, reverse=True)
         # microbatches of the two ranks that run at the same time are neighbours in the sorted update
-        gaps = [
-            abs(a.input_ids.shape[1] - b.input_ids.shape[1])
-            for a, b in zip(*(b.microbatches for b in batches))
-        ]
+        gaps = [abs(a.input_ids.shape[1] - b.input_ids.shape[1]) for a, b in zip(*(b.microbatches for b in batches))]
         assert sum(gaps) <= max(widths) - min(widths)
 
 
@@ -154,9 +151,7 @@ def test_a_part_filled_last_update_keeps_its_rows() -> None:
     last = loader.update(5)
     assert last.row_ids[1:] == (FILLER,) * 3
     assert [m.input_ids.shape for m in last.microbatches] == [(2, last.real_tokens), (2, 1)]
-    assert sorted(r for u in range(6) for r in order.update_rows(u).tolist() if r != FILLER) == list(
-        range(21)
-    )
+    assert sorted(r for u in range(6) for r in order.update_rows(u).tolist() if r != FILLER) == list(range(21))
 
 
 def test_a_last_update_can_be_dropped() -> None:
@@ -165,9 +160,7 @@ def test_a_last_update_can_be_dropped() -> None:
     assert (order.total_updates, order.dropped, order.epoch(5)) == (5, 1, 20 / 21)
     assert all(FILLER not in order.update_rows(u) for u in range(5))
     assert order_of(20, 4, drop_last=True).dropped == 0
-    with pytest.raises(
-        ConfigError, match=r"drop_last leaves no update: 3 rows, training.global_batch_size 4"
-    ):
+    with pytest.raises(ConfigError, match=r"drop_last leaves no update: 3 rows, training.global_batch_size 4"):
         order_of(3, 4, drop_last=True)
 
 
@@ -190,9 +183,7 @@ def test_evaluation_rows_are_sorted_and_counted_once() -> None:
     for ranks in (1, 2, 3):
         made = [
             list(
-                evaluation_loader(
-                    found, data_rank=r, data_ranks=ranks, microbatch_rows=2, pad_id=0, bucket_multiple=4
-                )
+                evaluation_loader(found, data_rank=r, data_ranks=ranks, microbatch_rows=2, pad_id=0, bucket_multiple=4)
             )
             for r in range(ranks)
         ]

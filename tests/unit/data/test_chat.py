@@ -44,9 +44,7 @@ def assistant(content: str, **more: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": content, **more}
 
 
-def ready(
-    directory: Path, records: list[dict[str, Any]], template: str | None = PLAIN, **data: Any
-) -> Prepared:
+def ready(directory: Path, records: list[dict[str, Any]], template: str | None = PLAIN, **data: Any) -> Prepared:
     """`records` prepared with `template` in the tokenizer's directory (None: none)."""
     tokenizer = directory / "tokenizer"
     if not tokenizer.is_dir():
@@ -145,9 +143,7 @@ def test_a_template_without_generation_prompt_is_exact_when_its_answer_has_no_he
         (MARKED.replace("{% generation %}", "{% generation %}{% endgeneration %}{% generation %}"), None),
     ],
 )  # fmt: skip
-def test_templates_whose_spans_cannot_be_found_are_refused(
-    template: str, message: str | None, tmp_path: Path
-) -> None:
+def test_templates_whose_spans_cannot_be_found_are_refused(template: str, message: str | None, tmp_path: Path) -> None:
     """The first one shortens earlier answers; a template is named, and the line. Two marks an answer are as good as one."""
     records = [{"messages": [user("a"), assistant("b")]}, {"messages": TALK}]
     if message is None:
@@ -166,9 +162,7 @@ def test_a_token_across_the_boundary_of_a_message_is_refused(tmp_path: Path) -> 
     merged.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     (tmp_path / "tokenizer").mkdir()
     merged.save(str(tmp_path / "tokenizer" / "tokenizer.json"))
-    (tmp_path / "tokenizer" / "tokenizer_config.json").write_text(
-        '{"tokenizer_class": "PreTrainedTokenizerFast"}'
-    )
+    (tmp_path / "tokenizer" / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     template = "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}" + PROMPT.replace(
         "<assistant>", "assistant:"
     )
@@ -177,15 +171,11 @@ def test_a_token_across_the_boundary_of_a_message_is_refused(tmp_path: Path) -> 
     fine = ready(tmp_path, [{"messages": [user("hi"), assistant("no")]}], template)
     assert fine.counts["targets"] > 0 and fine.counts["crossing_tokens"] == 0
     joined = ready(tmp_path, [{"prompt": "q:", "completion": "yes"}], template)
-    assert joined.table.documents.weights is None, (
-        "the first token is no target, and the one across is trained"
-    )
+    assert joined.table.documents.weights is None, "the first token is no target, and the one across is trained"
     joined = ready(tmp_path, [{"prompt": "aq:", "completion": "yes"}], template)
     assert joined.table.documents.weights is not None
     assert joined.table.documents.weights.tolist() == [0, 0, 1, 1, 1]
-    assert joined.notices[-1].startswith(
-        "train: in 1 of 1 documents a token holds characters of the given text and"
-    )
+    assert joined.notices[-1].startswith("train: in 1 of 1 documents a token holds characters of the given text and")
 
 
 def test_train_and_loss_weight_of_messages(tmp_path: Path) -> None:
@@ -242,9 +232,7 @@ def test_samples_without_a_trained_token_are_counted_and_named(tmp_path: Path) -
         "train: 2 of 4 documents have no token that is trained and are left out; the first is "
         f"{tmp_path / 'data.jsonl'}:2",
     )
-    with pytest.raises(
-        DataError, match=r"none of 2 documents has a token that is trained \(2 are masked.*jsonl:1"
-    ):
+    with pytest.raises(DataError, match=r"none of 2 documents has a token that is trained \(2 are masked.*jsonl:1"):
         ready(tmp_path, [records[1], records[3]])
 
 
@@ -296,9 +284,7 @@ def test_alpaca_and_sharegpt_are_mapped(tmp_path: Path) -> None:
     assert documents(ready(tmp_path, [alpaca])) == [(expected, [(b"b</>\n", 1.0), (b"3</>\n", 1.0)])]
     turns = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]
     more = [{"from": "human", "value": "so"}, {"from": "gpt", "value": "no", "train": False}]
-    assert documents(ready(tmp_path, [{"conversations": turns + more}])) == [
-        (TALK_BYTES, [(b"yes</>\n", 1.0)])
-    ]
+    assert documents(ready(tmp_path, [{"conversations": turns + more}])) == [(TALK_BYTES, [(b"yes</>\n", 1.0)])]
     with pytest.raises(DataError, match=r"`conversations\[0\]` is from `bot`"):
         ready(tmp_path, [{"conversations": [{"from": "bot", "value": "x"}]}])
 
@@ -309,10 +295,7 @@ def test_the_template_of_the_run_file_is_used(tmp_path: Path) -> None:
     found = ready(tmp_path, [{"messages": TALK[:2]}], None, chat_template=str(path))
     assert documents(found) == [(b"<user>hi$\n<assistant>yes$\n", [(b"yes$", 1.0)])]
     path.write_text(MARKED)
-    assert (
-        documents(ready(tmp_path, [{"messages": TALK[:2]}], None, chat_template=str(path)))[0][1][0][0]
-        == b"yes</>"
-    )
+    assert documents(ready(tmp_path, [{"messages": TALK[:2]}], None, chat_template=str(path)))[0][1][0][0] == b"yes</>"
     with pytest.raises(ConfigError, match="The tokenizer has no chat template"):
         ready(tmp_path, [{"messages": TALK}], None)
     with pytest.raises(ConfigError, match=r"data.chat_template: .*none.jinja cannot be read"):
@@ -321,10 +304,7 @@ def test_the_template_of_the_run_file_is_used(tmp_path: Path) -> None:
 
 def test_marks_agree_with_the_tokenizers_own_mask(tmp_path: Path) -> None:
     """Transformers' `return_assistant_tokens_mask` over answers of one to four bytes a character."""
-    talks = [
-        [user("é" * n), assistant("ß€😀"[: n % 4] + "x" * n + "😀"), user("?"), assistant("€")]
-        for n in range(12)
-    ]
+    talks = [[user("é" * n), assistant("ß€😀"[: n % 4] + "x" * n + "😀"), user("?"), assistant("€")] for n in range(12)]
     without_end = MARKED.replace("</>{% endgeneration %}", "{% endgeneration %}</>")
     assert without_end != MARKED, "spans must end in a character of several tokens"
     found = ready(tmp_path, [{"messages": talk} for talk in talks], without_end)
@@ -366,9 +346,7 @@ def test_the_chat_demo_is_made_from_either_source(tmp_path: Path, monkeypatch: p
     english = tmp_path / "chatterbot_corpus" / "data" / "english"
     english.mkdir(parents=True)
     (english.parents[1] / "__init__.py").write_text("raise ImportError('must not be imported')")
-    (english / "a.yml").write_text(
-        "categories: [a]\nconversations:\n- - Hi \n  - 3\n- - One\n  - Two\n  - Three\n"
-    )
+    (english / "a.yml").write_text("categories: [a]\nconversations:\n- - Hi \n  - 3\n- - One\n  - Two\n  - Three\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert demo.corpus() == [["Hi", "3"], ["One", "Two", "Three"]]
     monkeypatch.setattr(demo, "corpus", lambda: None)

@@ -18,7 +18,9 @@ from shardwright.errors import DataError
 
 HEAD = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}"
 TAIL = "{{ '<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-CALLS = "{% for c in m.tool_calls or [] %}{{ '<call>' + c.function.name + ' ' }}{{ ARGUMENTS }}{{ '</call>' }}{% endfor %}"
+CALLS = (
+    "{% for c in m.tool_calls or [] %}{{ '<call>' + c.function.name + ' ' }}{{ ARGUMENTS }}{{ '</call>' }}{% endfor %}"
+)
 TEXT = "{{ m.content or '' }}"
 PARTS = "{% for part in m.content %}{{ part.text }}{% endfor %}"
 NAMES = {"object": "objects", "JSON": "JSON"}
@@ -31,9 +33,7 @@ def calling(arguments: Any, **more: Any) -> dict[str, Any]:
     return {"role": "assistant", "tool_calls": [call], **more}
 
 
-def rendered(
-    directory: Path, template: str, *messages: dict[str, Any], **columns: Any
-) -> tuple[str, list[str]]:
+def rendered(directory: Path, template: str, *messages: dict[str, Any], **columns: Any) -> tuple[str, list[str]]:
     """(the document, the notices) of one conversation."""
     tokenizer = write_tokenizer(directory / "tok", template=template, eos_token="<|im_end|>")
     found = ready(directory, [{"messages": list(messages), **columns}], max_length=2048)
@@ -110,9 +110,7 @@ def test_calls_tools_and_parameters_that_are_json(tmp_path: Path) -> None:
     assert rendered(tmp_path, template, USER, call, tools=[json.dumps(tool)]) == (plain, [])
     tool["function"]["parameters"] = '{"type": "object"}'  # type: ignore[index]
     text, notices = rendered(tmp_path, template, USER, call, tools=[tool])
-    assert (
-        text == plain and len(notices) == 1 and notices[0].startswith("`parameters` of tools that are JSON")
-    )
+    assert text == plain and len(notices) == 1 and notices[0].startswith("`parameters` of tools that are JSON")
 
 
 @pytest.mark.parametrize(("body", "known"), [("{{ m.content }}", "text"), ("{{ '' + m.content }}", "text"), (PARTS, "parts"),
@@ -180,15 +178,9 @@ def test_roles_that_a_template_does_not_know_are_said(tmp_path: Path) -> None:
     for role in ("developer", "system"):
         text, notices = rendered(tmp_path, known, {"role": role, "content": "be brief"}, USER, answer)
         assert text == f"{ASKED}[+a<|im_end|>+]\n"
-        assert [line.split(" in ")[0] for line in notices] == [
-            f"the content of `{role}` messages has no effect"
-        ]
-    refusing = (
-        "{% if messages[0].role == 'system' %}{{ raise_exception('no system turn') }}{% endif %}" + CHATML
-    )
-    with pytest.raises(
-        DataError, match=r"cannot render the messages \(system, user, assistant\)\. no system turn"
-    ):
+        assert [line.split(" in ")[0] for line in notices] == [f"the content of `{role}` messages has no effect"]
+    refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('no system turn') }}{% endif %}" + CHATML
+    with pytest.raises(DataError, match=r"cannot render the messages \(system, user, assistant\)\. no system turn"):
         rendered(tmp_path, refusing, {"role": "system", "content": "be brief"}, USER, answer)
 
 

@@ -59,12 +59,7 @@ def test_a_name_that_exists_is_no_pattern(name: str, tmp_path: Path) -> None:
     (tmp_path / "trainv.jsonl").write_bytes(LINES)
     assert named(path) == [path.name]
     if path.parent != tmp_path:
-        assert (
-            named(path.parent)
-            == named(path.parent / "*.jsonl")
-            == named(path.parent / "d[a]ta.*")
-            == [path.name]
-        )
+        assert named(path.parent) == named(path.parent / "*.jsonl") == named(path.parent / "d[a]ta.*") == [path.name]
 
 
 def test_a_pattern_is_one_where_no_file_has_its_name(tmp_path: Path) -> None:
@@ -109,10 +104,7 @@ def test_compressed_files_are_read_from_any_place(tmp_path: Path) -> None:
     (tmp_path / "c.jsonl").write_bytes(LINES)
     for suffix in packers:
         (tmp_path / f"a.jsonl.{suffix}").unlink()
-    assert (
-        named(tmp_path) == ["b.txt.gz", "c.jsonl"]
-        and ready(tmp_path, [str(tmp_path)]).counts["documents"] == 4
-    )
+    assert named(tmp_path) == ["b.txt.gz", "c.jsonl"] and ready(tmp_path, [str(tmp_path)]).counts["documents"] == 4
     (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(LINES))
     found = ready(tmp_path, [str(tmp_path)], num_proc=2)
     assert found.counts["documents"] == 6
@@ -132,9 +124,7 @@ def test_what_a_directory_holds_beside_data_is_named(tmp_path: Path) -> None:
         f"train: in {directory} only data files are read, not README.md, b.csv, c.parquet.gz, sub/",
     )
     (directory / "a.jsonl").unlink()
-    with pytest.raises(
-        DataError, match=r"a directory without data files\. The directory holds README\.md, b\.csv"
-    ):
+    with pytest.raises(DataError, match=r"a directory without data files\. The directory holds README\.md, b\.csv"):
         named(directory)
     (directory / "a.jsonl").write_bytes(LINES)
     (directory / "empty.jsonl").write_bytes(b"\n")
@@ -176,9 +166,7 @@ def test_json_files_that_hold_something_else_are_refused(tmp_path: Path) -> None
             texts(path)
 
 
-def test_a_directory_whose_name_has_a_colon_is_no_function(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_directory_whose_name_has_a_colon_is_no_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name, function in (
         ("llama:8b", False),

@@ -16,7 +16,9 @@ from shardwright.data.prepare import Prepared, prepare
 from shardwright.errors import ConfigError, DataError
 
 TALK = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+)
 
 
 def run_file(directory: Path, **changes: Any) -> RunFile:
@@ -60,9 +62,7 @@ def test_the_columns_say_the_format(record: dict[str, Any], form: str, tmp_path:
     data = run_file(tmp_path).data
     assert find_format(str(path), data) == form
     both = written(tmp_path / "b.jsonl", record | {"text": "y", "messages": TALK})
-    with pytest.raises(
-        DataError, match=r"b\.jsonl: the columns .*`messages`.* fit the formats .*Set data.format to"
-    ):
+    with pytest.raises(DataError, match=r"b\.jsonl: the columns .*`messages`.* fit the formats .*Set data.format to"):
         find_format(str(both), data)
     assert find_format(str(both), run_file(tmp_path, format=form).data) == form
     assert find_format(str(both), run_file(tmp_path, text_column="text2").data) == "text"
@@ -72,9 +72,7 @@ def test_unknown_columns_are_named(tmp_path: Path) -> None:
     data = run_file(tmp_path).data
     with pytest.raises(DataError, match=r"there is no column `messages`. Columns here: mesages, id"):
         find_format(str(written(tmp_path / "a.jsonl", {"mesages": TALK, "id": 1})), data)
-    with pytest.raises(
-        DataError, match=r"no format has the columns q, z. Known are text: text; messages: messages"
-    ):
+    with pytest.raises(DataError, match=r"no format has the columns q, z. Known are text: text; messages: messages"):
         find_format(str(written(tmp_path / "a.jsonl", {"q": 1, "z": 2})), data)
     (tmp_path / "a.txt").write_text("x\n")
     assert find_format(str(tmp_path / "a.txt"), data) == "text"
@@ -84,9 +82,7 @@ def test_unknown_columns_are_named(tmp_path: Path) -> None:
 
 def test_a_later_line_of_another_form_is_named(tmp_path: Path) -> None:
     written(tmp_path / "a.jsonl", {"prompt": "a", "completion": "b"}, {"prompt": "a", "complete": "b"})
-    with pytest.raises(
-        DataError, match=r"a\.jsonl:2: there is no column `completion`. The format is prompt_compl"
-    ):
+    with pytest.raises(DataError, match=r"a\.jsonl:2: there is no column `completion`. The format is prompt_compl"):
         prepare(run_file(tmp_path))
 
 
@@ -128,9 +124,7 @@ def test_tokens_need_no_tokenizer(tmp_path: Path) -> None:
     assert stored.weights.tolist() == [1, 1, 1, 0, 0, 0.5]
     assert found.formats == ("tokens",) and found.pad_id == 0
     written(tmp_path / "a.jsonl", {"input_ids": [1, 300]})
-    with pytest.raises(
-        ConfigError, match=r"token id 300, but the model's vocab_size is 300.*vocab_size: 301"
-    ):
+    with pytest.raises(ConfigError, match=r"token id 300, but the model's vocab_size is 300.*vocab_size: 301"):
         prepare(run_file(tmp_path, model=model))
     written(tmp_path / "a.jsonl", {"text": "x"})
     with pytest.raises(ConfigError, match="has no tokenizer"):
@@ -148,9 +142,7 @@ def test_files_of_several_formats_are_read_together(tmp_path: Path) -> None:
     assert found.summary().startswith("train: 2 documents of messages and text, 12 tokens")
     assert found.table.documents.weights is not None
     assert found.table.documents.weights.tolist() == [1] * 4 + [0] * 6 + [1] * 2
-    with pytest.raises(
-        ConfigError, match=r"data.overlong is not set, and messages and text have no common default"
-    ):
+    with pytest.raises(ConfigError, match=r"data.overlong is not set, and messages and text have no common default"):
         prepare(run_file(tmp_path, train=train, chat_template=template, max_length=5))
     cut = ready(run_file(tmp_path, train=train, chat_template=template, max_length=5, overlong="truncate"))
     assert cut.counts["truncated_documents"] == 1
@@ -208,7 +200,5 @@ def test_every_setting_that_changes_tokens_or_weights_is_in_the_key_of_the_cache
     assert len({prepared.path for prepared in found.values()}) == len(found)
     assert all(not prepared.cached for prepared in found.values())
     assert ready(run_file(tmp_path, **base, overlong="split", max_length=9)).cached
-    weights = {
-        name: np.asarray(prepared.table.documents.weights).tolist() for name, prepared in found.items()
-    }
+    weights = {name: np.asarray(prepared.table.documents.weights).tolist() for name, prepared in found.items()}
     assert weights["base"] == [0] * 6 + [1] * 2, "u:a;a: is given, b; is trained"

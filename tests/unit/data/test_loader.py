@@ -106,8 +106,7 @@ def test_an_update_is_the_same_at_every_world_size(ranks: int, rows: int) -> Non
 
 def test_microbatch_k_of_rank_d_has_index_k_times_ranks_plus_d() -> None:
     indices = [
-        [part.index for part in make(uneven(8), rank=d, ranks=2, global_batch=8).update(0).microbatches]
-        for d in (0, 1)
+        [part.index for part in make(uneven(8), rank=d, ranks=2, global_batch=8).update(0).microbatches] for d in (0, 1)
     ]
     assert indices == [[0, 2, 4, 6], [1, 3, 5, 7]]
 
@@ -158,10 +157,7 @@ def test_evaluation_counts_each_row_once(rows: int, ranks: int) -> None:
     seen = [row for step in zip(*batches) for row in whole(list(step))[2]]
     assert [row for row in seen if row != -1] == list(range(rows))
     targets = sum(
-        int((part.labels != -100).sum())
-        for found in batches
-        for batch in found
-        for part in batch.microbatches
+        int((part.labels != -100).sum()) for found in batches for batch in found for part in batch.microbatches
     )
     assert targets == sum(len(row) - 1 for row in data) == sum(batch.target_tokens for batch in batches[0])
 
@@ -174,9 +170,7 @@ def test_a_global_batch_that_does_not_divide_is_refused() -> None:
 
 def test_prefetch_gives_the_updates_in_order_and_stops() -> None:
     loader = make(uneven(19), global_batch=4, run={"max_steps": 9})
-    assert [batch.row_ids for batch in prefetch(loader, 2)] == [
-        loader.update(number).row_ids for number in range(2, 9)
-    ]
+    assert [batch.row_ids for batch in prefetch(loader, 2)] == [loader.update(number).row_ids for number in range(2, 9)]
     stream = prefetch(loader, depth=2)
     assert next(stream).update == 0
     stream.close()
@@ -256,9 +250,7 @@ def test_documents_of_a_row_are_numbered_and_their_targets_stay_within() -> None
 
 def test_the_separator_belongs_to_the_document_that_it_ends() -> None:
     """A18: [a b SEP] [c d SEP] and two slots of padding: 0 0 0 1 1 1 - -."""
-    part = (
-        make(table([[1, 2, 9], [3, 4, 9]], Cut(8, "split", "bfd")), global_batch=1).update(0).microbatches[0]
-    )
+    part = make(table([[1, 2, 9], [3, 4, 9]], Cut(8, "split", "bfd")), global_batch=1).update(0).microbatches[0]
     assert part.documents is not None
     assert part.documents.tolist() == [[0, 0, 0, 1, 1, 1, -1, -1]]
 
@@ -270,9 +262,7 @@ def test_padded_rows_need_no_documents() -> None:
 def test_masked_tokens_are_no_targets_and_need_no_weights() -> None:
     """A120: rows of 8 and 4 tokens of which 3 are supervised, alone and packed: slots, real 12, targets 3."""
     rows, weights = [list(range(10, 18)), list(range(20, 24))], [[0.0] * 5 + [1.0] * 3, [1.0] + [0.0] * 3]
-    assert (
-        len(table(rows, Cut(8, "split"), weights)) == 1
-    )  # the second has no target: its first token is none
+    assert len(table(rows, Cut(8, "split"), weights)) == 1  # the second has no target: its first token is none
     weights[1] = [1.0, 0.0, 0.0, 1.0]
     weights[0][5] = 0.0
     for cut, slots in ((Cut(8, "split"), 16), (Cut(16, "split", "bfd"), 16)):

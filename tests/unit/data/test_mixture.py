@@ -28,9 +28,7 @@ def test_weights_of_one_are_the_rows_in_order() -> None:
     assert epoch_rows(mixture, 0) == epoch_rows(mixture, 7) == list(range(10))
 
 
-@pytest.mark.parametrize(
-    ("weight", "per_epoch"), [(2.0, 20), (0.25, 3), (0.1, 1), (2.7, 27), (0.01, 1), (0.3, 3)]
-)
+@pytest.mark.parametrize(("weight", "per_epoch"), [(2.0, 20), (0.25, 3), (0.1, 1), (2.7, 27), (0.01, 1), (0.3, 3)])
 def test_each_epoch_holds_the_weighted_number_of_rows(weight: float, per_epoch: int) -> None:
     """10 rows of a weighted source between 4 and 2 of weight 1; 0.25 x 10 rounds up to 3, 0.01 x 10 is at least 1."""
     mixture = Mixture([0, 4, 14, 16], [1, weight, 1], seed=0)
@@ -87,9 +85,7 @@ def test_a_run_passes_its_sources_as_their_weights_say(tmp_path: Path) -> None:
         seen = []
         for epoch in range(4):
             part = rows[epoch * order.rows : (epoch + 1) * order.rows].tolist()
-            text = bytes(
-                token for row in part for token in found.table.row(row)[0].tolist() if token < 256
-            ).decode()
+            text = bytes(token for row in part for token in found.table.row(row)[0].tolist() if token < 256).decode()
             seen.append(Counter(re.findall("..", text)))
         return found, seen
 

@@ -139,9 +139,7 @@ def test_a_long_and_six_shorter_documents_in_rows_of_ten() -> None:
 
 @pytest.mark.parametrize("overlong", ["split", "truncate"])
 @pytest.mark.parametrize("strategy", [None, "bfd", "wrapped"])
-def test_tokens_targets_and_weights_of_rows_are_counted_without_reading_them(
-    overlong: Any, strategy: Any
-) -> None:
+def test_tokens_targets_and_weights_of_rows_are_counted_without_reading_them(overlong: Any, strategy: Any) -> None:
     """A17 A120: what the table says of each row is what its contents hold, with random masks and weights."""
     for seed in range(25):
         rng = np.random.default_rng(seed)
@@ -162,9 +160,7 @@ def test_tokens_targets_and_weights_of_rows_are_counted_without_reading_them(
             assert inside and len(tokens) <= 12
             assert all(int(tokens[t + 1]) == label for t, label in enumerate(labels) if label != -100)
             # no label crosses a document: documents are numbered in the thousands
-            assert all(
-                label // 1000 == token // 1000 for token, label in zip(tokens, labels) if label != -100
-            )
+            assert all(label // 1000 == token // 1000 for token, label in zip(tokens, labels) if label != -100)
             trained += inside
         assert len(trained) == len(set(trained)) == found.counts["targets"]
         if overlong == "split" and strategy != "wrapped":  # all but the first token of each piece
@@ -230,10 +226,7 @@ def test_the_plan_is_written_once_and_mapped(tmp_path: Path, monkeypatch: pytest
     again = opened(cuts[1])
     assert again.fingerprint == first[1].fingerprint and again.counts == first[1].counts
     assert isinstance(again._pieces.base, np.memmap) and isinstance(again._rows.base, np.memmap)
-    assert (
-        again.block([0, -1, 3], 8, 9).input_ids.tolist()
-        == first[1].block([0, -1, 3], 8, 9).input_ids.tolist()
-    )
+    assert again.block([0, -1, 3], 8, 9).input_ids.tolist() == first[1].block([0, -1, 3], 8, 9).input_ids.tolist()
     assert _write_rows is not None
 
 

@@ -79,13 +79,9 @@ def test_overlong_documents(tmp_path: Path) -> None:
     cut = ready(run_file(tmp_path, overlong="truncate"))
     assert cut.cached
     assert rows(cut) == [[*b"ab", EOS], list(b"abcdefgh"), [*b"abcdefg", EOS]]
-    assert cut.notices == (
-        "train: 1 of 3 documents are longer than 8 tokens and cut off; 9 of 28 tokens are lost",
-    )
+    assert cut.notices == ("train: 1 of 3 documents are longer than 8 tokens and cut off; 9 of 28 tokens are lost",)
     assert len({split.fingerprint, cut.fingerprint}) == 2
-    with pytest.raises(
-        DataError, match=r"data\.jsonl:2: the document has 17 tokens, more than data.max_length = 8"
-    ):
+    with pytest.raises(DataError, match=r"data\.jsonl:2: the document has 17 tokens, more than data.max_length = 8"):
         prepare(run_file(tmp_path, overlong="error"))
     assert rows(ready(run_file(tmp_path, overlong="error", max_length=17)))[1] == [*texts[1].encode(), EOS]
 
@@ -194,9 +190,7 @@ def test_two_runs_may_prepare_the_same_at_once(tmp_path: Path) -> None:
     for process in processes:
         process.join(timeout=LIMIT)
     assert found[0] == found[1] and found[0][1] == 3
-    assert [path.name for path in (tmp_path / "runs" / ".cache").iterdir()] == [
-        ready(run_file(tmp_path)).path.name
-    ]
+    assert [path.name for path in (tmp_path / "runs" / ".cache").iterdir()] == [ready(run_file(tmp_path)).path.name]
 
 
 def test_several_processes_and_files_keep_the_order(tmp_path: Path) -> None:
@@ -246,9 +240,7 @@ def test_a_cached_start_loads_neither_torch_nor_transformers(tmp_path: Path) -> 
         "print([name for name in ('torch', 'transformers', 'datasets', 'pyarrow') if name in sys.modules])"
     )
     command = [sys.executable, "-c", code, run_file(tmp_path).model_dump_json()]
-    done = subprocess.run(
-        command, env=environment(), capture_output=True, text=True, timeout=LIMIT, check=True
-    )
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=LIMIT, check=True)
     assert done.stdout.strip() == "[]"
 
 
@@ -257,9 +249,7 @@ def test_a_split_without_files_is_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["tiny", "gpt2-tiny", "qwen3-tiny"])
-def test_tiny_examples_have_very_unequal_rows(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tiny_examples_have_very_unequal_rows(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(EXAMPLES.parent)
     run = load_run_file(f"examples/{name}.yaml", {"data.cache_dir": str(tmp_path)}).run
     found = ready(run)

@@ -28,9 +28,7 @@ def written(path: Path, content: str | bytes) -> Path:
 
 
 def test_jsonl_gives_a_document_per_object_and_passes_blank_lines(tmp_path: Path) -> None:
-    path = written(
-        tmp_path / "a.jsonl", '\ufeff{"text": "one"}\r\n\n{"n": 3, "text": "tw\\no"}\n  \n{"text": ""}'
-    )
+    path = written(tmp_path / "a.jsonl", '\ufeff{"text": "one"}\r\n\n{"n": 3, "text": "tw\\no"}\n  \n{"text": ""}')
     assert read(path) == [("one", 1), ("tw\no", 3), ("", 5)]
 
 
@@ -50,9 +48,7 @@ def test_text_gives_a_document_per_line(tmp_path: Path) -> None:
 
 def test_parquet_gives_a_document_per_row(tmp_path: Path) -> None:
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    pq.write_table(
-        pa.table({"id": [1, 2, 3], "body": ["x", "", "z"]}), tmp_path / "a.parquet", row_group_size=2
-    )
+    pq.write_table(pa.table({"id": [1, 2, 3], "body": ["x", "", "z"]}), tmp_path / "a.parquet", row_group_size=2)
     assert read(tmp_path / "a.parquet", "body") == [("x", 1), ("", 2), ("z", 3)]
     with pytest.raises(DataError, match=r"there is no column `boddy`.*Did you mean `body`"):
         read(tmp_path / "a.parquet", "boddy")

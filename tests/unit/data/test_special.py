@@ -37,9 +37,7 @@ def said(found: Any, *words: str) -> list[str]:
 def test_text_that_holds_what_the_tokenizer_adds_begins_and_ends_once(
     record: dict[str, str], expected: str, tmp_path: Path
 ) -> None:
-    tokenizer = write_tokenizer(
-        tmp_path / "tok", around="<bos> $A <eos>", bos_token="<bos>", eos_token="<eos>"
-    )
+    tokenizer = write_tokenizer(tmp_path / "tok", around="<bos> $A <eos>", bos_token="<bos>", eos_token="<eos>")
     plain = {"text": "x"} if "text" in record else {"prompt": "x", "completion": "y"}
     found = ready(tmp_path, [record, plain])
     assert shown(found, tokenizer)[0] == expected
@@ -60,9 +58,7 @@ def test_a_token_that_begins_or_ends_a_text_in_its_middle_is_said(tmp_path: Path
 
 def test_a_chat_begins_once_where_template_and_content_both_do(tmp_path: Path) -> None:
     names = {"bos_token": "<bos>", "eos_token": "<|im_end|>"}
-    tokenizer = write_tokenizer(
-        tmp_path / "tok", around="<bos> $A", template="{{ bos_token }}" + CHATML, **names
-    )
+    tokenizer = write_tokenizer(tmp_path / "tok", around="<bos> $A", template="{{ bos_token }}" + CHATML, **names)
     found = ready(tmp_path, [TALK])
     assert shown(found, tokenizer) == [f"<bos>{TURN}[+yo<|im_end|>+]\n"] and found.notices == ()
     template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"

@@ -151,13 +151,8 @@ def test_files_beside_weights_are_copied_or_named(place: Path) -> None:
         "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
         "additional_chat_templates/tool_use.jinja", "preprocessor_config.json", "modeling_own.py", "LICENSE",
     }  # fmt: skip
-    assert (
-        AutoTokenizer.from_pretrained(out).chat_template
-        == AutoTokenizer.from_pretrained(source).chat_template
-    )
-    assert json.loads((out / "config.json").read_text())["auto_map"] == {
-        "AutoModelForCausalLM": "modeling_own.Own"
-    }
+    assert AutoTokenizer.from_pretrained(out).chat_template == AutoTokenizer.from_pretrained(source).chat_template
+    assert json.loads((out / "config.json").read_text())["auto_map"] == {"AutoModelForCausalLM": "modeling_own.Own"}
     exported(place)  # over the one before, with every file that it has
     given = place / "own.jinja"
     given.write_text("own")

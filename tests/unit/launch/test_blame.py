@@ -68,10 +68,7 @@ def test_what_a_rank_has_begun_and_does_not_wait_for_leaves_it_to_blame(wait: st
 
 def test_the_root_of_a_chain_is_named(wait: str) -> None:
     """Two groups of two by two: rank 3 sleeps, rank 2 waits for it, rank 0 for 2, rank 1 for 3 or for 0."""
-    pair = {
-        name: {"ranks": ranks}
-        for name, ranks in {"t0": (0, 1), "t1": (2, 3), "d0": (0, 2), "d1": (1, 3)}.items()
-    }
+    pair = {name: {"ranks": ranks} for name, ranks in {"t0": (0, 1), "t1": (2, 3), "d0": (0, 2), "d1": (1, 3)}.items()}
     late = {name: group(DONE, LEFT, **ranks) for name, ranks in pair.items()}
     early = {name: group(DONE, **ranks) for name, ranks in pair.items()}
     three = sight(3, MINE, {"t1": early["t1"], "d1": early["d1"]}, 4)
@@ -113,9 +110,7 @@ def test_different_collectives_name_the_odd_one(wait: str) -> None:
     inside = sight(0, inner, {"dp": group(DONE, LEFT)}, stack=(inner, ours))
     differs = {"dp": group(DONE, ("all_gather!", 9))}
     assert named(inside, sight(1, inner, differs, stack=(inner, MINE))) == [1]
-    assert named(
-        inside, sight(1, inner, differs, stack=(inner, ours), note="while it handles MemoryError: no")
-    ) == [1]
+    assert named(inside, sight(1, inner, differs, stack=(inner, ours), note="while it handles MemoryError: no")) == [1]
     both = [inside, sight(1, inner, differs, stack=(inner, ours))]
     assert named(*both) == [0, 1]
     assert "rank 1 is in all_gather (9) in its place" in "\n".join(describe(both))

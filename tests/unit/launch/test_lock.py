@@ -115,9 +115,7 @@ def test_children_of_a_dead_owner_hold_nothing(tmp_path: Path) -> None:
         assert len(take(tmp_path)) == 1
 
 
-def test_an_owner_on_another_machine_is_told_by_its_heartbeat(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_owner_on_another_machine_is_told_by_its_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Alive: refused. Silent: taken over after the wait. Silent for long: taken over without a wait."""
     path, ended = written(tmp_path, elsewhere()), threading.Event()
     monkeypatch.setattr(lock, "POLL_SECONDS", 0.05)
@@ -133,11 +131,7 @@ def test_an_owner_on_another_machine_is_told_by_its_heartbeat(
     ended.set()
     heart.join()
     said = take(tmp_path, patience=0.1)
-    assert (
-        "up to 0.1 s for its heartbeat" in said[0]
-        and "takes the directory over" in said[1]
-        and len(said) == 2
-    )
+    assert "up to 0.1 s for its heartbeat" in said[0] and "takes the directory over" in said[1] and len(said) == 2
     path = written(tmp_path, elsewhere())
     old = path.stat().st_mtime - OLD_SECONDS - 60
     os.utime(path, (old, old))
@@ -157,9 +151,7 @@ def test_an_owner_elsewhere_that_ends_meanwhile(tmp_path: Path, monkeypatch: pyt
     take(tmp_path, patience=1.0)
 
 
-def test_of_two_at_once_without_flock_the_last_has_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_two_at_once_without_flock_the_last_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     no_flock(monkeypatch)
     monkeypatch.setattr(lock.clock, "sleep", lambda seconds: written(tmp_path, elsewhere()))
     with pytest.raises(ConfigError, match="on node7"):

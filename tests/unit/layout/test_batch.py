@@ -35,14 +35,9 @@ def test_global_is_microbatch_times_accumulation_times_data_ranks(
         (4, 8, 2, "Set training.global_batch_size to 16, or training.per_device_train_batch_size to 2."),
     ],
 )
-def test_what_does_not_divide_is_refused(
-    global_batch: int, microbatch: int, data_ranks: int, fix: str
-) -> None:
+def test_what_does_not_divide_is_refused(global_batch: int, microbatch: int, data_ranks: int, fix: str) -> None:
     """A23 A122: global 10, 5 and 3 on 4 ranks are refused with the nearest valid values, never floored."""
     with pytest.raises(ConfigError) as caught:
         accumulation_steps(global_batch, microbatch, data_ranks)
     assert caught.value.fix == fix
-    assert (
-        f"global_batch_size = {global_batch} is not a multiple of {microbatch * data_ranks}"
-        in caught.value.what
-    )
+    assert f"global_batch_size = {global_batch} is not a multiple of {microbatch * data_ranks}" in caught.value.what

@@ -38,9 +38,7 @@ def refusal(world_size: int = 2, **keys: Any) -> str:
 )
 def test_microbatches_that_a_schedule_cannot_run(schedule: str, pp: int, rows: int, refused: str) -> None:
     """A80: fewer microbatches than stages; each schedule's own rule, with the numbers."""
-    text = refusal(
-        pp, parallelism__pp_size=pp, parallelism__pp_schedule=schedule, training__global_batch_size=rows
-    )
+    text = refusal(pp, parallelism__pp_size=pp, parallelism__pp_schedule=schedule, training__global_batch_size=rows)
     assert bool(text) == bool(refused) and refused in text
     if refused:
         assert (

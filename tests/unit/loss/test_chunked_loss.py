@@ -44,16 +44,12 @@ from shardwright.parallel.apply import check_model
 
 P, D, V = 37, 16, 101
 ROUNDING = tolerance.mixed(P, D, V)
-NARROW = tolerance.positive(
-    P, V, dtype=torch.float32
-)  # logits are given; their softmax and the sum are in float32
+NARROW = tolerance.positive(P, V, dtype=torch.float32)  # logits are given; their softmax and the sum are in float32
 CAP = (Step("divide", 3.0), Step("tanh"), Step("multiply", 3.0))
 CPU = torch.device("cpu")
 
 
-def plain(
-    x: Tensor, w: Tensor, b: Tensor | None, labels: Tensor, weights: Tensor | None, steps: Any
-) -> Tensor:
+def plain(x: Tensor, w: Tensor, b: Tensor | None, labels: Tensor, weights: Tensor | None, steps: Any) -> Tensor:
     """Position by position: -weight log softmax(f(x W' + b))[label], with torch's parts only."""
     z = apply_steps(steps, F.linear(x, w, b))
     logs = (z if z.dtype == torch.float64 else z.float()).log_softmax(-1)
@@ -76,9 +72,7 @@ def tensors(dtype: torch.dtype, bias: bool, masked: int = 3) -> tuple[Tensor, Te
     return x, w, b, labels
 
 
-def compared(
-    dtype: torch.dtype, bias: bool, weights: Tensor | None, chunk: int, how: How, labels: Any = None
-) -> float:
+def compared(dtype: torch.dtype, bias: bool, weights: Tensor | None, chunk: int, how: How, labels: Any = None) -> float:
     """The largest difference of loss and gradients of (loss / 7), each relative to its largest value."""
     x, w, b, own = tensors(dtype, bias)
     labels = own if labels is None else labels
@@ -91,8 +85,7 @@ def compared(
     assert [g.dtype for g in ours] == [dtype] * len(leaves)
     pairs = zip((found, *ours), (right, *theirs))
     return max(
-        ((a.double() - c.double()).abs().max() / c.double().abs().max().clamp(min=1e-30)).item()
-        for a, c in pairs
+        ((a.double() - c.double()).abs().max() / c.double().abs().max().clamp(min=1e-30)).item() for a, c in pairs
     )
 
 
@@ -115,9 +108,7 @@ def test_chunks_without_targets(recompute: bool) -> None:
         targets = Targets.of(labels, None, 5, CPU, fixed=fixed)
         assert not fixed or any(first == end for first, end, _ in targets.chunks)
         if fixed:
-            assert [sent for *_, sent in targets.chunks] == [5] * 7 + [2], (
-                "every position once, whatever is masked"
-            )
+            assert [sent for *_, sent in targets.chunks] == [5] * 7 + [2], "every position once, whatever is masked"
         loss = chunked_cross_entropy_sum(x, w, b, targets, How(recompute=recompute))
         right = plain(x, w, b, labels, None, ())
         for ours, theirs in zip(torch.autograd.grad(loss, [x, w, b]), torch.autograd.grad(right, [x, w, b])):  # type: ignore[list-item]
@@ -231,9 +222,7 @@ def test_other_uses_of_logits_are_refused_by_name(change: Any, message: str) -> 
     model = built(LlamaConfig(**SIZES))
     forward = model.forward
     model.forward = lambda **kwargs: SimpleNamespace(logits=change(forward(**kwargs).logits))
-    with pytest.raises(
-        ModelError, match=f"The loss of LlamaForCausalLM cannot be made in chunks: .*({message})"
-    ):
+    with pytest.raises(ModelError, match=f"The loss of LlamaForCausalLM cannot be made in chunks: .*({message})"):
         steps_behind_head(model, find_parts(model))
     values = {"model.model_name_or_path": "m", "data.train": ["a"], "training.max_steps": 1,
               "training.global_batch_size": 1}  # fmt: skip
@@ -275,13 +264,8 @@ def test_auto_chooses_by_size() -> None:
     assert chunk_tokens(run, Axes(), 128_000, "cpu") == 128
     assert chunk_tokens(run, Axes(tp=8), 128_000, "cpu") == 0  # 262 MB on each rank, less than four chunks
     assert chunk_tokens(run, Axes(), 257, "cpu") == 0
-    assert (
-        chunk_tokens(load_run_file(None, {**base, "memory.loss_chunk_tokens": 0}).run, Axes(), 128_000, "cpu")
-        == 0
-    )
-    assert (
-        chunk_tokens(load_run_file(None, {**base, "training.loss": "a:b"}).run, Axes(), 128_000, "cpu") == 0
-    )
+    assert chunk_tokens(load_run_file(None, {**base, "memory.loss_chunk_tokens": 0}).run, Axes(), 128_000, "cpu") == 0
+    assert chunk_tokens(load_run_file(None, {**base, "training.loss": "a:b"}).run, Axes(), 128_000, "cpu") == 0
     for option in ({"training.loss": "a:b"}, {"parallelism.pp_size": 2, "parallelism.pp_schedule": "zero_bubble",
                                               "parallelism.data_parallel": "ddp"}):  # fmt: skip
         with pytest.raises(ConfigError, match="loss_chunk_tokens 64"):

@@ -45,15 +45,11 @@ def test_the_peak_is_that_of_the_allocator() -> None:
         memory.enter("forward")
         base = memory.live
         step(model, optimizer, ids)
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profiler:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         step(model, optimizer, ids)
     results: Any = profiler.profiler.kineto_results  # type: ignore[union-attr]
     live = most = 0
-    for event in sorted(
-        (e for e in results.events() if e.name() == "[memory]"), key=lambda event: event.start_ns()
-    ):
+    for event in sorted((e for e in results.events() if e.name() == "[memory]"), key=lambda event: event.start_ns()):
         live += event.nbytes()
         most = max(most, live)
     assert most > 1_000_000

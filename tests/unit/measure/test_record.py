@@ -40,10 +40,7 @@ def test_a_resumed_file_reads_like_one_run(tmp_path: Path) -> None:
     second.close()
     assert read(tmp_path / "run") == [{"update": u, "train/loss": 1.0 / (u + 1)} for u in range(5)]
     assert [p.name for p in (tmp_path / "run").iterdir()] == ["metrics.jsonl"]
-    assert (
-        len(said) == 1
-        and "metrics.jsonl: 5 entries of an earlier attempt, of update 4 on, are dropped." in said[0]
-    )
+    assert len(said) == 1 and "metrics.jsonl: 5 entries of an earlier attempt, of update 4 on, are dropped." in said[0]
 
 
 def test_tensorboard_drops_what_is_trained_again(tmp_path: Path) -> None:
@@ -62,9 +59,7 @@ def test_tensorboard_drops_what_is_trained_again(tmp_path: Path) -> None:
 
 def test_what_json_cannot_hold_is_null(tmp_path: Path) -> None:
     record = Record(tmp_path, [], 0)
-    record.log(
-        0, {"train/loss": float("nan"), "train/grad_norm": float("inf"), "mem/x": None, "train/lr": 0.1}
-    )
+    record.log(0, {"train/loss": float("nan"), "train/grad_norm": float("inf"), "mem/x": None, "train/lr": 0.1})
     record.close()
     assert read(tmp_path) == [
         {"update": 0, "train/loss": None, "train/grad_norm": None, "mem/x": None, "train/lr": 0.1}
@@ -120,6 +115,4 @@ def test_entries_outlive_a_full_disk(tmp_path: Path) -> None:
     record.close()
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert lines == [{"update": n, "train/loss": n + 1.0} for n in range(4)]
-    assert said == [
-        "metrics.jsonl cannot be written: [Errno 27] File too large. Its entries are kept until it can."
-    ]
+    assert said == ["metrics.jsonl cannot be written: [Errno 27] File too large. Its entries are kept until it can."]

@@ -8,9 +8,7 @@ import pytest
 
 from shardwright.measure.verdict import Figures, what_limits
 
-CALM = Figures(
-    1.0, 0.01, 0.02, {"dp_shard": 0.03}, host_seconds=0.05, compute_seconds=0.9, products_seconds=0.7
-)
+CALM = Figures(1.0, 0.01, 0.02, {"dp_shard": 0.03}, host_seconds=0.05, compute_seconds=0.9, products_seconds=0.7)
 
 
 def test_compute_when_nothing_stands_out() -> None:

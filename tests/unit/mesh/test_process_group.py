@@ -39,9 +39,7 @@ def test_sum_that_sums(monkeypatch: pytest.MonkeyPatch) -> None:
         (6.0, 6.0, r"reduce_scatter with SUM over 3 ranks gives 6 where 12 is right\. Gradients"),
     ],
 )
-def test_sum_that_does_not(
-    monkeypatch: pytest.MonkeyPatch, reduced: float, scattered: float, text: str
-) -> None:
+def test_sum_that_does_not(monkeypatch: pytest.MonkeyPatch, reduced: float, scattered: float, text: str) -> None:
     """A14: a reduction that does not do what its name says is refused at the start."""
     _reductions(monkeypatch, reduced, scattered)
     with pytest.raises(ShardwrightError, match=text):

@@ -71,9 +71,7 @@ def test_ranks_meet_and_another_run_is_refused() -> None:
         met = list(threads.map(lambda rank: meet(rank, port, ranks=3), range(3)))
     assert [seats for _, seats in met] == [[seat(0), seat(1), seat(2)]] * 3
     assert all(made.holds_store for made, _ in met)
-    with pytest.raises(
-        ConfigError, match=f"127.0.0.1:{port} belongs to another run, which has a rank 1 already"
-    ):
+    with pytest.raises(ConfigError, match=f"127.0.0.1:{port} belongs to another run, which has a rank 1 already"):
         meeting(1, port, ranks=3).seats(seat(1))
     with pytest.raises(ConfigError, match=r'another run \(\{"world_size": 3.*this is \{"world_size": 4'):
         meeting(1, port, ranks=4).seats(seat(1))
@@ -83,9 +81,7 @@ def test_ranks_meet_and_another_run_is_refused() -> None:
         meeting(0, port, ranks=3)
 
 
-def test_a_rank_that_is_missing_is_named_and_a_request_to_stop_is_heard(
-    capsys: Any, monkeypatch: Any
-) -> None:
+def test_a_rank_that_is_missing_is_named_and_a_request_to_stop_is_heard(capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(rendezvous, "FIRST_WORD_SECONDS", 0.001)
     met, error = meet(0, free(), ranks=3, stop=after(30))
     assert met.store.check(["run"]) and isinstance(error, StoppedEarly)
@@ -95,9 +91,7 @@ def test_a_rank_that_is_missing_is_named_and_a_request_to_stop_is_heard(
     monkeypatch.setattr(rendezvous, "JOIN_SECONDS", 0)
     made = meeting(0, free(), ranks=2)
     made._seconds = 0.01
-    with pytest.raises(
-        ShardwrightError, match=r"has waited 0.01 s for 1 of 2 ranks: 1\. All ranks must start"
-    ):
+    with pytest.raises(ShardwrightError, match=r"has waited 0.01 s for 1 of 2 ranks: 1\. All ranks must start"):
         made.seats(seat(0))
 
 

@@ -51,9 +51,7 @@ def test_names_shapes_ties_and_buffers_are_those_of_a_normal_build(
     ties = (("lm_head.weight",),) if config.tie_word_embeddings else ()
     assert tuple(group[1:] for group in find_parts(model).tied) == ties
     materialise(model, spec, seed=0, device=CPU)
-    assert [(n, p.shape) for n, p in model.named_parameters()] == [
-        (n, p.shape) for n, p in want.named_parameters()
-    ]
+    assert [(n, p.shape) for n, p in model.named_parameters()] == [(n, p.shape) for n, p in want.named_parameters()]
     buffers = dict(model.named_buffers())
     assert buffers.keys() == dict(want.named_buffers()).keys()
     for name, value in want.named_buffers():
@@ -138,9 +136,7 @@ def test_an_override_that_is_no_key_is_refused_with_the_nearest(llama: Path) -> 
     error = refusal(spec_of(llama, config_overrides={"num_hiden_layers": 1}))
     assert "`num_hiden_layers` is not a key of LlamaConfig" in error.what
     assert error.fix == "Did you mean `num_hidden_layers`?"
-    assert "not a multiple" in str(
-        refusal(spec_of(llama, config_overrides={"hidden_size": 33, "head_dim": None}))
-    )
+    assert "not a multiple" in str(refusal(spec_of(llama, config_overrides={"hidden_size": 33, "head_dim": None})))
 
 
 def test_frozen_parameters_and_patterns_that_match_nothing(tmp_path: Path) -> None:
@@ -149,9 +145,7 @@ def test_frozen_parameters_and_patterns_that_match_nothing(tmp_path: Path) -> No
     model = build_model(spec, torch.float32)
     materialise(model, spec, seed=0, device=CPU)
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
-    assert frozen == {n for n in dict(model.named_parameters()) if "layers.0." in n} | {
-        "model.embed_tokens.weight"
-    }
+    assert frozen == {n for n in dict(model.named_parameters()) if "layers.0." in n} | {"model.embed_tokens.weight"}
     error = refusal(spec_of(tmp_path, init="random", freeze=["model.layer.0*"]))
     assert "`model.layer.0*` matches no parameter" in error.what
 
@@ -216,9 +210,7 @@ def test_function_arguments_reach_the_function() -> None:
     model = build_model(spec, torch.float64)
     assert len(model.layers) == 5
     materialise(model, spec, seed=0, device=CPU)
-    with pytest.raises(
-        ModelError, match=r"inlet\.weight is not as build_model left it: it is on cpu already"
-    ):
+    with pytest.raises(ModelError, match=r"inlet\.weight is not as build_model left it: it is on cpu already"):
         materialise(model, spec, seed=0, device=CPU)
     added = build_model(spec, torch.float64)
     added.extra = nn.Linear(2, 2, device="meta")

@@ -39,9 +39,7 @@ def eager(directory: Path, **more: Any) -> Model:
 
 
 @pytest.mark.parametrize("family", HUB_FAMILIES)
-def test_every_kind_of_rule_is_followed_both_ways(
-    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_kind_of_rule_is_followed_both_ways(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Read as Transformers reads; written as Transformers writes what it has read, and what it has built."""
     monkeypatch.setattr(weights_module, "BUFFER_BYTES", 100)
     made = filled(family)
@@ -58,9 +56,7 @@ def test_every_kind_of_rule_is_followed_both_ways(
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gemma3"])
-def test_files_under_the_names_of_the_built_model_are_read_and_written_so(
-    tmp_path: Path, family: str
-) -> None:
+def test_files_under_the_names_of_the_built_model_are_read_and_written_so(tmp_path: Path, family: str) -> None:
     model = filled(family)
     model.save_pretrained(tmp_path / "hub")
     tied = set(model.all_tied_weights_keys)
@@ -92,9 +88,7 @@ def test_names_of_older_files(tmp_path: Path) -> None:
     assert_same(loaded(eager(tmp_path / "gemma")).state_dict(), gemma.state_dict())
     bert = filled("camembert")
     bert.save_pretrained(tmp_path / "bert")
-    rewritten(
-        tmp_path / "bert", **{"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
-    )
+    rewritten(tmp_path / "bert", **{"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"})
     assert_same(loaded(eager(tmp_path / "bert")).state_dict(), bert.state_dict())
     moe = filled("qwen3_moe")
     moe.save_pretrained(tmp_path / "moe")
@@ -144,9 +138,7 @@ def test_experts_that_do_not_fit_are_named(tmp_path: Path) -> None:
     ):
         loaded(eager(tmp_path))
     save_file({n: v for n, v in whole.items() if "up_proj" not in n}, file, {"format": "pt"})
-    with pytest.raises(
-        ModelError, match=r"gate_up_proj cannot be made from \S+experts\.0\.gate_proj\.weight"
-    ):
+    with pytest.raises(ModelError, match=r"gate_up_proj cannot be made from \S+experts\.0\.gate_proj\.weight"):
         check_weights(build_model(eager(tmp_path), torch.float32), eager(tmp_path))
     save_file(whole | {first: whole[first][:5].clone()}, file, {"format": "pt"})
     with pytest.raises(
@@ -248,9 +240,9 @@ def test_what_text_does_not_reach_is_frozen_and_said(tmp_path: Path, family: str
     assert {name for name, parameter in model.named_parameters() if not parameter.requires_grad} == unreached
     assert bool(unreached) == (family in ("gemma3", "mistral3"))
     said = "\n".join(weight_notices(model, eager(tmp_path)))
-    assert said.startswith(f"frozen: {len(unreached)} parameters" if unreached else "") and bool(
-        said
-    ) == bool(unreached)
+    assert said.startswith(f"frozen: {len(unreached)} parameters" if unreached else "") and bool(said) == bool(
+        unreached
+    )
 
 
 def test_a_model_of_a_function_keeps_its_names() -> None:

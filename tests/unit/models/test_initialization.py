@@ -145,9 +145,7 @@ def test_constructors_that_make_their_own_parameters() -> None:
         assert torch.equal(getattr(model, name), getattr(normal, name)), name
         assert getattr(model, name).dtype == getattr(normal, name).dtype, name
     # tolerance: the mean and spread of a draw
-    assert model.drawn.mean() == pytest.approx(3, abs=0.02) and model.drawn.std() == pytest.approx(
-        0.1, rel=0.1
-    )
+    assert model.drawn.mean() == pytest.approx(3, abs=0.02) and model.drawn.std() == pytest.approx(0.1, rel=0.1)
     assert model.transposed.is_contiguous() and model.transposed.shape == (300, 5)
     bound = 1 / math.sqrt(50)
     assert 0.9 * bound < model.linear.weight.abs().max() <= bound and model.linear.bias.abs().max() <= bound
@@ -175,9 +173,7 @@ def test_constructors_that_make_their_own_parameters() -> None:
 def test_a_copy_made_in_the_constructor_is_a_copy() -> None:
     model = made(DIRECT)
     assert torch.equal(model.copied, model.drawn)
-    assert (
-        torch.equal(model.twin.weight, model.linear.weight) and model.twin.weight is not model.linear.weight
-    )
+    assert torch.equal(model.twin.weight, model.linear.weight) and model.twin.weight is not model.linear.weight
 
 
 class Unset(nn.Module):
@@ -212,8 +208,7 @@ def test_a_copy_of_a_model_on_meta_can_be_materialised() -> None:
 def _pieces(shape: tuple[int, ...], placements: list, sizes: tuple[int, ...]) -> list[Tensor]:
     whole = torch.arange(math.prod(shape)).view(shape)
     coordinates = [
-        tuple(c)
-        for c in torch.cartesian_prod(*[torch.arange(s) for s in sizes]).view(-1, len(sizes)).tolist()
+        tuple(c) for c in torch.cartesian_prod(*[torch.arange(s) for s in sizes]).view(-1, len(sizes)).tolist()
     ]
     return [whole[local_box(shape, placements, sizes, coordinate)] for coordinate in coordinates]
 

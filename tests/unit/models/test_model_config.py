@@ -74,9 +74,7 @@ def test_a_factor_stays_with_its_type(tmp_path: Path) -> None:
     """{factor: 16} on llama3 changes the long wavelengths only, as its formula says."""
     rope = read_config(spec_of(LLAMA3, {"rope_scaling": {"factor": 16.0}}, tmp_path)).rope_parameters
     assert rope == {**LLAMA3["rope_scaling"], "factor": 16.0, "rope_theta": 500_000.0}  # type: ignore[dict-item]
-    other = read_config(
-        spec_of(LLAMA3, {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, tmp_path)
-    )
+    other = read_config(spec_of(LLAMA3, {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, tmp_path))
     assert "low_freq_factor" not in other.rope_parameters and other.rope_parameters["rope_theta"] == 500_000.0
 
 
@@ -197,8 +195,6 @@ def test_two_overrides_of_rotary_positions_at_once_are_refused(tmp_path: Path) -
 
 def test_lists_as_long_as_the_layers_by_chance_are_kept(tmp_path: Path) -> None:
     file = {**OLD, "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "eos_token_id": [1]}
-    assert read_config(spec_of(file, {"num_hidden_layers": 2}, tmp_path)).architectures == [
-        "LlamaForCausalLM"
-    ]
+    assert read_config(spec_of(file, {"num_hidden_layers": 2}, tmp_path)).architectures == ["LlamaForCausalLM"]
     file = {**OLD, "num_hidden_layers": 2, "eos_token_id": [1, 2]}
     assert read_config(spec_of(file, {"num_hidden_layers": 1}, tmp_path)).eos_token_id == [1, 2]

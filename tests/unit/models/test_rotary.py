@@ -64,9 +64,7 @@ def rows(width: int) -> tuple[list[Tensor], Tensor]:
 
 def alone(kind: str, model: Any, document: Tensor) -> Tensor:
     """Logits of one document in a model of Transformers that has seen no other."""
-    other = transformers.AutoModelForCausalLM.from_config(
-        MODELS[kind](), attn_implementation="eager"
-    ).double()
+    other = transformers.AutoModelForCausalLM.from_config(MODELS[kind](), attn_implementation="eager").double()
     other.load_state_dict(model.state_dict(), strict=False)
     for name, buffer in model.named_buffers():
         other.get_buffer(name).data = buffer.clone()
@@ -111,9 +109,7 @@ def test_the_longest_row_decides_without_it(tmp_path: Path) -> None:
 
 def test_only_such_models_are_changed(tmp_path: Path) -> None:
     transformers.LlamaConfig(**SIZES).save_pretrained(tmp_path)
-    assert not follows_length(
-        build_model(Model(model_name_or_path=str(tmp_path), init="random"), torch.float32)
-    )
+    assert not follows_length(build_model(Model(model_name_or_path=str(tmp_path), init="random"), torch.float32))
     assert follows_length(built("dynamic", tmp_path))
 
 

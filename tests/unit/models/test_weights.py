@@ -47,9 +47,7 @@ def change(directory: Path, **tensors: torch.Tensor | None) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(
-    ("stored", "dtype"), [("float32", "float32"), ("bfloat16", "float32"), ("float32", "float64")]
-)
+@pytest.mark.parametrize(("stored", "dtype"), [("float32", "float32"), ("bfloat16", "float32"), ("float32", "float64")])
 def test_every_family_is_read_bit_for_bit(
     tmp_path: Path, family: str, stored: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,9 +85,7 @@ def test_two_names_of_a_tied_tensor_must_be_equal(tmp_path: Path) -> None:
     change(tmp_path, **{"lm_head.weight": model.lm_head.weight.detach() + 1})
     with pytest.raises(ModelError, match=r"model\.embed_tokens\.weight and lm_head\.weight differ"):
         loaded(spec_of(tmp_path))
-    change(
-        tmp_path, **{"model.embed_tokens.weight": None, "lm_head.weight": model.lm_head.weight.detach() + 2}
-    )
+    change(tmp_path, **{"model.embed_tokens.weight": None, "lm_head.weight": model.lm_head.weight.detach() + 2})
     assert torch.equal(loaded(spec_of(tmp_path)).model.embed_tokens.weight, model.lm_head.weight + 2)
 
 
@@ -101,9 +97,7 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
         loaded(spec_of(tmp_path, config_overrides={"num_hidden_layers": 3}))
     with pytest.raises(ModelError) as caught:
         loaded(spec_of(tmp_path, config_overrides={"vocab_size": 4000}))
-    assert "model.embed_tokens.weight is [4097, 32] in the files and [4000, 32] in the model" in str(
-        caught.value
-    )
+    assert "model.embed_tokens.weight is [4097, 32] in the files and [4000, 32] in the model" in str(caught.value)
     assert "vocab_size" in caught.value.why
     change(tmp_path, **{"model.norm.weight": torch.zeros(32, dtype=torch.int64)})
     with pytest.raises(ModelError, match=r"model\.norm\.weight is torch\.int64 in the files"):

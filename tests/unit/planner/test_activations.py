@@ -45,16 +45,14 @@ CASES: dict[str, dict[str, Any]] = {
 def config_of(kind: str, layers: int) -> Any:
     count = "n_layer" if kind == "GPT2" else "num_hidden_layers"
     tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    return getattr(transformers, f"{kind}Config")(
-        **{"vocab_size": 100, count: layers, **tokens, **CASES[kind]}
-    )
+    return getattr(transformers, f"{kind}Config")(**{"vocab_size": 100, count: layers, **tokens, **CASES[kind]})
 
 
 def kept_bytes(kind: str, layers: int, dtype: torch.dtype, attention: str) -> int:
     """Bytes of distinct storages, parameters left out, that autograd saves in a forward pass."""
-    model = transformers.AutoModelForCausalLM.from_config(
-        config_of(kind, layers), attn_implementation=attention
-    ).to(dtype)
+    model = transformers.AutoModelForCausalLM.from_config(config_of(kind, layers), attn_implementation=attention).to(
+        dtype
+    )
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     saved: dict[int, Tensor] = {}
 
@@ -78,9 +76,7 @@ def kept_bytes(kind: str, layers: int, dtype: torch.dtype, attention: str) -> in
 )
 def test_a_block_keeps_what_autograd_saves(kind: str, dtype: torch.dtype, attention: str) -> None:
     """Within 1% (statistics of norms are left out): the second block's storages, on this machine."""
-    measured = (kept_bytes(kind, 2, dtype, attention) - kept_bytes(kind, 1, dtype, attention)) / (
-        ROWS * TOKENS
-    )
+    measured = (kept_bytes(kind, 2, dtype, attention) - kept_bytes(kind, 1, dtype, attention)) / (ROWS * TOKENS)
     shape = shape_from_config(config_of(kind, 1).to_dict())
     how: Any = "flash" if attention == "sdpa" else "eager"
     kept = block_kept(shape, SHARDWRIGHT, dtype.itemsize, how, TOKENS)

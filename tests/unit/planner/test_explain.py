@@ -72,6 +72,4 @@ def test_every_field_explains_itself() -> None:
 
 def test_a_field_that_is_not_known_is_refused() -> None:
     with pytest.raises(ConfigError, match="Did you mean `memory`"):
-        explain(
-            "memry", Subject(Job(known_shape("gpt2"), 1024, 8), Layout(), find_device("h100-sxm-80gb"), 1)
-        )
+        explain("memry", Subject(Job(known_shape("gpt2"), 1024, 8), Layout(), find_device("h100-sxm-80gb"), 1))

@@ -122,9 +122,7 @@ def measured(model: str, kind: str, recompute: str, dtype: str, microbatches: in
         ("gpt2-tiny", "zero3", "none", "bf16", 2),
     ],
 )
-def test_the_peak_is_that_of_the_engine(
-    model: str, kind: Any, recompute: Any, dtype: str, microbatches: int
-) -> None:
+def test_the_peak_is_that_of_the_engine(model: str, kind: Any, recompute: Any, dtype: str, microbatches: int) -> None:
     """Within 1% (statistics of norms and rotary tables are left out), and at the same moment: the loss's backward."""
     live = measured(model, kind, recompute, dtype, microbatches)
     config = json.loads((EXAMPLES / model / "config.json").read_text()) | SIZES[model]

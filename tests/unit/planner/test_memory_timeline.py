@@ -38,9 +38,7 @@ SHAPES = [
 def cases(draw: Any) -> tuple[Job, Layout, str]:
     shape = draw(st.sampled_from(SHAPES))
     pp = draw(st.sampled_from([1, 1, 2, 3, 4]))
-    schedule = (
-        draw(st.sampled_from(["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv"])) if pp > 1 else None
-    )
+    schedule = draw(st.sampled_from(["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv"])) if pp > 1 else None
     chunks = {"zbv": 2, "interleaved_1f1b": draw(st.sampled_from([2, 3]))}.get(schedule, 1)
     axes = Axes(
         pp=pp,
@@ -142,10 +140,7 @@ def test_the_peak_is_a_maximum_over_phases() -> None:
     assert 0 < plain.allocated - full.allocated < freed - 0.3e9
     walked = list(timeline(job, Layout(Axes(dp_shard=8), "zero3", 4, recompute="full")))
     assert max(moment.total for moment in walked) == full.allocated
-    assert (
-        sum(max(moment.alive[part] for moment in walked) for part in range(len(PARTS)))
-        > 1.02 * full.allocated
-    )
+    assert sum(max(moment.alive[part] for moment in walked) for part in range(len(PARTS))) > 1.02 * full.allocated
 
 
 def test_stages_are_cut_where_the_runtime_cuts() -> None:

@@ -53,9 +53,7 @@ def test_runs_that_ran_out_of_memory_are_predicted_to() -> None:
 @pytest.mark.slow
 def test_the_fragmentation_of_nanotron_is_the_fitted_one() -> None:
     """Found again from the calibration half alone."""
-    rows = [
-        row for row in published.all_memory_rows() if row.source == "nanotron" and row.layout.axes.tp <= 2
-    ]
+    rows = [row for row in published.all_memory_rows() if row.source == "nanotron" and row.layout.axes.tp <= 2]
     fragmentation, margin = published.fitted_fragmentation(rows, published.NANOTRON)
     # tolerance: published to two digits
     assert fragmentation == pytest.approx(published.NANOTRON.fragmentation, abs=0.01)

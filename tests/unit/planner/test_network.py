@@ -43,9 +43,7 @@ def test_all_reduce_takes_the_faster_of_ring_and_tree() -> None:
     large, small = Group(64, 8), Group(512, 8)
     assert all_reduce_seconds(H100, large, 1e10) == pytest.approx(2 * gather_seconds(H100, large, 1e10))
     # 512 ranks and 1 MB: 2 x 511 steps would take 88 ms; a tree has 3 + 6 levels up and down.
-    tree = 2 * (3 * H100.node.link_latency + 6 * H100.node.network_latency) + 2e6 / (
-        ring_bandwidth(H100, small) / 2
-    )
+    tree = 2 * (3 * H100.node.link_latency + 6 * H100.node.network_latency) + 2e6 / (ring_bandwidth(H100, small) / 2)
     assert all_reduce_seconds(H100, small, 1e6) == pytest.approx(tree)
 
 
@@ -56,6 +54,4 @@ def test_one_rank_sends_nothing() -> None:
 def test_notes_two_gigabytes_at_100_gb_per_second_take_20_ms() -> None:
     """The note's payload over bandwidth, without latency and at full efficiency."""
     assert pytest.approx(0.020) == 2e9 / 100e9
-    assert send_seconds(H100, False, 450e9 * H100.efficiency.link) == pytest.approx(
-        1.0 + H100.node.link_latency
-    )
+    assert send_seconds(H100, False, 450e9 * H100.efficiency.link) == pytest.approx(1.0 + H100.node.link_latency)

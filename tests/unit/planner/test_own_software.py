@@ -71,9 +71,7 @@ def test_copies_of_the_computing_core_count() -> None:
         (True, "cuda", "fp32", False),
     ],
 )
-def test_packed_rows_on_a_cpu_have_the_loss_in_chunks(
-    packed: bool, device: str, dtype: str, chunked: bool
-) -> None:
+def test_packed_rows_on_a_cpu_have_the_loss_in_chunks(packed: bool, device: str, dtype: str, chunked: bool) -> None:
     """However few the logits, where runs do it (`layout/loss.py`)."""
     job = replace(JOB, packed=packed, device_kind=device, param_dtype=dtype, loss="auto")
     assert in_chunks(job, SHARDWRIGHT, 1000.0, Layout(Axes(), "ddp", 1)) == chunked

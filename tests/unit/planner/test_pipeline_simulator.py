@@ -13,9 +13,7 @@ from shardwright.layout.pipeline_schedules import actions, legality, stage_rank
 from shardwright.planner.pipeline_simulator import Played, StageSeconds, play
 
 
-def run(
-    schedule: str, pp: int, chunks: int, microbatches: int, times: list[StageSeconds], send: float = 0.0
-) -> Played:
+def run(schedule: str, pp: int, chunks: int, microbatches: int, times: list[StageSeconds], send: float = 0.0) -> Played:
     lists = actions(schedule, pp, chunks, microbatches)  # type: ignore[arg-type]
     return play(lists, lambda stage: stage_rank(schedule, pp, stage), times, send)  # type: ignore[arg-type]
 
@@ -42,13 +40,9 @@ def longest_path(
         for after, kinds in ((stage + 1, "F"), (stage - 1, "BI")):
             if (kind == "F") == (kinds == "F") and kind in "FBI" and 0 <= after <= last:
                 hop = send if stage_rank(schedule, pp, after) != stage_rank(schedule, pp, stage) else 0.0  # type: ignore[arg-type]
-                edges += [
-                    ((stage, kind, index), (after, k, index), hop) for k in kinds if (after, k, index) in took
-                ]
+                edges += [((stage, kind, index), (after, k, index), hop) for k in kinds if (after, k, index) in took]
         if kind == "F" and stage == last:
-            edges += [
-                ((stage, "F", index), (stage, k, index), 0.0) for k in "BI" if (stage, k, index) in took
-            ]
+            edges += [((stage, "F", index), (stage, k, index), 0.0) for k in "BI" if (stage, k, index) in took]
     end = dict(took)
     moved = True
     while moved:
@@ -98,8 +92,7 @@ def test_unequal_stages_and_sends_equal_the_longest_path() -> None:
         ("zbv", 3, 2, 7),
     ):
         times = [
-            StageSeconds(dice.uniform(0.5, 2), dice.uniform(0.5, 2), dice.uniform(0.5, 2))
-            for _ in range(pp * chunks)
+            StageSeconds(dice.uniform(0.5, 2), dice.uniform(0.5, 2), dice.uniform(0.5, 2)) for _ in range(pp * chunks)
         ]
         send = dice.uniform(0, 0.3)
         assert run(schedule, pp, chunks, microbatches, times, send).total == pytest.approx(

@@ -50,9 +50,7 @@ def ideal_device() -> Device:
         attention_backward=1e9,
         bandwidth=1e9,
     )
-    node = replace(
-        H100.node, link_bandwidth=1e30, network_bandwidth=1e30, link_latency=0.0, network_latency=0.0
-    )
+    node = replace(H100.node, link_bandwidth=1e30, network_bandwidth=1e30, link_latency=0.0, network_latency=0.0)
     return replace(H100, efficiency=e, node=node)
 
 
@@ -60,9 +58,7 @@ def time_of(
     layout: Layout, batch: int, *, device: Device = H100, software: Software = IDEAL, length: int = 4096
 ) -> StepTime:
     job = Job(SHAPE, length, batch)
-    return Clock(job, device, software).step(
-        layout, split_blocks(SHAPE.layers, layout.axes.pp * layout.chunks)
-    )
+    return Clock(job, device, software).step(layout, split_blocks(SHAPE.layers, layout.axes.pp * layout.chunks))
 
 
 def test_product_law() -> None:
@@ -94,11 +90,7 @@ def test_a119_mfu_does_not_change_when_devices_and_tokens_double() -> None:
     """A119: the denominator is devices x peak."""
     flops = model_flops(SHAPE, 4096).total
     one = utilisation(flops, 1000.0, 8, 989e12)
-    assert (
-        utilisation(flops, 2000.0, 16, 989e12)
-        == pytest.approx(one)
-        == pytest.approx(flops * 1000 / (8 * 989e12))
-    )
+    assert utilisation(flops, 2000.0, 16, 989e12) == pytest.approx(one) == pytest.approx(flops * 1000 / (8 * 989e12))
 
 
 @pytest.mark.parametrize("kind", ["ddp", "zero1", "zero2", "zero3"])
@@ -151,9 +143,7 @@ def test_ddp_exposes_what_does_not_fit_under_the_last_backward() -> None:
     few = clock.step(Layout(Axes(dp_shard=64), "ddp", 1), (32,))
     whole = clock.step(Layout(Axes(dp_shard=8), "ddp", 1), (32,))
     assert few.reduction > 0 and whole.reduction > 0
-    late = Clock(job, H100, replace(IDEAL, overlap_data_parallel=False)).step(
-        Layout(Axes(dp_shard=8), "ddp", 1), (32,)
-    )
+    late = Clock(job, H100, replace(IDEAL, overlap_data_parallel=False)).step(Layout(Axes(dp_shard=8), "ddp", 1), (32,))
     volume = counts(SHAPE).total * 4.0
     assert late.reduction == pytest.approx(2 * gather_seconds(H100, Group(8, 8), volume))
 
@@ -215,9 +205,7 @@ def test_attention_of_packed_rows_works_within_documents() -> None:
     layout = Layout(Axes(), "ddp", 1)
     rows, documents = Job(SHAPE, 4096, 8), Job(SHAPE, 4096, 8, document_length=512)
     device = ideal_device()
-    device = replace(
-        device, efficiency=replace(device.efficiency, attention_forward=1.0, attention_backward=1.0)
-    )
+    device = replace(device, efficiency=replace(device.efficiency, attention_forward=1.0, attention_backward=1.0))
     whole, packed = (Clock(job, device, IDEAL).step(layout, (32,)) for job in (rows, documents))
     flops = attention_forward_flops(SHAPE, 4096, causal=True) * 4096
     one = flops / 989.4e12 * (1 + 2.5)  # flash makes the scores again in its backward pass

@@ -41,10 +41,7 @@ def test_the_validation_half_is_no_worse_than_the_calibration_half(errors: list)
     """Nothing was fitted on it: if it had been tuned for, the calibration half would be the better one by
     far.
     """
-    halves = [
-        summary([e for e in errors if not e.row.excluded and e.row.validation is half])
-        for half in (False, True)
-    ]
+    halves = [summary([e for e in errors if not e.row.excluded and e.row.validation is half]) for half in (False, True)]
     assert halves[1]["median"] < 1.3 * halves[0]["median"] and halves[1]["p90"] < 1.3 * halves[0]["p90"]
 
 

@@ -102,9 +102,7 @@ def test_pieces_of_sequences_travel_between_stages() -> None:
 def test_context_parallel_gathers_keys_and_values() -> None:
     job = Job(SHAPE, 131072, 1)
     found = traffic(job, Layout(Axes(cp=8), "ddp"))
-    assert {t.axis for t in found} == {
-        "cp"
-    }  # ddp's all-reduce too: context-parallel ranks are all its replicas
+    assert {t.axis for t in found} == {"cp"}  # ddp's all-reduce too: context-parallel ranks are all its replicas
     exchanged = sum(t.sent_bytes for t in found if t.what.endswith("keys and values"))
     assert exchanged == 32 * 2 * 7 / 8 * 131072 * 2 * 1024 * 2
 

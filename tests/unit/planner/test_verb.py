@@ -40,9 +40,7 @@ def request(
     device: str = "h100-sxm-80gb",
     **more: Any,
 ) -> Request:
-    return Request(
-        model=model, devices=devices, max_length=length, global_batch_size=batch, device=device, **more
-    )
+    return Request(model=model, devices=devices, max_length=length, global_batch_size=batch, device=device, **more)
 
 
 def test_llama_8b_on_8_devices() -> None:
@@ -160,16 +158,12 @@ def test_run_file(tmp_path: Path) -> None:
     )
     code, text = plan(Request(run_file=run, devices=8, device="h100"))
     assert code == 0 and "64 rows of 8,192 tokens; bf16 compute, fp32 reduction" in text
-    code, text = plan(
-        Request(run_file=run, devices=8, device="h100", overrides=("--data.max_length", "4096"))
-    )
+    code, text = plan(Request(run_file=run, devices=8, device="h100", overrides=("--data.max_length", "4096")))
     assert "64 rows of 4,096 tokens" in text
     packed = ("--data.batching", "pack")
     code, text = plan(Request(run_file=run, devices=8, device="h100", overrides=packed))
     assert "attention is counted over whole rows" in text
-    code, text = plan(
-        Request(run_file=run, devices=8, device="h100", overrides=packed, document_length=700.4)
-    )
+    code, text = plan(Request(run_file=run, devices=8, device="h100", overrides=packed, document_length=700.4))
     assert "64 rows of 8,192 tokens in documents of 700" in text and "counted over whole rows" not in text
 
 
@@ -198,7 +192,5 @@ def test_nothing_heavy_is_imported() -> None:
         "heavy = ('torch', 'numpy', 'transformers', 'datasets', 'pydantic', 'yaml'); "
         "print([m for m in heavy if m in sys.modules])"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT, check=True
-    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT, check=True)
     assert result.stdout.strip() == "[]", result.stdout

@@ -41,9 +41,7 @@ def bare(node: ast.AST) -> bool:
             orders = any(isinstance(op, ast.Lt | ast.LtE | ast.Gt | ast.GtE) for op in ops)
             return orders and any(numbers(one, SMALL) for one in (left, *others))
         case ast.Assign(targets=targets, value=value):
-            names = [
-                one.id.lower() for target in targets for one in ast.walk(target) if isinstance(one, ast.Name)
-            ]
+            names = [one.id.lower() for target in targets for one in ast.walk(target) if isinstance(one, ast.Name)]
             return numbers(value) and any("tolerance" in name or name in KEYWORDS for name in names)
     return False
 
@@ -53,9 +51,7 @@ def found(source: str) -> Iterator[int]:
     lines = source.splitlines()
     tree = ast.parse(source)
     checked = [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assert | ast.If | ast.Assign | ast.Expr | ast.Return)
+        node for node in ast.walk(tree) if isinstance(node, ast.Assert | ast.If | ast.Assign | ast.Expr | ast.Return)
     ]
     for statement in checked:
         parts = [statement.test] if isinstance(statement, ast.If) else [statement]

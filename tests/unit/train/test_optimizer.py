@@ -55,9 +55,7 @@ def test_learning_rates_are_those_of_transformers(name: str, kwargs: dict[str, A
     scheduler = transformers.get_scheduler(name, optimizer, 2, 8, scheduler_specific_kwargs=kwargs)
     factor = learning_rate_factor(t, 8)
     for update in range(8):
-        assert t.learning_rate * factor(update) == pytest.approx(
-            optimizer.param_groups[0]["lr"], rel=tolerance.few(50)
-        )
+        assert t.learning_rate * factor(update) == pytest.approx(optimizer.param_groups[0]["lr"], rel=tolerance.few(50))
         optimizer.step()
         scheduler.step()
     assert factor(5) == factor(5), "a function of the update: nothing moves on"
@@ -132,9 +130,7 @@ def test_muon_is_torchs_muon(shape: tuple[int, int]) -> None:
     ours, theirs = (nn.Parameter(torch.linspace(-1, 1, shape[0] * shape[1]).reshape(shape)) for _ in range(2))
     group = {"params": [ours], "weight_decay": 0.1, "orthogonal": True}
     _steps(Muon([group], lr=0.02, wrap=lambda p, local: local), [ours])
-    reference = torch.optim.Muon(
-        [theirs], lr=0.02, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw"
-    )
+    reference = torch.optim.Muon([theirs], lr=0.02, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
     _steps(reference, [theirs])
     assert torch.equal(ours, theirs)
 
@@ -164,16 +160,12 @@ def test_fp32_weights_move_where_bf16_ones_stand_still() -> None:
     found = []
     for dtype in (torch.float32, torch.bfloat16):
         w = nn.Parameter(torch.ones(1, dtype=dtype))
-        optimizer = make_optimizer(
-            training(optimizer="sgd", learning_rate=1e-4), [ShardedParam("w", w, w, True)]
-        )
+        optimizer = make_optimizer(training(optimizer="sgd", learning_rate=1e-4), [ShardedParam("w", w, w, True)])
         for _ in range(1000):
             w.grad = torch.ones_like(w)
             optimizer.step()
         found.append(w.item())
-    assert (
-        found[0] == pytest.approx(0.9, abs=1000 * tolerance.unit_roundoff(torch.float32)) and found[1] == 1.0
-    )
+    assert found[0] == pytest.approx(0.9, abs=1000 * tolerance.unit_roundoff(torch.float32)) and found[1] == 1.0
 
 
 def test_computing_in_bf16_keeps_what_is_stored() -> None:

@@ -88,9 +88,7 @@ def table(longest: int) -> Any:
      ("pack", 32, True)],
 )  # fmt: skip
 @pytest.mark.parametrize("kind", ["gpt2", "opt"])
-def test_rows_beyond_a_table_are_refused(
-    kind: str, batching: str, longest: int, fits: bool, tmp_path: Path
-) -> None:
+def test_rows_beyond_a_table_are_refused(kind: str, batching: str, longest: int, fits: bool, tmp_path: Path) -> None:
     """A padded row is 64 wide; elsewhere the longest document counts."""
     run = run_file(data__batching=batching, data__max_length=64).run
     model = built(kind, tmp_path)
@@ -146,9 +144,7 @@ def test_a_module_of_a_users_own_has_tables_too() -> None:
 
 def test_a_model_that_numbers_otherwise_is_not_given_positions(tmp_path: Path) -> None:
     """RoBERTa begins behind the padding token's row, and takes positions that it is given as they are; OPT adds its offset."""
-    assert (
-        numbers_from_elsewhere(built("roberta", tmp_path)) == "roberta.embeddings.position_embeddings.weight"
-    )
+    assert numbers_from_elsewhere(built("roberta", tmp_path)) == "roberta.embeddings.position_embeddings.weight"
     assert all(numbers_from_elsewhere(built(kind, tmp_path)) == "" for kind in ("opt", "gpt2", "llama"))
     with pytest.raises(ModelError, match="does not give its first token position 0"):
         check_packed_model(built("roberta", tmp_path))

@@ -60,9 +60,7 @@ def test_a_run_whose_last_update_was_part_filled_is_made_longer(length: dict[str
     order = after(order_of(10, 4, **length), first, first.total_updates)
     seen = rows_of(first, 0) + rows_of(order, first.total_updates)
     assert Counter(seen[:10]) == Counter(range(10))
-    assert Counter(seen[10:20]) == Counter(range(10)) or (
-        len(seen) > 20 and set(seen[10:20]) == set(range(10))
-    )
+    assert Counter(seen[10:20]) == Counter(range(10)) or (len(seen) > 20 and set(seen[10:20]) == set(range(10)))
     assert order.total_updates == (5 if drop and "num_train_epochs" in length else 6)
     assert order.epoch(order.total_updates) == (2.0 if "num_train_epochs" in length else 2.4 if drop else 2.2)
 
@@ -96,9 +94,7 @@ def test_rows_come_once_in_each_epoch_whatever_changes(trial: int) -> None:
         order = order_of(rows, size, window, num_train_epochs=epochs)
         order = order if former is None else after(order, former, update)
         stop = draw.randint(update, order.total_updates)
-        again = draw.randint(
-            update, stop
-        )  # an unchanged resume gives the updates of a run that was not stopped
+        again = draw.randint(update, stop)  # an unchanged resume gives the updates of a run that was not stopped
         same = after(order_of(rows, size, window, num_train_epochs=epochs), order, again)
         assert rows_of(same, again) == rows_of(order, again)
         seen += rows_of(order, update, stop)
@@ -152,9 +148,7 @@ def test_what_has_changed_is_said_with_numbers() -> None:
     ]
     former = _former(order_of(10, 4, num_train_epochs=2), 1)
     (line,) = go_on(order_of(12, 4, max_steps=5), former, _run(), "other rows")
-    assert (
-        "row 5 of 12 of epoch 1. The data have changed: some rows may come again or be passed over." in line
-    )
+    assert "row 5 of 12 of epoch 1. The data have changed: some rows may come again or be passed over." in line
 
 
 @pytest.mark.parametrize("window", [1, 3])
@@ -169,8 +163,7 @@ def test_rows_that_another_order_repeats_are_counted(change: dict[str, Any], win
     twice = sum(count == 2 for count in counts.values())
     assert 0 < twice == 30 - len(counts)
     assert (
-        f"row 17 of 30 of epoch 1. The order of its rows has changed: {twice} rows come again, and {twice} are"
-        in line
+        f"row 17 of 30 of epoch 1. The order of its rows has changed: {twice} rows come again, and {twice} are" in line
     )
 
 

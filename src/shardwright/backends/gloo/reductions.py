@@ -60,9 +60,7 @@ class Wire:
         """Takes over the reductions of every unit of `modules`, and lets gathers run ahead."""
         seen: set[int] = set()
         for module in modules:
-            unit: Any = (
-                module._get_fsdp_state()._fsdp_param_group
-            )  # None: nothing but modules with units of their own
+            unit: Any = module._get_fsdp_state()._fsdp_param_group  # None: nothing but modules with units of their own
             if unit is None or id(unit) in seen:
                 continue
             seen.add(id(unit))

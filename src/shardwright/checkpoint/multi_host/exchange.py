@@ -56,9 +56,7 @@ def exchange(
             problems.append((transfer, str(error)))
 
     buffers = {
-        t.tag: torch.empty(2, max(span.length for span in t.spans), dtype=torch.uint8)
-        for t in transfers
-        if t.spans
+        t.tag: torch.empty(2, max(span.length for span in t.spans), dtype=torch.uint8) for t in transfers if t.spans
     }
     came: list[tuple[Transfer, Span, Tensor]] = []
     for number in range(max((len(t.spans) for t in transfers), default=-1) + 1):

@@ -105,7 +105,5 @@ def _grouped(firsts: Sequence[int], nodes: Sequence[str]) -> tuple[tuple[int, ..
     """(host of each rank, names of hosts) from the first rank that each sees. Hosts of one name are numbered."""
     leaders = sorted(set(firsts))
     names = [nodes[leader] for leader in leaders]
-    shown = [
-        name if names.count(name) == 1 else f"{name} (host {number})" for number, name in enumerate(names)
-    ]
+    shown = [name if names.count(name) == 1 else f"{name} (host {number})" for number, name in enumerate(names)]
     return tuple(leaders.index(first) for first in firsts), tuple(shown)

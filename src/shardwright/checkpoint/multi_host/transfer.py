@@ -100,17 +100,13 @@ class Across:
     def _round(self, index: Index, wanted: Mapping[str, Sequence[Wanted]]) -> list[Problem]:
         """Reads what lies here, serves what others ask for and takes what was asked of them; returns what went wrong."""
         here, rank, problems = self.hosts.own, dist.get_rank(), []
-        asked = {
-            name: found for name, found in wanted.items() if here not in self.holders[f"{TENSORS}/{name}"]
-        }
+        asked = {name: found for name, found in wanted.items() if here not in self.holders[f"{TENSORS}/{name}"]}
         for name in wanted.keys() - asked.keys():
             try:
                 read_file(index, name, wanted[name])
             except (CheckpointError, OSError) as error:
                 problems.append((here, name, str(error)))
-        requests = everyone(
-            [(name, [(want.offset, want.length) for want in found]) for name, found in asked.items()]
-        )
+        requests = everyone([(name, [(want.offset, want.length) for want in found]) for name, found in asked.items()])
         transfers, tag = [], 0
         for target, files in enumerate(requests):
             for name, places in files:

@@ -86,9 +86,7 @@ class FileSource:
     def slices(self, number: int, place: Place, keep: frozenset[str]) -> Iterator[tuple[Slice, Place]]:
         """Slices from `place` on, each with the place after it. keep: the columns that are wanted of a table."""
         for part in slices(number, self.name, keep, byte=place.byte, line=place.line):
-            after = replace(
-                place, source=number, byte=part.start + part.length, line=part.first_line + part.size
-            )
+            after = replace(place, source=number, byte=part.start + part.length, line=part.first_line + part.size)
             yield part, after
 
 
@@ -137,20 +135,14 @@ class Stream:
             at = place if number == place.source else Place(place.turn, number)
             if form is None:
                 continue
-            found = (
-                source.slices(number, at, keep)
-                if isinstance(source, FileSource)
-                else source.slices(number, at)
-            )
+            found = source.slices(number, at, keep) if isinstance(source, FileSource) else source.slices(number, at)
             for part, after in found:
                 yield part, form, after
 
     def passed(self, place: Place) -> str:
         """A digest of the sizes of the files that lie before `place`: all of them in a second pass."""
         last = len(self.sources) if place.turn else place.source
-        return digest_of(
-            [Path(name).stat().st_size for name in self.names[:last] if not names_function(name)]
-        )
+        return digest_of([Path(name).stat().st_size for name in self.names[:last] if not names_function(name)])
 
 
 def _format(source: FileSource | FunctionSource, data: Data) -> str | None:
@@ -175,9 +167,7 @@ def _imported(path: str) -> Callable[[], Any]:
         names = [n for n in vars(found) if not n.startswith("_")]
         raise ConfigError(f"data.train: {module} has no `{name}`.", "", did_you_mean(name, names)) from None
     made = function()
-    missing = [
-        method for method in ("state_dict", "load_state_dict", "__iter__") if not hasattr(made, method)
-    ]
+    missing = [method for method in ("state_dict", "load_state_dict", "__iter__") if not hasattr(made, method)]
     if missing:
         raise ConfigError(
             f"data.train: what {path} returns has no {' and no '.join(missing)}.",

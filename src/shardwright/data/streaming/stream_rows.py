@@ -57,9 +57,7 @@ class StreamRows:
             return int(cursor["position"])
         names = self.windows.stream.names
         if place.source >= len(names) or self.windows.stream.passed(place) != cursor["passed"]:
-            raise _other_stream(
-                "The files before that place are others, or others in size, than those that were read."
-            )
+            raise _other_stream("The files before that place are others, or others in size, than those that were read.")
         self.hold(cursor["first"], cursor["first"] + 1)
         if self._held[0].window.table.fingerprint != cursor["fingerprint"]:
             raise _other_stream(f"From {names[place.source]}:{place.line} on it holds other documents.")
@@ -77,8 +75,7 @@ class StreamRows:
             return None
         rows, done = np.arange(len(window.table)), cursor["position"] - first
         before, now = (
-            rows if own is None else permute(rows, len(rows), own, window.number)
-            for own in (seed, self._seed)
+            rows if own is None else permute(rows, len(rows), own, window.number) for own in (seed, self._seed)
         )
         return len(np.intersect1d(before[:done], now[done:]))
 
@@ -155,9 +152,7 @@ class StreamRows:
         weights = None
         if any(block.weights is not None for block in blocks):
             ones = (np.ones(block.labels.shape, np.float32) for block in blocks)
-            weights = np.concatenate([o if b.weights is None else b.weights for b, o in zip(blocks, ones)])[
-                back
-            ]
+            weights = np.concatenate([o if b.weights is None else b.weights for b, o in zip(blocks, ones)])[back]
         documents = [block.documents for block in blocks if block.documents is not None]
         return Block(
             np.concatenate([block.input_ids for block in blocks])[back],

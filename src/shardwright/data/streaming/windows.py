@@ -57,9 +57,7 @@ class Windows:
         self.stream, self.cut, self._data = stream, cut, run.data
         self._kinds = frozenset(form for form in self.stream.formats if form is not None)
         if not self._kinds:
-            raise DataError(
-                f"There is no record in {', '.join(self.stream.names)}.", "The sources are empty."
-            )
+            raise DataError(f"There is no record in {', '.join(self.stream.names)}.", "The sources are empty.")
         self.tokenizer_path, missing = find_tokenizer(run)
         if missing is not None and self._kinds != {"tokens"}:
             raise missing

@@ -37,9 +37,7 @@ class ContextPlace:
     balanced: bool
     group: dist.ProcessGroup | None = None
     attention: str = "all_gather"
-    masks: dict[tuple[int, int | None, str], list[Tensor]] = field(
-        default_factory=dict, compare=False, repr=False
-    )
+    masks: dict[tuple[int, int | None, str], list[Tensor]] = field(default_factory=dict, compare=False, repr=False)
 
     def chunks(self, length: int) -> tuple[range, ...]:
         """The positions of a row of `length` tokens that are here."""
@@ -270,9 +268,7 @@ class _Attention(torch.autograd.Function):
     """Queries [B, N, Q, H] attending to blocks of keys and values [B, K, P, H]; zeros for queries without a block."""
 
     @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, blocks: list[Block]
-    ) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, blocks: list[Block]) -> Tensor:
         merged, begun = Merged(query, value.shape[-1]), set()
         for queries, keys, causal in blocks:
             found = attend(query[:, :, queries], key[:, :, keys], value[:, :, keys], scale, causal)

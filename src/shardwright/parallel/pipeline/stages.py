@@ -36,9 +36,7 @@ class Absent(nn.Module):
 
     def __init__(self, replaced: nn.Module, name: str = "", seen: list[str] | None = None) -> None:
         super().__init__()
-        plain = {
-            k: v for k, v in vars(replaced).items() if isinstance(v, (str, int, float)) and k != "training"
-        }
+        plain = {k: v for k, v in vars(replaced).items() if isinstance(v, (str, int, float)) and k != "training"}
         vars(self).update(plain)
         self._name, self._seen = name, seen
 
@@ -113,19 +111,13 @@ def plan_cut(model: nn.Module, spec: Model, stages: int) -> Cut:
     for too few blocks.
     """
     parts = find_parts(model)
-    if (
-        getattr(model, "base_model", model) is model
-        or not hasattr(model, "config")
-        or parts.embedding is None
-    ):
+    if getattr(model, "base_model", model) is model or not hasattr(model, "config") or parts.embedding is None:
         raise ModelError(
             f"{type(model).__name__} cannot be cut into {stages} pipeline stages.",
             "pp_size > 1 needs a Transformers causal language model, whose parts are known by convention.",
             "Set parallelism.pp_size to 1.",
         )
-    weights = [
-        sum(p.numel() for p in model.get_submodule(b).parameters() if p.dim() > 1) for b in parts.blocks
-    ]
+    weights = [sum(p.numel() for p in model.get_submodule(b).parameters() if p.dim() > 1) for b in parts.blocks]
     head = 0 if parts.head is None else model.get_submodule(parts.head).weight.numel()  # type: ignore[operator]
     counts = split_blocks(len(parts.blocks), stages, head_blocks(sum(weights) // len(weights), head))
     width = int(model.get_submodule(parts.embedding).weight.shape[1])  # type: ignore[index]
@@ -138,9 +130,7 @@ def plan_cut(model: nn.Module, spec: Model, stages: int) -> Cut:
     return cut
 
 
-def _outside(
-    model: nn.Module, spec: Model, parts: Parts, width: int
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _outside(model: nn.Module, spec: Model, parts: Parts, width: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """(modules used before the blocks, modules used behind them), found by running a copy in which all of them are absent.
 
     Raises `ModelError` where hidden states do not come out as they went in: the model does something between its parts
@@ -154,18 +144,12 @@ def _outside(
         and name not in parts.blocks
         and not name.startswith(inside)
     ]
-    if holding := [
-        name for name in outer if any(f"{other}.".startswith(f"{name}.") for other in parts.blocks)
-    ]:
-        raise _refused(
-            model, f"`{holding[0] or type(model).__name__}` holds parameters of its own around its blocks"
-        )
+    if holding := [name for name in outer if any(f"{other}.".startswith(f"{name}.") for other in parts.blocks)]:
+        raise _refused(model, f"`{holding[0] or type(model).__name__}` holds parameters of its own around its blocks")
     seen: list[str] = []
     same = _probe(model, spec, [*outer, *parts.blocks], seen, width)
     if not same:
-        raise _refused(
-            model, "it changes hidden states outside of its blocks, in a way that every stage would repeat"
-        )
+        raise _refused(model, "it changes hidden states outside of its blocks, in a way that every stage would repeat")
     if tuple(name for name in seen if name in parts.blocks) != parts.blocks:
         raise _refused(model, "it does not run each block once, in order")
     first, last = seen.index(parts.blocks[0]), seen.index(parts.blocks[-1])
@@ -245,8 +229,7 @@ def cut_stages(model: nn.Module, cut: Cut, mine: Collection[int]) -> tuple[Stage
         owner = model.get_submodule(parent)
         owner._modules[leaf] = Absent(model.get_submodule(name), name)
     return tuple(
-        Stage(_view(model, held - cut.held(stage)), stage, len(cut.blocks), cut.blocks[stage])
-        for stage in sorted(mine)
+        Stage(_view(model, held - cut.held(stage)), stage, len(cut.blocks), cut.blocks[stage]) for stage in sorted(mine)
     )
 
 

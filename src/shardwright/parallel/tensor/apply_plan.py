@@ -144,9 +144,7 @@ class TensorParallel:
         return Column(self.peers, done, entry, self._whole if style == "colwise_gather_output" else None)
 
     def _on_input(self, name: str, change: Entry) -> None:
-        self.model.get_submodule(name).register_forward_pre_hook(
-            partial(change_input, change), with_kwargs=True
-        )
+        self.model.get_submodule(name).register_forward_pre_hook(partial(change_input, change), with_kwargs=True)
 
     def _run_block(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A block that drops: its residual stream is divided by positions or whole, and so are its masks."""
@@ -164,11 +162,7 @@ class TensorParallel:
     def _enter(self, x: Tensor) -> Tensor:
         """[B, T or T / tp, D] into divided work: [B, T, D]."""
         self._draw(divided=True)
-        return (
-            tp_collectives.gather_in(x, 1, self.peers)
-            if self.sequence
-            else tp_collectives.copy_in(x, self.peers)
-        )
+        return tp_collectives.gather_in(x, 1, self.peers) if self.sequence else tp_collectives.copy_in(x, self.peers)
 
     def _whole(self, x: Tensor) -> Tensor:
         """A divided output made whole, for work that every rank does alike."""
@@ -179,9 +173,7 @@ class TensorParallel:
         """Partial [B, T, D] out of divided work: [B, T or T / tp, D]."""
         self._draw(divided=self.sequence)
         return (
-            tp_collectives.sum_and_cut_out(x, 1, self.peers)
-            if self.sequence
-            else tp_collectives.sum_out(x, self.peers)
+            tp_collectives.sum_and_cut_out(x, 1, self.peers) if self.sequence else tp_collectives.sum_out(x, self.peers)
         )
 
     def _cut_sequence(self, x: Tensor) -> Tensor:
@@ -241,9 +233,7 @@ class TensorParallel:
         self._verified = True
         if not gradients:
             return
-        norms = torch.stack(
-            [g.double().norm() if g.numel() else g.new_zeros(()).double() for g in gradients.values()]
-        )
+        norms = torch.stack([g.double().norm() if g.numel() else g.new_zeros(()).double() for g in gradients.values()])
         low, high = norms.clone(), norms.clone()
         dist.all_reduce(low, dist.ReduceOp.MIN, group=self.peers.group)
         dist.all_reduce(high, dist.ReduceOp.MAX, group=self.peers.group)

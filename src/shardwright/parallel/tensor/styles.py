@@ -31,11 +31,7 @@ def fan(module: nn.Module) -> tuple[int, int]:
     """(input features, output features) of a linear layer, unsplit."""
     weight = module._parameters["weight"]
     assert weight is not None
-    return (
-        (weight.shape[0], weight.shape[1])
-        if isinstance(module, Conv1D)
-        else (weight.shape[1], weight.shape[0])
-    )
+    return (weight.shape[0], weight.shape[1]) if isinstance(module, Conv1D) else (weight.shape[1], weight.shape[0])
 
 
 Done = dict[int, tuple[nn.Parameter, nn.Parameter]]
@@ -54,9 +50,7 @@ def distribute(module: nn.Module, name: str, dim: int, mesh: DeviceMesh, done: D
         _, length = vocabulary_range(old.shape[dim], mesh.size(), mesh.get_local_rank())
         shape = (*old.shape[:dim], length, *old.shape[dim + 1 :])
         local = torch.empty(shape, dtype=old.dtype, device=old.device)
-        value = DTensor.from_local(
-            local, mesh, [Shard(dim)], run_check=False, shape=old.shape, stride=old.stride()
-        )
+        value = DTensor.from_local(local, mesh, [Shard(dim)], run_check=False, shape=old.shape, stride=old.stride())
         new = nn.Parameter(value, requires_grad=old.requires_grad)
         new.__dict__.update(old.__dict__)
         done[id(old)] = (old, new)

@@ -126,16 +126,11 @@ def find_plan(model: nn.Module, parts: Parts, given: Mapping[str, str], whole: b
         if (matched or parameters) and (style not in STYLES or parameters):
             raise ModelError(
                 f"{(matched or parameters)[0]}: the tensor-parallel style `{asked}` cannot be run on it.",
-                "Its gradients are not known to come out right."
-                if style not in STYLES
-                else "It is no module.",
-                did_you_mean(asked, STYLES)
-                or f"Styles are {', '.join(STYLES)}. Or set parallelism.tp_size to 1.",
+                "Its gradients are not known to come out right." if style not in STYLES else "It is no module.",
+                did_you_mean(asked, STYLES) or f"Styles are {', '.join(STYLES)}. Or set parallelism.tp_size to 1.",
             )
         if given and whole and not matched:
-            raise ModelError(
-                f"parallelism.tp_plan: `{pattern}` matches no module.", "", did_you_mean(pattern, modules)
-            )
+            raise ModelError(f"parallelism.tp_plan: `{pattern}` matches no module.", "", did_you_mean(pattern, modules))
         plan |= dict.fromkeys(matched, style)
     if not given:
         plan |= {name: EMBEDDING for name in (parts.embedding,) if name}

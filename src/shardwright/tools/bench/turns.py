@@ -28,9 +28,7 @@ class Turn:
     busy: float
 
 
-def take_turns(
-    loops: Mapping[str, Callable[[], float]], count: int, device: torch.device
-) -> dict[str, list[Turn]]:
+def take_turns(loops: Mapping[str, Callable[[], float]], count: int, device: torch.device) -> dict[str, list[Turn]]:
     """`count` updates of each loop, in an order that is turned round each time. Collective.
 
     A loop does one update and returns the seconds that it waited for data. All ranks start an update together; it ends,

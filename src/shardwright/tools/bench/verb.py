@@ -95,9 +95,7 @@ def _refused_or_prepared(
         check_peers(loaded.run)
     names, *_ = possible_layouts(loaded, request.layouts, request.ranks, device, console)
     if not names:
-        raise ConfigError(
-            "No layout can run.", "The reasons stand above.", "Change --layouts or --nproc-per-node."
-        )
+        raise ConfigError("No layout can run.", "The reasons stand above.", "Change --layouts or --nproc-per-node.")
     runs = {name: with_layout(_timed(loaded, request), name) for name in names}
     for chosen in runs.values():
         check_run(chosen, request.ranks)
@@ -156,9 +154,7 @@ def _measured(
             result = Path(scratch) / "result.json"
             texts = {name: runs[name].to_json() for name in names}
             trace = str(request.trace.absolute()) if request.trace else ""
-            spec = Spec(
-                texts, tuple(others), request.warmup, request.updates, request.device, trace, str(result)
-            )
+            spec = Spec(texts, tuple(others), request.warmup, request.updates, request.device, trace, str(result))
             spec.write(Path(scratch) / "spec.json")
             hardware = runs[names[0]].run.hardware
             code = run_workers(
@@ -256,9 +252,7 @@ def _finished(
     (output / RESULT).write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
     with (output / HISTORY).open("a", encoding="utf-8") as history:
         for one in entries:
-            kept = {
-                key: value for key, value in one.items() if isinstance(value, (str, int, float, type(None)))
-            }
+            kept = {key: value for key, value in one.items() if isinstance(value, (str, int, float, type(None)))}
             history.write(json.dumps({"date": environment["date"], **kept}) + "\n")
     say(console, f"Wrote {output / RESULT}; added {len(entries)} lines to {output / HISTORY}.")
     return ExitCode.CHECK_FAILED if refused else ExitCode.DONE

@@ -92,9 +92,7 @@ def adjust(
         lines.append("Dropout is off: rows and documents alone draw different random numbers.")
     elif split and has_dropout(build_model(run.model, torch.float32)):
         changes = replace(changes, no_dropout=True)
-        lines.append(
-            "Dropout is off: layouts with pp, cp or tp draw other random numbers than a single process."
-        )
+        lines.append("Dropout is off: layouts with pp, cp or tp draw other random numbers than a single process.")
     return Adjusted(run, changes, updates, tuple(lines))
 
 
@@ -115,9 +113,7 @@ def _limits() -> Limits:
     return Limits(int(SHARE * psutil.virtual_memory().available), int(SHARE * free_disk))
 
 
-def _fitting(
-    run: RunFile, data_ranks: int, updates: int, records: int
-) -> tuple[RunFile, int | None, list[str]]:
+def _fitting(run: RunFile, data_ranks: int, updates: int, records: int) -> tuple[RunFile, int | None, list[str]]:
     """(run, vocabulary for ids if it was shrunk, lines): first fewer and shorter rows, then a smaller model."""
     config, limits = _config(run), _limits()
     size, lines = _size(run, config), []

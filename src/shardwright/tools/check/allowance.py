@@ -27,20 +27,14 @@ class ParameterAllowance:
         relative: float,
     ) -> None:
         """Adds what update `update` may contribute; its gradients were compared with `relative` of `gradient_scales`."""
-        states = {
-            kind: record.tensors(update, kind)
-            for kind in record.kinds(update)
-            if kind not in ("grad", "param")
-        }
+        states = {kind: record.tensors(update, kind) for kind in record.kinds(update) if kind not in ("grad", "param")}
         for name, scale in gradient_scales.items():
             clipped = 2 * relative * scale * scalars.clip_coefficient
             self.gradient[name] = max(self.gradient.get(name, 0.0), clipped)
             held = {kind: file[name] for kind, file in states.items() if name in file.names}
             if self.notes.optimizer == "muon" and "momentum_buffer" in held:
                 own = record.tensors(update, "grad")[name] * scalars.clip_coefficient
-                step = scalars.learning_rate * self._orthogonal_step(
-                    self.gradient[name], held["momentum_buffer"], own
-                )
+                step = scalars.learning_rate * self._orthogonal_step(self.gradient[name], held["momentum_buffer"], own)
             else:
                 step = scalars.learning_rate * self._step(self.gradient[name], held, update, relative)
             self.grown[name] = self.grown.get(name, 0.0) + step

@@ -67,10 +67,7 @@ def write_specs(specs: Sequence[CandidateSpec], path: Path) -> None:
 
 def read_specs(path: Path) -> list[CandidateSpec]:
     """The specs in the order in which they are run."""
-    return [
-        CandidateSpec(**{**data, "changes": Changes(**data["changes"])})
-        for data in json.loads(path.read_text())
-    ]
+    return [CandidateSpec(**{**data, "changes": Changes(**data["changes"])}) for data in json.loads(path.read_text())]
 
 
 class Recorder:
@@ -91,8 +88,7 @@ class Recorder:
             if local.counts and local.name in own
         )
         gradients = {
-            local.name: local.wrap(own.get(local.name, torch.zeros_like(local.tensor)))
-            for local in self.engine.locals
+            local.name: local.wrap(own.get(local.name, torch.zeros_like(local.tensor))) for local in self.engine.locals
         }
         self._write(number, "grad", gradients)
 

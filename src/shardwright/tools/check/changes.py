@@ -31,12 +31,7 @@ def thinned(labels: Tensor, row: int) -> Tensor:
 def has_dropout(model: nn.Module) -> bool:
     """Whether `model` drops anything in training: what `silence_dropout` would change."""
     modules = list(model.modules())
-    named = (
-        value
-        for m in modules
-        for name, value in vars(m).items()
-        if "drop" in name and isinstance(value, float)
-    )
+    named = (value for m in modules for name, value in vars(m).items() if "drop" in name and isinstance(value, float))
     return any(isinstance(m, nn.Dropout) and m.p > 0 for m in modules) or any(value > 0 for value in named)
 
 

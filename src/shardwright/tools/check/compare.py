@@ -59,11 +59,7 @@ class ScalarNumbers:
 
     @property
     def relative(self) -> float:
-        return (
-            abs(self.candidate - self.reference) / abs(self.reference)
-            if self.reference
-            else abs(self.candidate)
-        )
+        return abs(self.candidate - self.reference) / abs(self.reference) if self.reference else abs(self.candidate)
 
     @property
     def differs(self) -> bool:
@@ -135,9 +131,7 @@ class Comparison:
 
     def worst(self, kinds: Callable[[str], bool]) -> TensorNumbers | None:
         """The tensor with the largest share of its allowance among the kinds that `kinds` accepts."""
-        found = [
-            t for u in self.updates for kind, numbers in u.tensors.items() if kinds(kind) for t in numbers
-        ]
+        found = [t for u in self.updates for kind, numbers in u.tensors.items() if kinds(kind) for t in numbers]
         return max(found, key=lambda t: t.used if t.used == t.used else float("inf"), default=None)
 
     def worst_scalar(self, name: str) -> ScalarNumbers:
@@ -180,9 +174,7 @@ def compare_tensor(
 
 def _compare_scalar(name: str, reference: float, candidate: float, relative: float) -> ScalarNumbers:
     gap = abs(candidate - reference)
-    used = (
-        gap / (relative * abs(reference)) if relative and reference else (0.0 if gap == 0 else float("inf"))
-    )
+    used = gap / (relative * abs(reference)) if relative and reference else (0.0 if gap == 0 else float("inf"))
     return ScalarNumbers(name, reference, candidate, used)
 
 
@@ -229,9 +221,7 @@ class _Comparer:
                 tensors[kind], scales[kind] = self._tensors(number, kind, relative)
         self.allowance.grow(self.reference, number, ours, scales["grad"], relative)
         tensors["param"] = self._parameters(number)
-        names, own = (
-            set(record.tensors(number, "param").names) for record in (self.reference, self.candidate)
-        )
+        names, own = (set(record.tensors(number, "param").names) for record in (self.reference, self.candidate))
         company = self.candidate.company() if number == 1 else None
         return UpdateComparison(
             number,
@@ -246,9 +236,7 @@ class _Comparer:
             company=company if company and company.matters(self.tolerance.relative) else None,
         )
 
-    def _scalars(
-        self, number: int, ours: Scalars, theirs: Scalars, relative: float
-    ) -> dict[str, ScalarNumbers]:
+    def _scalars(self, number: int, ours: Scalars, theirs: Scalars, relative: float) -> dict[str, ScalarNumbers]:
         loss = _furthest(ours.loss, theirs.losses or (theirs.loss,))
         norm = _furthest(ours.grad_norm, theirs.grad_norms or (theirs.grad_norm,))
         gap, equal = theirs.replica_gap, 8 * number * self.tolerance.master_eps
@@ -256,15 +244,11 @@ class _Comparer:
             "target_tokens": _compare_scalar("target_tokens", ours.target_tokens, theirs.target_tokens, 0.0),
             "loss": _compare_scalar("loss", ours.loss, loss, self.tolerance.loss),
             "grad_norm": _compare_scalar("grad_norm", ours.grad_norm, norm, relative),
-            "learning_rate": _compare_scalar(
-                "learning_rate", ours.learning_rate, theirs.learning_rate, 1e-12
-            ),
+            "learning_rate": _compare_scalar("learning_rate", ours.learning_rate, theirs.learning_rate, 1e-12),
             "replicas": ScalarNumbers("replicas", 0.0, gap, gap / equal),
         }
 
-    def _tensors(
-        self, number: int, kind: str, relative: float
-    ) -> tuple[tuple[TensorNumbers, ...], dict[str, float]]:
+    def _tensors(self, number: int, kind: str, relative: float) -> tuple[tuple[TensorNumbers, ...], dict[str, float]]:
         """Tensors of a kind whose allowance is one number each, and the scale of each."""
         ours, theirs = self.reference.tensors(number, kind), self.candidate.tensors(number, kind)
         largest = {name: _largest(ours[name]) for name in ours.names}
@@ -274,8 +258,7 @@ class _Comparer:
         share = 0.0 if kind == "step" else self.tolerance.factor(kind) * relative
         both = (name for name in ours.names if name in theirs.names)
         return self.in_order(
-            compare_tensor(name, ours[name], theirs[name], share * scales[name], scales[name])
-            for name in both
+            compare_tensor(name, ours[name], theirs[name], share * scales[name], scales[name]) for name in both
         ), scales
 
     def _parameters(self, number: int) -> tuple[TensorNumbers, ...]:

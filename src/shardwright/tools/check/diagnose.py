@@ -15,9 +15,7 @@ from shardwright.tools.check.facts import Diagnosis, Facts, explain_factor, exte
 
 def _rows(facts: Facts) -> Iterable[Diagnosis]:
     ours, theirs = facts.update.reference.microbatches, facts.update.candidate.microbatches
-    wanted, taken = (
-        Counter(row for note in notes for row in note.rows if row >= 0) for notes in (ours, theirs)
-    )
+    wanted, taken = (Counter(row for note in notes for row in note.rows if row >= 0) for notes in (ours, theirs))
     doubled, lost = sorted(set(taken - wanted) & set(wanted)), sorted(wanted - taken)
     others = sorted(set(taken) - set(wanted))
     if doubled:
@@ -29,9 +27,7 @@ def _rows(facts: Facts) -> Iterable[Diagnosis]:
         )
     elif lost or others:
         text = f"{len(lost)} rows of the update are not read and {len(others)} others are ({(lost + others)[0]} first)"
-        yield Diagnosis(
-            "other_rows", text, "the order of the rows: it may depend on seed, epoch and position only"
-        )
+        yield Diagnosis("other_rows", text, "the order of the rows: it may depend on seed, epoch and position only")
     else:
         yield Diagnosis(
             "other_microbatches",
@@ -119,10 +115,7 @@ def _loss(facts: Facts) -> Iterable[Diagnosis]:
         for name, words, value in _mistaken_losses(facts):
             apart = abs(numbers.candidate - value)
             # some faults move the loss by less than what counts as near: then the nearer of the two says which it is
-            if (
-                facts.near(numbers.candidate, value)
-                and apart < abs(numbers.candidate - numbers.reference) / 2
-            ):
+            if facts.near(numbers.candidate, value) and apart < abs(numbers.candidate - numbers.reference) / 2:
                 look_at = _LOOK_AT.get(
                     name,
                     "the loss: one sum over all targets, divided once by the targets of the whole update",
@@ -149,20 +142,15 @@ def _norm(facts: Facts) -> Iterable[Diagnosis]:
         facts.dp_replicate: "dp_replicate",
         facts.cp: "cp",
     }
-    rooted = [
-        f"sqrt({size} {words})" for size, words in counts.items() if size > 1 and facts.near(ratio, size**0.5)
-    ]
+    rooted = [f"sqrt({size} {words})" for size, words in counts.items() if size > 1 and facts.near(ratio, size**0.5)]
     shrunk = [
-        f"1 / sqrt({size} {words})"
-        for size, words in counts.items()
-        if size > 1 and facts.near(ratio, size**-0.5)
+        f"1 / sqrt({size} {words})" for size, words in counts.items() if size > 1 and facts.near(ratio, size**-0.5)
     ]
     largest = max((t.candidate_max for t in facts.update.tensors["grad"]), default=0.0)
-    look_at = "the squares of the local shards are summed over the ranks that hold different shards, once, before the root"
-    if (
-        facts.near(ratio, facts.update.reference.clip_coefficient)
-        and facts.update.reference.clip_coefficient < 1
-    ):
+    look_at = (
+        "the squares of the local shards are summed over the ranks that hold different shards, once, before the root"
+    )
+    if facts.near(ratio, facts.update.reference.clip_coefficient) and facts.update.reference.clip_coefficient < 1:
         yield Diagnosis(
             "norm_after_clipping",
             f"{shown}; it is the norm after clipping",
@@ -175,9 +163,7 @@ def _norm(facts: Facts) -> Iterable[Diagnosis]:
             look_at,
         )
     elif local:
-        yield Diagnosis(
-            "norm_not_reduced", f"{shown}; it is what rank {local[0]} has in its own shard", look_at
-        )
+        yield Diagnosis("norm_not_reduced", f"{shown}; it is what rank {local[0]} has in its own shard", look_at)
     elif facts.near(numbers.candidate, largest):
         yield Diagnosis(
             "norm_is_maximum",
@@ -197,9 +183,7 @@ def _norm(facts: Facts) -> Iterable[Diagnosis]:
 
 def _learning_rate(facts: Facts) -> Iterable[Diagnosis]:
     numbers = facts.update.scalars["learning_rate"]
-    steps = [
-        step for step, rate in enumerate(facts.notes.learning_rates) if facts.near(numbers.candidate, rate)
-    ]
+    steps = [step for step, rate in enumerate(facts.notes.learning_rates) if facts.near(numbers.candidate, rate)]
     own = facts.update.update - 1
     reason = (
         f"that is the rate of scheduler step {min(steps, key=lambda s: abs(s - own))}, this is step {own}"
@@ -216,16 +200,16 @@ def _learning_rate(facts: Facts) -> Iterable[Diagnosis]:
 
 def _start(facts: Facts) -> Iterable[Diagnosis]:
     where = extent(facts)
-    look_at = (
-        "initial values follow from (seed, name), loaded ones from the same file; sharding broadcasts nothing"
-    )
+    look_at = "initial values follow from (seed, name), loaded ones from the same file; sharding broadcasts nothing"
     name = "tying_lost" if where.special == "tied" else "different_start"
     yield Diagnosis(name, f"{where.text} differ before the first update", look_at)
 
 
 def _replicas(facts: Facts) -> Iterable[Diagnosis]:
     theirs = facts.update.candidate
-    text = f"ranks that should hold equal weights differ by {theirs.replica_gap:.3g} relative in `{theirs.replica_name}`"
+    text = (
+        f"ranks that should hold equal weights differ by {theirs.replica_gap:.3g} relative in `{theirs.replica_name}`"
+    )
     yield Diagnosis(
         "diverged_replicas",
         text,

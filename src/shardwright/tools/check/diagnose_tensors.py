@@ -65,9 +65,7 @@ def _mechanism(facts: Facts) -> Diagnosis | None:
     explained = explain_factor(facts, scaled.factor) if scaled else None
     if scaled and explained:
         name, words, look_at = explained
-        return Diagnosis(
-            name, f"gradients are {scaled.factor:.9g} times the reference in {where}; {words}", look_at
-        )
+        return Diagnosis(name, f"gradients are {scaled.factor:.9g} times the reference in {where}; {words}", look_at)
     if left := facts.matches("left_over"):
         text = f"gradients contain {left.factor:.6g} times those of the update before in {where}"
         return Diagnosis("gradients_not_zeroed", text, "where gradients are set to None after the step")
@@ -124,9 +122,7 @@ def _mixed(facts: Facts, label: str, found: Fit, where: str) -> Diagnosis | None
     )
     if times and not explained:
         return None
-    return Diagnosis(
-        name, f"gradients equal {what[0]}{times} (residual {found.residual:.1e}) in {where}", what[1]
-    )
+    return Diagnosis(name, f"gradients equal {what[0]}{times} (residual {found.residual:.1e}) in {where}", what[1])
 
 
 def state_faults(facts: Facts) -> Iterable[Diagnosis]:
@@ -164,9 +160,7 @@ def _clipping(facts: Facts, where: str) -> Iterable[Diagnosis]:
             "whether clipping touches the gradients that the step reads",
         )
     elif facts.near(factor, c):
-        yield Diagnosis(
-            "clipping_twice", f"{shown}; that is the clip coefficient once more", "who else clips"
-        )
+        yield Diagnosis("clipping_twice", f"{shown}; that is the clip coefficient once more", "who else clips")
 
 
 def _stale(where: str) -> Diagnosis:
@@ -201,18 +195,10 @@ def parameter_faults(facts: Facts) -> Iterable[Diagnosis]:
         )
     elif facts.matches("decay_added", -1.0):
         text = f"weight decay {facts.notes.weight_decay:g} is missing from {where.text}"
-        yield Diagnosis(
-            "decay_missing", text, "the optimizer's groups: which parameters are in the group with decay"
-        )
+        yield Diagnosis("decay_missing", text, "the optimizer's groups: which parameters are in the group with decay")
     elif step := facts.matches("step_scaled"):
-        steps = [
-            i for i, r in enumerate(facts.notes.learning_rates) if rate and facts.near(step.factor, r / rate)
-        ]
-        reason = (
-            f"; scheduler step {steps[0]} has that rate, this is step {facts.update.update - 1}"
-            if steps
-            else ""
-        )
+        steps = [i for i, r in enumerate(facts.notes.learning_rates) if rate and facts.near(step.factor, r / rate)]
+        reason = f"; scheduler step {steps[0]} has that rate, this is step {facts.update.update - 1}" if steps else ""
         name = "schedule_step" if steps else "step_scaled"
         text = f"the step is {step.factor:.9g} times the reference's in {where.text}, with the same moments{reason}"
         yield Diagnosis(name, text, "the learning rate that the step reads, and when the scheduler advances")

@@ -135,14 +135,12 @@ def factors(facts: Facts) -> list[tuple[float, str, str, str]]:
         n = sum(facts.notes.microbatch_divisors)
     targets = "target tokens" if n == facts.update.reference.target_tokens else "weight of the targets"
     c = facts.update.reference.clip_coefficient
-    summed = "who multiplies by the number of ranks (a factor meant to cancel a mean), or a second SUM over the same ranks"
-    averaged = (
-        "who still averages: DDP's or fully_shard's own division by the number of ranks, or a ReduceOp.AVG"
+    summed = (
+        "who multiplies by the number of ranks (a factor meant to cancel a mean), or a second SUM over the same ranks"
     )
+    averaged = "who still averages: DDP's or fully_shard's own division by the number of ranks, or a ReduceOp.AVG"
     again = "who divides by the accumulation steps although the loss is divided by the target tokens already"
-    denominator = (
-        "the target count that divides the loss: labels != -100, summed over all data ranks and microbatches"
-    )
+    denominator = "the target count that divides the loss: labels != -100, summed over all data ranks and microbatches"
     rows = [
         (float(d), "summed_twice", f"{d} = data ranks", summed),
         (1 / d, "averaged", f"1/{d} = 1 / data ranks", averaged),

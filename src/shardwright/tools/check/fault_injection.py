@@ -66,10 +66,7 @@ def _scale_losses(factor: Callable[[Engine, Microbatch, UpdateBatch], float], va
 
 def _divisor(*microbatches: Microbatch) -> float:
     """What the loss of these microbatches alone would be divided by."""
-    each = (
-        m.labels != -100 if m.weights is None else m.weights.double() * (m.labels != -100)
-        for m in microbatches
-    )
+    each = (m.labels != -100 if m.weights is None else m.weights.double() * (m.labels != -100) for m in microbatches)
     return sum(float(weights.sum()) for weights in each) or 1.0
 
 
@@ -108,9 +105,7 @@ def _one_document(engine: Engine, microbatch: Microbatch, arguments: dict[str, A
 
 
 def _positions_of_rows(engine: Engine, microbatch: Microbatch, arguments: dict[str, Any]) -> None:
-    places = torch.arange(microbatch.input_ids.shape[1], device=engine.device).expand(
-        microbatch.input_ids.shape
-    )
+    places = torch.arange(microbatch.input_ids.shape[1], device=engine.device).expand(microbatch.input_ids.shape)
     arguments["position_ids"] = places if engine._place is None else engine._place.part(places)
 
 
@@ -196,9 +191,7 @@ def _one_use_of_a_tied_weight(engine: Engine) -> None:
     planted = planted.to(engine.device)
     dist.all_reduce(planted)
     if not planted:
-        raise ConfigError(
-            "--plant tying_lost needs a model with tied weights.", "", "Use examples/gpt2-tiny.yaml."
-        )
+        raise ConfigError("--plant tying_lost needs a model with tied weights.", "", "Use examples/gpt2-tiny.yaml.")
 
 
 def _weights_put_back(engine: Engine) -> None:
@@ -334,9 +327,7 @@ FAULTS: dict[str, Fault] = {
     "one_unit": _one_unit,
     "different_start": _other_start,
     "diverged_replicas": _own_weights_on_rank_1,
-    "same_rows": lambda engine: (
-        None
-    ),  # the rows are chosen before there is an engine: see candidate.record_updates
+    "same_rows": lambda engine: None,  # the rows are chosen before there is an engine: see candidate.record_updates
 }
 
 

@@ -158,9 +158,7 @@ class Record:
 
     def updates(self) -> tuple[int, ...]:
         """The numbers of the updates that are complete, from 1."""
-        return tuple(
-            sorted(int(path.stem.removeprefix("update-")) for path in self.directory.glob("update-*.json"))
-        )
+        return tuple(sorted(int(path.stem.removeprefix("update-")) for path in self.directory.glob("update-*.json")))
 
     def kinds(self, update: int) -> tuple[str, ...]:
         """The kinds of tensors of one update: `grad` first, `param` last."""

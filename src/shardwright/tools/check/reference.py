@@ -98,11 +98,7 @@ class Reference:
         for group in groups:
             matrices = [p for p in group["params"] if p.dim() == 2 and id(p) not in tables]
             rest = [p for p in group["params"] if p.dim() != 2 or id(p) in tables]
-            split += [
-                {**group, "params": own, "orthogonal": o}
-                for own, o in ((matrices, True), (rest, False))
-                if own
-            ]
+            split += [{**group, "params": own, "orthogonal": o} for own, o in ((matrices, True), (rest, False)) if own]
         return split
 
     def _schedule(self, optimizer: torch.optim.Optimizer) -> Any:
@@ -169,9 +165,7 @@ class Reference:
         for microbatch in batch.microbatches:
             self.model.zero_grad()
             with float64_throughout(self.run):
-                loss, own_count = self._loss_sum(
-                    batch.update, microbatch, microbatch.labels, microbatch.weights
-                )
+                loss, own_count = self._loss_sum(batch.update, microbatch, microbatch.labels, microbatch.weights)
                 if loss.requires_grad:
                     (loss / count).backward()
             own = {name: p.grad for name, p in self.trained.items() if p.grad is not None}

@@ -79,9 +79,7 @@ def _value(config: dict[str, Any], meaning: str) -> int:
 
 def shrunk_config(config: dict[str, Any]) -> dict[str, Any]:
     """The keys of a Transformers config to override for a small model of the same kind. Values that are small stay."""
-    hidden, layers, heads, vocabulary = (
-        _value(config, m) for m in ("hidden", "layers", "heads", "vocabulary")
-    )
+    hidden, layers, heads, vocabulary = (_value(config, m) for m in ("hidden", "layers", "heads", "vocabulary"))
     kv_heads = _value(config, "kv_heads") or heads
     head_dim = _value(config, "head_dim") or hidden // heads
     new_kv = min(kv_heads, SMALL["heads"])
@@ -125,8 +123,7 @@ def _shrunk_factors(rope: dict[str, Any], head_dim: int, new_head_dim: int) -> d
         return {}
     counts = {key: max(1, len(factors) * new_head_dim // head_dim) for key, factors in lists.items()}
     return {
-        key: [factors[i * len(factors) // counts[key]] for i in range(counts[key])]
-        for key, factors in lists.items()
+        key: [factors[i * len(factors) // counts[key]] for i in range(counts[key])] for key, factors in lists.items()
     }
 
 
@@ -169,13 +166,9 @@ class Limits:
         return ""
 
 
-def describe_shrinking(
-    config: dict[str, Any], overrides: dict[str, Any], before: int, after: int, reason: str
-) -> str:
+def describe_shrinking(config: dict[str, Any], overrides: dict[str, Any], before: int, after: int, reason: str) -> str:
     """The line that says what was shrunk and why."""
-    changed = ", ".join(
-        f"{key} {config[key]} -> {value}" for key, value in overrides.items() if isinstance(value, int)
-    )
+    changed = ", ".join(f"{key} {config[key]} -> {value}" for key, value in overrides.items() if isinstance(value, int))
     return (
         f"The model is shrunk from {format_count(before)} to {format_count(after)} parameters ({reason}): {changed}; "
         "ids are taken modulo the vocabulary, weights are random."

@@ -184,8 +184,7 @@ def _check(
         say(console, f"Planted into every candidate: {fault}.")
     loaded = replace(loaded, run=loaded.run.model_copy(update={"training": training}))
     candidates = [
-        _candidate(loaded, name, ranks, adjusted, fault, directory / f"candidate-{i}")
-        for i, name in enumerate(names)
+        _candidate(loaded, name, ranks, adjusted, fault, directory / f"candidate-{i}") for i, name in enumerate(names)
     ]
     codes = _run(candidates, ranks, device, directory)
     rows: list[Row] = []
@@ -246,21 +245,13 @@ def _limit_line(adjusted: Adjusted, limit: float | None) -> list[str]:
     asked = adjusted.run.training.max_grad_norm
     if asked is None:
         return ["training.max_grad_norm is null: clipping is not part of this objective."]
-    return (
-        []
-        if limit == asked
-        else [f"training.max_grad_norm {asked:g} -> {limit:.4g}, so that clipping is active."]
-    )
+    return [] if limit == asked else [f"training.max_grad_norm {asked:g} -> {limit:.4g}, so that clipping is active."]
 
 
-def _candidate(
-    loaded: Loaded, name: str, ranks: int, adjusted: Adjusted, fault: str, directory: Path
-) -> _Candidate:
+def _candidate(loaded: Loaded, name: str, ranks: int, adjusted: Adjusted, fault: str, directory: Path) -> _Candidate:
     chosen = with_layout(loaded, name)
     axes = check_run(chosen, ranks)
-    spec = CandidateSpec(
-        chosen.run.model_dump(mode="json"), str(directory), adjusted.updates, adjusted.changes, fault
-    )
+    spec = CandidateSpec(chosen.run.model_dump(mode="json"), str(directory), adjusted.updates, adjusted.changes, fault)
     return _Candidate(name, axes, spec)
 
 
@@ -295,7 +286,9 @@ def _report(console: Console, layout: str, finding: Finding) -> None:
     what = words.get(finding.kind, finding.kind)
     text = f"{layout}: first difference in {place}: {what}"
     if tensor := finding.tensor:
-        text += f" `{tensor.name}` {list(tensor.shape)}, off by {tensor.difference:.3e} ({tensor.relative:.1e} relative)"
+        text += (
+            f" `{tensor.name}` {list(tensor.shape)}, off by {tensor.difference:.3e} ({tensor.relative:.1e} relative)"
+        )
     say(console, f"{text}.")
     say(console, f"  Diagnosis: {finding.diagnosis.name}. {finding.diagnosis.evidence}.")
     say(console, f"  Look at: {finding.diagnosis.look_at}.")

@@ -55,9 +55,7 @@ def cores_finding(ranks: int, cores: int, nodes: int) -> Finding:
     if cores < ranks:
         return Finding("cores", "warn", f"{text}: fewer than ranks, which will take turns")
     if nodes > 1 and ranks < nodes:
-        return Finding(
-            "cores", "warn", f"{text}: a rank's threads will span nodes; start a rank for each node"
-        )
+        return Finding("cores", "warn", f"{text}: a rank's threads will span nodes; start a rank for each node")
     return Finding("cores", "ok", f"{text}, {max(1, cores // ranks)} threads a rank")
 
 

@@ -81,9 +81,7 @@ class Stopwatch:
         return slowest.item()
 
 
-def in_turn(
-    work: Callable[..., object], operands: Sequence[tuple[torch.Tensor, ...]]
-) -> Callable[[], object]:
+def in_turn(work: Callable[..., object], operands: Sequence[tuple[torch.Tensor, ...]]) -> Callable[[], object]:
     """`work` on the next operands at each call."""
     turns = cycle(operands)
     return lambda: work(*next(turns))
@@ -123,18 +121,13 @@ def blocks(watch: Stopwatch) -> dict[str, float]:
     for name in ("fp32", "bf16"):
         dtype, b = DTYPES[name], BLOCK[watch.device.type]
         tensors = [
-            [
-                torch.randn(*size, device=watch.device).mul_(0.02).to(dtype).requires_grad_()
-                for size in b.weights
-            ]
+            [torch.randn(*size, device=watch.device).mul_(0.02).to(dtype).requires_grad_() for size in b.weights]
             for _ in range(b.count)
         ]
         x = torch.randn(b.tokens, b.hidden, device=watch.device).to(dtype)
         leaves = [w for weights in tensors for w in weights]
 
-        def step(
-            x: torch.Tensor = x, tensors: list[Any] = tensors, leaves: list[torch.Tensor] = leaves
-        ) -> None:
+        def step(x: torch.Tensor = x, tensors: list[Any] = tensors, leaves: list[torch.Tensor] = leaves) -> None:
             for weights in tensors:
                 x = _block(x, *weights)
             x.sum().backward()
@@ -196,9 +189,7 @@ def transfer_load(watch: Stopwatch) -> float:
     """Seconds of compute that are lost for each second of a collective beside it, on the CPU: sockets need a core too."""
     if dist.get_world_size() == 1 or watch.device.type != "cpu":
         return 0.0
-    operands = [
-        (torch.randn(512, 512), torch.randn(512, 512)) for _ in range(COLD_BYTES["cpu"] // 2**21 // 2)
-    ]
+    operands = [(torch.randn(512, 512), torch.randn(512, 512)) for _ in range(COLD_BYTES["cpu"] // 2**21 // 2)]
     work, payload = in_turn(F.linear, operands), torch.zeros(PAYLOADS["cpu"][-1] // 4)
     one = watch.seconds(work)
     alone = watch.seconds(partial(dist.all_reduce, payload))

@@ -40,9 +40,7 @@ def run_reference(session: Session) -> None:
         raise CheckFailed("The reference, which nothing was done to, did not end well.", session.tail(20))
 
 
-def run_chain(
-    session: Session, faults: list[Fault], updates: int, chance: random.Random, say: Say
-) -> list[Row]:
+def run_chain(session: Session, faults: list[Fault], updates: int, chance: random.Random, say: Say) -> list[Row]:
     """Strikes each fault once, spread over the run; a start after each. Returns a row for each fault."""
     rows: list[Row] = []
     if faults[0].beside:
@@ -96,9 +94,7 @@ def _strike(session: Session, fault: Fault, start: int, earliest: int) -> Row:
     row.begun_seconds = begun - seen
     row.lost = session.reached(start) - row.resumed_from
     if row.resumed_from != expected:
-        row.problem = (
-            row.problem or f"it went on from update {row.resumed_from}, the newest checkpoint is {expected}"
-        )
+        row.problem = row.problem or f"it went on from update {row.resumed_from}, the newest checkpoint is {expected}"
     return row
 
 

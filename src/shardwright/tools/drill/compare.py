@@ -59,16 +59,12 @@ def compare_metrics(output_dir: Path, reference: Path) -> tuple[int | None, str]
     own, right = entries(output_dir), entries(reference)
     for one, other in zip(own, right):
         if one["update"] != other["update"]:
-            return int(
-                other["update"]
-            ), f"metrics have update {one['update']} where {other['update']} belongs"
+            return int(other["update"]), f"metrics have update {one['update']} where {other['update']} belongs"
         for key in _EXACT:
             if one.get(key) != other.get(key):
                 return int(
                     other["update"]
                 ), f"{key} of update {other['update']} is {one.get(key)}, not {other.get(key)}"
     if len(own) != len(right):
-        return int(
-            (own + right)[-1]["update"]
-        ), f"metrics have {len(own)} entries, the reference {len(right)}"
+        return int((own + right)[-1]["update"]), f"metrics have {len(own)} entries, the reference {len(right)}"
     return None, ""

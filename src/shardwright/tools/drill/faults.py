@@ -45,9 +45,7 @@ def live_faults(ranks: int, groups: set[str], chance: random.Random) -> list[Fau
     def any_rank() -> int:
         return chance.randrange(ranks)
 
-    def phase(
-        fault: str, rank: int, name: str, broken: Break, codes: tuple[int | None, ...], says: str
-    ) -> None:
+    def phase(fault: str, rank: int, name: str, broken: Break, codes: tuple[int | None, ...], says: str) -> None:
         group, _, what = fault.partition(": ")
         faults.append(Fault(group, what, lambda s, u: at_phase(s, rank, name, u, broken), codes, says))
 
@@ -66,9 +64,7 @@ def live_faults(ranks: int, groups: set[str], chance: random.Random) -> list[Fau
             f"rank {rank} of {ranks} was ended by SIGKILL",
         )
     rank, last = any_rank(), ranks - 1
-    phase(
-        f"kill: SIGSEGV in rank {rank}", rank, "forward_backward", Break(signal.SIGSEGV), (None,), "SIGSEGV"
-    )
+    phase(f"kill: SIGSEGV in rank {rank}", rank, "forward_backward", Break(signal.SIGSEGV), (None,), "SIGSEGV")
     loading = any_rank()
     faults.append(
         Fault("kill", f"SIGKILL of rank {loading}, loading", lambda s, u: _kill_at_start(s, loading), (None,))

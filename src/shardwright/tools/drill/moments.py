@@ -65,9 +65,7 @@ def at_phase(session: Session, rank: int, phase: str, update: int, broken: Break
     return _when(session, rank, here, broken, POLL_SECONDS)
 
 
-def at_stage(
-    session: Session, rank: int, stage: str, update: int, broken: Break, tries: int = 3
-) -> str | None:
+def at_stage(session: Session, rank: int, stage: str, update: int, broken: Break, tries: int = 3) -> str | None:
     """Breaks `rank` in this stage of a save at `update` or later; after `tries` saves that went by, in any stage."""
     seen: list[int] = []
 
@@ -81,9 +79,7 @@ def at_stage(
     return _when(session, rank, here, broken, POLL_SECONDS / 4)
 
 
-def _when(
-    session: Session, rank: int, here: Callable[[Beat], str], broken: Break, interval: float
-) -> str | None:
+def _when(session: Session, rank: int, here: Callable[[Beat], str], broken: Break, interval: float) -> str | None:
     """Breaks `rank` once `here` says where it is, and still says so while it is frozen."""
     start = session.starts - 1
     for _ in session.polls(f"the moment to break rank {rank}", interval):

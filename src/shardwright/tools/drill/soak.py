@@ -90,9 +90,7 @@ def _one_run(
         if place is None:
             raise CheckFailed(f"A start that nothing was done to ended with {code}.", session.tail(20))
         if code is not None and place != OF_THE_LAUNCHER:
-            soak.problems.append(
-                f"killed {place}, ranks were not started again: the launcher ended with {code}"
-            )
+            soak.problems.append(f"killed {place}, ranks were not started again: the launcher ended with {code}")
         soak.kills += 1
         soak.places[place] = soak.places.get(place, 0) + 1
         before, newest = newest, session.newest()
@@ -124,9 +122,7 @@ def _kill(session: Session, start: int, updates: int, chance: random.Random) -> 
     if not loading:
         target = session.wait_for_begin(start)[0] + int(chance.expovariate(1 / UPDATES_BETWEEN))
         for _ in session.polls(f"update {target}", POLL_SECONDS):
-            if not session.running or (
-                (beat := session.beat(rank, start)) and beat.update >= min(target, updates)
-            ):
+            if not session.running or ((beat := session.beat(rank, start)) and beat.update >= min(target, updates)):
                 break
     clock.sleep(chance.uniform(0.0, LOADING_SECONDS if loading else SECONDS_AFTER))
     beat, process = session.beat(rank, start), session.process_of(rank)

@@ -160,9 +160,7 @@ class _Drill:
     def _reference(self) -> Session:
         reference, started = self._session("reference"), clock.now()
         run_reference(reference)
-        self.say(
-            f"Reference: {self.updates} updates, nothing done to them, {format_seconds(clock.now() - started)}."
-        )
+        self.say(f"Reference: {self.updates} updates, nothing done to them, {format_seconds(clock.now() - started)}.")
         return reference
 
     def soak(self) -> bool:

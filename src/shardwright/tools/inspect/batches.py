@@ -68,9 +68,7 @@ class Batching:
 
 def measure(run: RunFile, prepared: Prepared, batching: str) -> Batching:
     """`batching` for the run's documents; widths of bucket without a layout's rounding."""
-    data = run.data.model_copy(
-        update={"batching": batching} | ({} if batching == "bucket" else {"bucket_updates": 1})
-    )
+    data = run.data.model_copy(update={"batching": batching} | ({} if batching == "bucket" else {"bucket_updates": 1}))
     run = run.model_copy(update={"data": data})
     documents = prepared.table.documents
     packing, seed = packing_of(run, prepared.split)
@@ -95,9 +93,7 @@ def measure(run: RunFile, prepared: Prepared, batching: str) -> Batching:
     )
 
 
-def _over(
-    order: Order, seen: Int64, tokens: Int64, targets: Int64, width: int | None, run: RunFile
-) -> dict[str, Any]:
+def _over(order: Order, seen: Int64, tokens: Int64, targets: Int64, width: int | None, run: RunFile) -> dict[str, Any]:
     """The sums over the updates `seen`. width: of every microbatch; None: as wide as its longest row."""
     size = run.training.per_device_train_batch_size
     slots, real, per_update = 0, 0, []

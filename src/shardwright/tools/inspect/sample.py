@@ -104,12 +104,7 @@ def _pieces(ids: list[int], weights: list[float], decoder: Decoder) -> Iterator[
     start = 0
     for end in range(1, len(ids) + 1):
         special = ids[start] in decoder.special
-        if (
-            end < len(ids)
-            and not special
-            and ids[end] not in decoder.special
-            and weights[end] == weights[start]
-        ):
+        if end < len(ids) and not special and ids[end] not in decoder.special and weights[end] == weights[start]:
             continue
         text = decoder.after(ids[:start], ids[start:end])
         yield Piece(text, ids[start:end], weights[start], special)

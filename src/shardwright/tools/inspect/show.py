@@ -41,9 +41,7 @@ def sample_lines(sample: Sample, colour: bool) -> Iterator[Text]:
     slots = f"{tokens} tokens, in slots as wide as the longest row beside it"
     if sample.padding is not None:
         slots = f"{tokens} of {tokens + sample.padding} slots filled"
-    yield Text(
-        f"Row {sample.row}: {_count(len(sample.documents), 'document')}, {slots}", "bold" if colour else ""
-    )
+    yield Text(f"Row {sample.row}: {_count(len(sample.documents), 'document')}, {slots}", "bold" if colour else "")
     for document in sample.documents:
         head = f"-- {document.place.removeprefix(f'{Path.cwd()}/')}: {document.tokens} tokens, {document.targets} trained --"
         yield Text(head, BOUNDARY if colour else "")

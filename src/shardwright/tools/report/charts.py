@@ -70,9 +70,7 @@ def lines(
     shown = whole_ticks(int(first), int(last), 4 if width < NARROW else 8)
     content = y_axis(frame, up, heights, label) + x_axis(frame, across, shown, lambda v: f"{v:,.0f}", title)
     for positions, one in zip(x, series):
-        path = polyline(
-            (across(at), None if value is None else up(value)) for at, value in zip(positions, one.values)
-        )
+        path = polyline((across(at), None if value is None else up(value)) for at, value in zip(positions, one.values))
         content += element("path", tip(one.name), d=path, class_=f"line {one.style}")
     return svg(frame, named.identity, named.title, named.description, content)
 
@@ -154,9 +152,7 @@ def stacked(
     if peak:
         at = max(range(count), key=lambda i: totals[kept[i]])
         x, y = (edges[at] + edges[at + 1]) / 2, up(totals[kept[at]])
-        content += element(
-            "circle", tip(moments[kept[at]] if moments else peak), cx=x, cy=y, r=4, class_="dot"
-        )
+        content += element("circle", tip(moments[kept[at]] if moments else peak), cx=x, cy=y, r=4, class_="dot")
         anchor = "start" if x < width / 3 else "end" if x > width * 2 / 3 else "middle"
         content += text(x, y - 9, peak, "note halo", anchor)
     return svg(frame, named.identity, named.title, named.description, content)
@@ -179,13 +175,9 @@ def strips(
     for i, (name, values, shown) in enumerate(rows):
         y = frame.top + i * pitch + 25
         content += text(frame.left + 4, y - 10, name, "label halo")
-        content += "".join(
-            element("circle", cx=across(value), cy=y, r=3.5, class_="dust c0") for value in values
-        )
+        content += "".join(element("circle", cx=across(value), cy=y, r=3.5, class_="dust c0") for value in values)
         middle = across(median(values))
-        content += element(
-            "line", tip(f"{name}: {shown}"), x1=middle, x2=middle, y1=y - 8, y2=y + 8, class_="median"
-        )
+        content += element("line", tip(f"{name}: {shown}"), x1=middle, x2=middle, y1=y - 8, y2=y + 8, class_="median")
         content += text(width, y + 4, shown, "value", "end")
     return svg(frame, named.identity, named.title, named.description, content)
 
@@ -259,9 +251,7 @@ def gantt(named: Named, width: float, spans: Sequence[Span], ranks: int, label: 
         x, end = across(span.start), across(span.end)
         y = frame.top + span.rank * row + 2
         stage, kind, microbatch = span.action
-        note = tip(
-            f"stage {stage}, {STYLES[kind]}, microbatch {microbatch}: {label(span.start)} to {label(span.end)}"
-        )
+        note = tip(f"stage {stage}, {STYLES[kind]}, microbatch {microbatch}: {label(span.start)} to {label(span.end)}")
         content += element(
             "rect",
             note,
@@ -272,9 +262,7 @@ def gantt(named: Named, width: float, spans: Sequence[Span], ranks: int, label: 
             class_=f"act {STYLES[kind]}",
         )
         if end - x > len(str(microbatch)) * CHARACTER + 4:
-            content += text(
-                (x + end) / 2, y + row / 2 + 2, str(microbatch), f"in {STYLES[kind]}-in", "middle"
-            )
+            content += text((x + end) / 2, y + row / 2 + 2, str(microbatch), f"in {STYLES[kind]}-in", "middle")
     content += x_axis(frame, across, ticks(0, total, 4 if width < NARROW else 8), label, title)
     return svg(frame, named.identity, named.title, named.description, content)
 
@@ -297,13 +285,9 @@ def ratios(named: Named, width: float, rows: Sequence[tuple[str, str, float]], l
     content += element("line", x1=across(1), x2=across(1), y1=top, y2=bottom, class_="one")
     for i, (name, style, ratio) in enumerate(rows):
         y = top + i * pitch + (27 if above else 13)
-        content += (
-            text(4, y - 12, name, "label halo") if above else text(left - 8, y + 4, name, "label", "end")
-        )
+        content += text(4, y - 12, name, "label halo") if above else text(left - 8, y + 4, name, "label", "end")
         content += element("line", x1=across(1), x2=across(ratio), y1=y, y2=y, class_=f"stem {style}")
-        content += element(
-            "circle", tip(f"{name}: {ratio:.3f}"), cx=across(ratio), cy=y, r=5, class_=f"point {style}"
-        )
+        content += element("circle", tip(f"{name}: {ratio:.3f}"), cx=across(ratio), cy=y, r=5, class_=f"point {style}")
         content += text(width, y + 4, f"{ratio:.2f}", "value", "end")
     return svg(frame, named.identity, named.title, named.description, content)
 

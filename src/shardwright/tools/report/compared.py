@@ -50,9 +50,7 @@ def predicted_section(subjects: Sequence[Subject]) -> Section:
             "Measured ÷ predicted",
             f"{close} of {len(both)} within {NEAR:.0%}.",
             partial(ratios, rows=both, limit=NEAR),
-            legend=tuple(
-                (kind, name) for name, kind in QUANTITIES.items() if any(kind == k for _, k, _ in both)
-            ),
+            legend=tuple((kind, name) for name, kind in QUANTITIES.items() if any(kind == k for _, k, _ in both)),
             table=table,
         )
     return Section("predicted", "Predicted against measured", lead, (figure,))
@@ -116,9 +114,7 @@ def side_by_side(subjects: Sequence[Subject]) -> Section:
     title = "Layouts side by side"
     if len(layouts) < 2:
         why = "one layout alone: give several directories, or one that bench wrote."
-        return Section(
-            "layouts", title, lead, (Figure("layouts-speed", "Target tokens per second", "", missing=why),)
-        )
+        return Section("layouts", title, lead, (Figure("layouts-speed", "Target tokens per second", "", missing=why),))
     figures = (
         _speed(
             "layouts-speed",
@@ -146,9 +142,7 @@ def _verdicts(layouts: Sequence[Measured]) -> list[Figure]:
     said = tuple((layout.name, layout.verdict) for layout in layouts if layout.verdict)
     if not said:
         return []
-    return [
-        Figure("layouts-verdict", "What limits each", "", table=Table(("layout", "what limits it"), said))
-    ]
+    return [Figure("layouts-verdict", "What limits each", "", table=Table(("layout", "what limits it"), said))]
 
 
 def _rate(value: float) -> str:

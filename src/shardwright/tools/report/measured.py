@@ -18,9 +18,7 @@ WHERE = (*AXES, "all ranks")
 
 def utilisation_section(measured: Sequence[Measured]) -> Section:
     """What of the devices' peak is used, and what of an update is communication that no compute covers."""
-    lead = (
-        "How much of what the devices can do an update uses, and the time in which only communication runs."
-    )
+    lead = "How much of what the devices can do an update uses, and the time in which only communication runs."
     return Section("utilisation", "Utilisation", lead, (_utilised(measured), _exposed(measured)))
 
 
@@ -29,9 +27,7 @@ def _share(value: float) -> str:
 
 
 def _utilised(measured: Sequence[Measured]) -> Figure:
-    found = [
-        (one, one.mfu, one.hfu if one.hfu is not None else one.mfu) for one in measured if one.mfu is not None
-    ]
+    found = [(one, one.mfu, one.hfu if one.hfu is not None else one.mfu) for one in measured if one.mfu is not None]
     if not found:
         why = "the peak of the device was not known: shardwright doctor measures it; bench --device FILE uses it."
         return Figure("utilisation-mfu", "MFU and HFU", "", missing=why)
@@ -44,9 +40,7 @@ def _utilised(measured: Sequence[Measured]) -> Figure:
         for one, mfu, hfu in found
     ]
     recomputes = any(hfu > mfu for _, mfu, hfu in found)
-    table = Table(
-        ("of", "MFU", "HFU"), tuple((one.name, _share(mfu), _share(hfu)) for one, mfu, hfu in found)
-    )
+    table = Table(("of", "MFU", "HFU"), tuple((one.name, _share(mfu), _share(hfu)) for one, mfu, hfu in found))
     low, high = min(mfu for _, mfu, _ in found), max(mfu for _, mfu, _ in found)
     return Figure(
         "utilisation-mfu",
@@ -75,9 +69,7 @@ def _exposed(measured: Sequence[Measured]) -> Figure:
         exposed, total = one.exposed, sum(one.exposed.values())
         used |= exposed.keys()
         parts = [
-            (f"axis-{axis}", exposed[axis], f"{axis} {duration(exposed[axis])}")
-            for axis in WHERE
-            if axis in exposed
+            (f"axis-{axis}", exposed[axis], f"{axis} {duration(exposed[axis])}") for axis in WHERE if axis in exposed
         ]
         share = f" ({total / median(one.step_seconds):.0%})" if one.step_seconds else ""
         rows.append(Bar(one.name, parts, f"{duration(total)}{share}"))
@@ -88,11 +80,7 @@ def _exposed(measured: Sequence[Measured]) -> Figure:
         for one in found
         for axis, kind, running, exposed in one.communication
     ]
-    whole = [
-        (one.name, axis, "all", NA, duration(exposed))
-        for one in found
-        for axis, exposed in one.exposed.items()
-    ]
+    whole = [(one.name, axis, "all", NA, duration(exposed)) for one in found for axis, exposed in one.exposed.items()]
     table = Table(("of", "axis", "collective", "running", "exposed"), (*whole, *kinds))
     return Figure(
         "utilisation-exposed",

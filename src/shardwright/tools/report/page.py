@@ -93,9 +93,7 @@ def settings(directory: Directory) -> tuple[Setting, ...]:
 
 def differences(directories: Sequence[Directory]) -> Table | None:
     """The keys of the run file in which the runs differ; None for one run."""
-    columns = [
-        {one.key: one.value for one in settings(directory)} for directory in directories if directory.run_file
-    ]
+    columns = [{one.key: one.value for one in settings(directory)} for directory in directories if directory.run_file]
     if len(columns) < 2:
         return None
     names = [directory.name for directory in directories if directory.run_file]

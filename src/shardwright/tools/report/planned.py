@@ -80,9 +80,7 @@ def _peaks(index: int, directory: Directory) -> Figure:
         if parts
     ]
     if not sides:
-        return Figure(
-            identity, title, "", of=directory.name, missing="bench.json does not say what was alive."
-        )
+        return Figure(identity, title, "", of=directory.name, missing="bench.json does not say what was alive.")
     used = [part for part in PARTS if any(parts.get(part) for _, parts in sides)]
     rows = [
         Bar(
@@ -133,11 +131,7 @@ def pipeline_section(subjects: Sequence[Subject]) -> Section:
     figures: list[Figure] = []
     for directory, found in subjects:
         if directory.benched:
-            played = [
-                (layout.name, played_lists(layout.schedule))
-                for layout in directory.benched
-                if layout.schedule
-            ]
+            played = [(layout.name, played_lists(layout.schedule)) for layout in directory.benched if layout.schedule]
             figures += [_played(f"pipeline-{len(figures) + i}", *one) for i, one in enumerate(played)]
             missing = "" if played else "no layout of bench.json has a pipeline."
         elif isinstance(found, str):
@@ -149,9 +143,7 @@ def pipeline_section(subjects: Sequence[Subject]) -> Section:
             figures.append(_played(f"pipeline-{len(figures)}", directory.name, found.schedule))
         if missing:
             figures.append(
-                Figure(
-                    f"pipeline-{len(figures)}", "Pipeline schedule", "", of=directory.name, missing=missing
-                )
+                Figure(f"pipeline-{len(figures)}", "Pipeline schedule", "", of=directory.name, missing=missing)
             )
     return Section("pipeline", "Pipeline", lead, tuple(figures))
 
@@ -213,9 +205,7 @@ def _traffic(index: int, directory: Directory, found: Forecast | str) -> Figure:
     return Figure(
         identity,
         title,
-        f"{found.layout}: "
-        + ", ".join(f"{axis} {size(sent)}" for axis, sent in by_axis.items())
-        + " planned.",
+        f"{found.layout}: " + ", ".join(f"{axis} {size(sent)}" for axis, sent in by_axis.items()) + " planned.",
         partial(bars, rows=rows, label=size, title="bytes sent by a rank"),
         of=directory.name,
         legend=tuple((KINDS[kind], kind) for kind in used),
@@ -230,8 +220,7 @@ def _traffic(index: int, directory: Directory, found: Forecast | str) -> Figure:
 def _parts(traffic: Sequence[Traffic], axis: str) -> list[tuple[str, float, str]]:
     """One stretch of a bar for each collective of an axis."""
     sums = {
-        kind: sum(one.sent_bytes for one in traffic if one.axis == axis and one.collective == kind)
-        for kind in KINDS
+        kind: sum(one.sent_bytes for one in traffic if one.axis == axis and one.collective == kind) for kind in KINDS
     }
     return [(KINDS[kind], sent, f"{kind} {size(sent)}") for kind, sent in sums.items() if sent]
 
@@ -248,10 +237,7 @@ def _recorded(identity: str, title: str, name: str, layouts: Sequence[Measured])
     rows = [
         Bar(
             layout.name,
-            [
-                (f"axis-{axis}", sent_bytes, f"{axis} {size(sent_bytes)}")
-                for axis, sent_bytes in layout.by_axis.items()
-            ],
+            [(f"axis-{axis}", sent_bytes, f"{axis} {size(sent_bytes)}") for axis, sent_bytes in layout.by_axis.items()],
             size(sum(layout.by_axis.values())),
         )
         for layout in sent
@@ -264,9 +250,7 @@ def _recorded(identity: str, title: str, name: str, layouts: Sequence[Measured])
         f"Of {len(lines)} kinds of calls {exact} sent exactly the bytes that were predicted.",
         partial(bars, rows=rows, label=size, title="bytes sent by a rank"),
         of=name,
-        legend=tuple(
-            (f"axis-{axis}", axis) for axis in AXES if any(axis in layout.by_axis for layout in sent)
-        ),
+        legend=tuple((f"axis-{axis}", axis) for axis in AXES if any(axis in layout.by_axis for layout in sent)),
         table=Table(
             ("layout", "axis", "collective", "predicted", "recorded"),
             tuple(

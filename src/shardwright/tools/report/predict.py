@@ -81,9 +81,7 @@ def shape_of(run: RunFile, inventory: Inventory | None) -> Shape:
     return shape_of_model(name, inventory, built_by(run.model.model_dump()))
 
 
-def forecast(
-    directory: Directory, device: Device | None, inventory: Inventory | None = None
-) -> Forecast | str:
+def forecast(directory: Directory, device: Device | None, inventory: Inventory | None = None) -> Forecast | str:
     """What the planner says of the run of `directory`, or the reason why it says nothing."""
     run, world_size = directory.run, directory.environment.get("world_size")
     if run is None:
@@ -139,9 +137,7 @@ def _schedule(job: Job, layout: Layout, stages: tuple[int, ...], clock: Clock | 
         weights = [blocks + head * (stage == len(stages) - 1) for stage, blocks in enumerate(stages)]
         times = [StageSeconds(weight, weight, weight) for weight in weights]
     spans: list[Span] = []
-    played = play(
-        actions(kind, pp, chunks, count), lambda stage: stage_rank(kind, pp, stage), times, seen=spans
-    )
+    played = play(actions(kind, pp, chunks, count), lambda stage: stage_rank(kind, pp, stage), times, seen=spans)
     return Schedule(tuple(spans), played, pp, count, SECONDS if clock else "forwards of one block")
 
 

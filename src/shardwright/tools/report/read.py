@@ -129,11 +129,7 @@ class Directory:
             self.name,
             None,
             tuple(float(entry["perf/step_seconds"]) for entry in timed),
-            tuple(
-                rate
-                for entry in timed
-                if (rate := _number(entry.get("perf/target_tokens_per_s"))) is not None
-            ),
+            tuple(rate for entry in timed if (rate := _number(entry.get("perf/target_tokens_per_s"))) is not None),
             self.largest("mem/peak_allocated_bytes"),
             self.padding,
             mfu=self._middle("perf/mfu"),

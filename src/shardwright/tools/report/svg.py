@@ -114,9 +114,7 @@ def element(name: str, content: str = "", **attributes: str | float | None) -> s
 
 def text(x: float, y: float, label: str, class_: str = "tick", anchor: str = "start") -> str:
     """A label whose baseline begins, is centred (`middle`) or ends at (x, y)."""
-    return element(
-        "text", escape(label), x=x, y=y, class_=class_, text_anchor=None if anchor == "start" else anchor
-    )
+    return element("text", escape(label), x=x, y=y, class_=class_, text_anchor=None if anchor == "start" else anchor)
 
 
 def tip(label: str) -> str:
@@ -143,8 +141,7 @@ def steps(edges: Sequence[float], heights: Sequence[tuple[float, float]]) -> str
     top = [f"{'M' if i == 0 else 'L'}{number(edges[i])} {number(high)}H{number(edges[i + 1])}" for i, (_, high) in
            enumerate(heights)]  # fmt: skip
     bottom = [
-        f"L{number(edges[i + 1])} {number(heights[i][0])}H{number(edges[i])}"
-        for i in reversed(range(len(heights)))
+        f"L{number(edges[i + 1])} {number(heights[i][0])}H{number(edges[i])}" for i in reversed(range(len(heights)))
     ]
     return "".join((*top, *bottom, "Z"))
 
@@ -205,9 +202,7 @@ def x_axis(
     for mark in at:
         x, shown = scale(mark), label(mark)
         if grid:
-            parts.append(
-                element("line", x1=x, x2=x, y1=top, y2=bottom, class_="axis" if mark == 0 else "grid")
-            )
+            parts.append(element("line", x1=x, x2=x, y1=top, y2=bottom, class_="axis" if mark == 0 else "grid"))
         half = len(shown) * CHARACTER / 2
         parts.append(text(max(half, min(x, frame.width - half)), bottom + LINE + 4, shown, anchor="middle"))
     parts.append(text(right, bottom + 2 * LINE + 6, title, "name", "end"))

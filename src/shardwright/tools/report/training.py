@@ -71,10 +71,7 @@ def _over_updates(
 
 
 def _no_updates(directories: Sequence[Directory]) -> str:
-    return (
-        "; ".join(f"{d.name}: {d.missing.get(METRICS, 'every value is not finite')}" for d in directories)
-        + "."
-    )
+    return "; ".join(f"{d.name}: {d.missing.get(METRICS, 'every value is not finite')}" for d in directories) + "."
 
 
 def _difference(directories: Sequence[Directory], key: str) -> str:
@@ -105,16 +102,12 @@ def other_objective(directories: Sequence[Directory]) -> list[str]:
     return found
 
 
-def _table(
-    directories: Sequence[Directory], key: str, label: Callable[[float], str], most: int = 12
-) -> Table:
+def _table(directories: Sequence[Directory], key: str, label: Callable[[float], str], most: int = 12) -> Table:
     """At most so many updates, evenly spread, the last one among them."""
     numbers = sorted({number for d in directories for number in d.numbers})
     picked = sorted({numbers[round(i * (len(numbers) - 1) / max(1, most - 1))] for i in range(most)})
     columns = [dict(zip(d.numbers, d.column(key))) for d in directories]
-    rows = tuple(
-        (f"{update:,}", *(known(column.get(update), label) for column in columns)) for update in picked
-    )
+    rows = tuple((f"{update:,}", *(known(column.get(update), label) for column in columns)) for update in picked)
     return Table(("update", *(d.name for d in directories)), rows)
 
 
@@ -158,9 +151,7 @@ def step_section(runs: Sequence[Timed], benched: Sequence[Timed]) -> Section:
         figures.append(_strips(timed))
     elif benched:
         figures.append(Figure("step-time-benched", "Every update", "", missing=benched[0][2]))
-    lead = (
-        "Seconds from one update to the next, data to optimizer step; the slowest rank's where ranks differ."
-    )
+    lead = "Seconds from one update to the next, data to optimizer step; the slowest rank's where ranks differ."
     return Section("step-time", "Step time", lead, tuple(figures))
 
 
@@ -220,16 +211,12 @@ def token_section(directories: Sequence[Directory]) -> Section:
         "Positions that an update computes: those that enter the loss, those that are only read, and padding, which "
         "costs as much and trains nothing. Ranks that share rows count once."
     )
-    return Section(
-        "tokens", "Targets and padding", lead, tuple(_tokens(i, d) for i, d in enumerate(directories))
-    )
+    return Section("tokens", "Targets and padding", lead, tuple(_tokens(i, d) for i, d in enumerate(directories)))
 
 
 def _tokens(index: int, directory: Directory) -> Figure:
     title, identity = "Positions of each update", f"tokens-{index}"
-    slots, real, targets = (
-        directory.column(f"data/{key}") for key in ("slots", "real_tokens", "target_tokens")
-    )
+    slots, real, targets = (directory.column(f"data/{key}") for key in ("slots", "real_tokens", "target_tokens"))
     counted = [
         (update, s, r, t)
         for update, s, r, t in zip(directory.numbers, slots, real, targets)

@@ -52,9 +52,7 @@ def _distinct(directories: list[Directory]) -> list[Directory]:
         if len(set(names)) == len(names):
             return directories
         directories = [
-            replace(one, name="/".join(one.path.resolve().parts[-depth:]))
-            if names.count(one.name) > 1
-            else one
+            replace(one, name="/".join(one.path.resolve().parts[-depth:])) if names.count(one.name) > 1 else one
             for one in directories
         ]
     raise ConfigError(f"{directories[0].path} is given more than once.", "", "Name each directory once.")

@@ -94,9 +94,7 @@ def seek(found: Loader, update: int, cursor: Any, trusted: bool = False) -> None
 def documents(batches: list[UpdateBatch]) -> list[str]:
     """The documents of one update in the order of rows, put together from the parts of all data ranks."""
     found = []
-    for part in sorted(
-        (part for batch in batches for part in batch.microbatches), key=lambda part: part.index
-    ):
+    for part in sorted((part for batch in batches for part in batch.microbatches), key=lambda part: part.index):
         trained = part.labels[:, :-1] >= 0
         assert (part.labels[:, :-1] == part.input_ids[:, 1:])[trained].all() and trained.any(1).all()
         for row, ids in enumerate(part.input_ids.tolist()):
@@ -185,13 +183,8 @@ def test_a_stream_goes_on_with_another_batch_size(tmp_path: Path) -> None:
     run = run_file(tmp_path, entries, batch=3, steps=11)
     again = loader(run)
     said = go_on(again.order, _former(5, json.loads(json.dumps(cursor))), run, "stream")
-    assert [text for number in range(5, 11) for text in documents([again.update(number)])] == one_by_one[
-        20:38
-    ]
-    assert (
-        "20 rows are done, and update 5 begins in window 1 of the stream; none of its rows comes again"
-        in said[0]
-    )
+    assert [text for number in range(5, 11) for text in documents([again.update(number)])] == one_by_one[20:38]
+    assert "20 rows are done, and update 5 begins in window 1 of the stream; none of its rows comes again" in said[0]
     assert said[1].startswith("The run has 11 updates where it had 30, and lr_scheduler_type linear follows")
 
 
@@ -218,9 +211,7 @@ def test_a_checkpoint_of_rows_on_disk_does_not_stand_in_a_stream(tmp_path: Path)
     assert documents([again.update(3)]) == TEXTS[:4]
 
 
-def test_a_resumed_stream_reads_nothing_before_its_window(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_stream_reads_nothing_before_its_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was read is overwritten with as many bytes that are no JSON: neither read nor tokenised again."""
     run = run_file(tmp_path, write(tmp_path, "jsonl"), steps=14)
     batches = list(prefetch(loader(run)))
@@ -233,9 +224,7 @@ def test_a_resumed_stream_reads_nothing_before_its_window(
     monkeypatch.setattr(stream, "_format", lambda source, data: "text")  # of the first record
     sliced: list[int] = []
     plain = Encoder.slice
-    monkeypatch.setattr(
-        Encoder, "slice", lambda self, part, form: sliced.append(part.start) or plain(self, part, form)
-    )
+    monkeypatch.setattr(Encoder, "slice", lambda self, part, form: sliced.append(part.start) or plain(self, part, form))
     again = loader(run)
     seek(again, 11, cursor)
     assert documents([again.update(11)]) == documents([batches[11]])
@@ -260,9 +249,7 @@ def test_another_stream_is_refused(tmp_path: Path) -> None:
         seek(loader(run), 11, cursor)
 
 
-def test_windows_are_made_once_for_ranks_side_by_side(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_windows_are_made_once_for_ranks_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four ranks in step: each slice is tokenised once a pass, and few windows stay."""
     run = run_file(tmp_path, write(tmp_path, "jsonl"), batching="pack", max_length=16, steps=24)
     sliced: list[tuple[int, int]] = []
@@ -290,9 +277,7 @@ def test_windows_are_made_once_for_ranks_side_by_side(
         thread.join(60)
     assert [len(result) for result in results] == [24] * 4
     targets = [[batch.target_tokens for batch in result] for result in results]
-    own = [
-        sum(int((part.labels >= 0).sum()) for part in r.microbatches) for result in results for r in result
-    ]
+    own = [sum(int((part.labels >= 0).sum()) for part in r.microbatches) for result in results for r in result]
     assert targets[1:] == targets[:-1] and sum(own) == sum(targets[0])
     cursor = results[0][-1].cursor
     assert cursor is not None

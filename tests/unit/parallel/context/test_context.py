@@ -237,9 +237,7 @@ def test_these_families_are_accepted(family: str, tmp_path: Path) -> None:
     ],
     ids=["gemma2", "gpt2", "opt", "llama", "mistral", "bloom", "bert", "phi3", "lfm2", "falcon"],
 )  # fmt: skip
-def test_these_models_are_refused_by_name(
-    config: Any, overrides: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_these_models_are_refused_by_name(config: Any, overrides: dict[str, Any], message: str, tmp_path: Path) -> None:
     assert message in refusal(config(), tmp_path, **overrides)
 
 

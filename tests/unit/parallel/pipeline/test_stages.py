@@ -164,9 +164,7 @@ def tiny(kind: str, freeze: str = "") -> nn.Module:
 )
 def test_models_that_the_cut_would_change_are_refused_by_name(kind: str, text: str, monkeypatch: Any) -> None:
     """A model that scales between embedding and blocks would do so on every stage."""
-    monkeypatch.setattr(
-        "shardwright.parallel.pipeline.stages.materialise", lambda model, *a, **k: _rotary(model)
-    )
+    monkeypatch.setattr("shardwright.parallel.pipeline.stages.materialise", lambda model, *a, **k: _rotary(model))
     with pytest.raises(ModelError, match=text):
         plan_cut(tiny(kind), Model(model_name_or_path="x", init="random"), 2)
 
@@ -180,9 +178,7 @@ def _rotary(model: nn.Module) -> None:
 
 def test_a_stage_without_a_trained_parameter_is_refused(tmp_path: Path) -> None:
     """Its rank would have no optimizer, and nothing would come back through it."""
-    spec = written(tmp_path, "llama", 4).model_copy(
-        update={"freeze": ["*embed*", "*layers.0*", "*layers.1*"]}
-    )
+    spec = written(tmp_path, "llama", 4).model_copy(update={"freeze": ["*embed*", "*layers.0*", "*layers.1*"]})
     with pytest.raises(ModelError, match="leaves pipeline stage 0 of 4 without a trained parameter"):
         plan_cut(build_model(spec, torch.float32), spec, 4)
     plan_cut(build_model(spec, torch.float32), spec, 1)

@@ -48,9 +48,7 @@ def test_heads() -> None:
     six = sizes(hidden_size=48, num_attention_heads=6, num_key_value_heads=6, intermediate_size=48)
     assert "num_attention_heads = 6" in refusal(LLAMA, 4, **six)
     assert "Set tp_size to 1, 2, 3 or 6." in refusal(LLAMA, 4, **six)
-    assert "intermediate_size = 41 is not divisible by tp_size = 2" in refusal(
-        LLAMA, 2, **sizes(intermediate_size=41)
-    )
+    assert "intermediate_size = 41 is not divisible by tp_size = 2" in refusal(LLAMA, 2, **sizes(intermediate_size=41))
 
 
 def test_sequences() -> None:
@@ -58,22 +56,15 @@ def test_sequences() -> None:
     loaded = run_file(LLAMA, parallelism__tp_size=2, data__max_length=7)
     with pytest.raises(ConfigError, match=r"data.max_length = 7 is not divisible by tp_size = 2.*to 6 or 8"):
         check_run(loaded, 2)
-    check_run(
-        run_file(LLAMA, parallelism__tp_size=2, data__max_length=7, parallelism__sequence_parallel=False), 2
-    )
+    check_run(run_file(LLAMA, parallelism__tp_size=2, data__max_length=7, parallelism__sequence_parallel=False), 2)
     check_run(run_file(LLAMA, parallelism__tp_size=2, data__max_length=8), 2)
 
 
 def test_uneven_layers() -> None:
     """A94: a layer of 5 features over 2 ranks; uneven rows of embedding and head are allowed, empty ones are not."""
-    uneven = refusal(
-        PLAIN, 2, model__kwargs={"width": 5}, parallelism__tp_plan={"blocks.*.narrow": "colwise"}
-    )
+    uneven = refusal(PLAIN, 2, model__kwargs={"width": 5}, parallelism__tp_plan={"blocks.*.narrow": "colwise"})
     assert "blocks.0.narrow has 5 output features, not divisible by tp_size = 2" in uneven
-    assert (
-        planned(PLAIN, 4, model__kwargs={"vocab": 13}, parallelism__tp_plan=PLAN).styles["head"]
-        == "vocabulary"
-    )
+    assert planned(PLAIN, 4, model__kwargs={"vocab": 13}, parallelism__tp_plan=PLAN).styles["head"] == "vocabulary"
     assert "leave one without" in refusal(PLAIN, 4, model__kwargs={"vocab": 6}, parallelism__tp_plan=PLAN)
 
 

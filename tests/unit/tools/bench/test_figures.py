@@ -75,9 +75,7 @@ def test_an_entry() -> None:
     communication = made["communication"]
     assert communication["exposed_seconds"] == pytest.approx(0.25)
     assert communication["by_axis"]["tp"]["all-gather"]["seconds"] == pytest.approx(0.3)
-    assert made["verdict"]["limit"] == "communication of tp" and made["verdict"]["share"] == pytest.approx(
-        0.5
-    )
+    assert made["verdict"]["limit"] == "communication of tp" and made["verdict"]["share"] == pytest.approx(0.5)
 
 
 def test_one_rank_that_sends_otherwise_is_seen() -> None:
@@ -102,8 +100,7 @@ def test_the_table() -> None:
     lines = lines_below(entries, [0.003, 0.004, 0.005, 0.004], {"flops": 1e11, "source": "a file"})
     assert "Measuring takes train 4 ms ±19% an update (n=4), 0.80% of the shortest step." in lines
     assert (
-        lines[-1].startswith("MFU counts the matrix products")
-        and "Peak 100.0 GFLOP/s a device: a file." in lines[-1]
+        lines[-1].startswith("MFU counts the matrix products") and "Peak 100.0 GFLOP/s a device: a file." in lines[-1]
     )
     assert "not known" in lines_below(entries, [0.004], None)[-1]
     assert any("all-gather over tp 300 ms an update, 250 ms of it exposed" in line for line in lines)

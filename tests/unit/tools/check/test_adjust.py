@@ -24,9 +24,7 @@ def _run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **overrides: Any) -> A
     return load_run_file("examples/tiny.yaml", {"data.cache_dir": str(tmp_path), **named}).run
 
 
-def test_tiny_example_is_checked_as_it_is_but_in_float64(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tiny_example_is_checked_as_it_is_but_in_float64(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = _run(tmp_path, monkeypatch)
     adjusted = adjust(run, dtype="fp64", data_ranks=2, device="cpu", updates=3)
     assert adjusted.lines == () and adjusted.changes == Changes() and adjusted.updates == 3
@@ -58,18 +56,14 @@ def test_one_microbatch_becomes_several(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_equal_rows_are_thinned_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of equal length would hide a mean of means; both sides then see the same fewer labels, and count them."""
-    (tmp_path / "long.jsonl").write_text(
-        json.dumps({"text": "x" * (24 * 17 - 1)})
-    )  # and one end-of-text: 24 full rows
+    (tmp_path / "long.jsonl").write_text(json.dumps({"text": "x" * (24 * 17 - 1)}))  # and one end-of-text: 24 full rows
     data = {"data__train": [str(tmp_path / "long.jsonl")], "data__max_length": 17}
     run = _run(tmp_path, monkeypatch, training__max_steps=2, **data)
     adjusted = adjust(run, dtype="fp64", data_ranks=2, device="cpu", updates=3)
     assert adjusted.updates == 2 and adjusted.changes.thin
     assert "2 updates only" in adjusted.lines[0]
     whole = CheckedRows(adjusted.run, adjusted.changes, data_rank=0, data_ranks=1).update(0)
-    parts = [
-        CheckedRows(adjusted.run, adjusted.changes, data_rank=d, data_ranks=2).update(0) for d in range(2)
-    ]
+    parts = [CheckedRows(adjusted.run, adjusted.changes, data_rank=d, data_ranks=2).update(0) for d in range(2)]
     counts = [int((m.labels != IGNORE).sum()) for m in whole.microbatches]
     assert whole.target_tokens == sum(counts) == parts[0].target_tokens == parts[1].target_tokens
     assert len(set(counts)) > 1
@@ -106,9 +100,7 @@ def test_a_shrunk_model_keeps_what_matters(family: str) -> None:
         big |= {"hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 16, "head_dim": 128}
         big |= {"num_key_value_heads": 4, "intermediate_size": 5632}
     kind = type(FAMILIES[family]())
-    config = kind(
-        **{**FAMILIES[family]().to_dict(), **big, **({"layer_types": None} if family != "gpt2" else {})}
-    )
+    config = kind(**{**FAMILIES[family]().to_dict(), **big, **({"layer_types": None} if family != "gpt2" else {})})
     before = config.to_dict()
     small = {**before, **shrunk_config(before)}
     for size in range(2, 9):
@@ -172,9 +164,7 @@ def test_a_model_too_large_is_shrunk_and_says_so(tmp_path: Path, monkeypatch: py
     adjusted = adjust(run, dtype="fp64", data_ranks=2, device="cpu", updates=3)
     assert adjusted.run.training.global_batch_size == 6 and adjusted.run.data.max_length == 96
     assert "Fewer and shorter rows (" in adjusted.lines[0]
-    assert (
-        "num_attention_heads 16 -> 8" in adjusted.lines[1] and "vocab_size 32001 -> 921" in adjusted.lines[1]
-    )
+    assert "num_attention_heads 16 -> 8" in adjusted.lines[1] and "vocab_size 32001 -> 921" in adjusted.lines[1]
     assert adjusted.changes.vocabulary == 921 == 840 + 32_001 % 840
     assert adjusted.run.model.config_overrides["num_hidden_layers"] == 4
 

@@ -104,10 +104,7 @@ def test_allowed_gradient_errors_never_break_the_bound_of_the_step(
 ) -> None:
     """torch's optimizers, fed with gradients off by as much as is allowed, stay within the derived bound, which is tight."""
     torch.manual_seed(1)
-    exact = [
-        torch.randn(400, dtype=torch.float64) * torch.logspace(-14, 0, 400, dtype=torch.float64)
-        for _ in range(3)
-    ]
+    exact = [torch.randn(400, dtype=torch.float64) * torch.logspace(-14, 0, 400, dtype=torch.float64) for _ in range(3)]
     start = torch.randn(400, dtype=torch.float64)
     reference = Record(tmp_path)
     written = notes(World.draw(optimizer=kind), momentum=momentum)
@@ -159,9 +156,7 @@ def test_tolerance_of_the_run_dtype_follows_its_formula() -> None:
 
 
 def test_faults_are_found_at_the_tolerance_of_bf16(tmp_path: Path) -> None:
-    tolerance = run_dtype_tolerance(
-        "bf16", "fp32", "fp32", blocks=4, microbatches=3, ranks=DATA_RANKS, tokens=30
-    )
+    tolerance = run_dtype_tolerance("bf16", "fp32", "fp32", blocks=4, microbatches=3, ranks=DATA_RANKS, tokens=30)
     assert judge(tmp_path / "right", Fault(), tolerance=tolerance) is None
     found = judge(
         tmp_path / "wrong",

@@ -33,9 +33,7 @@ NEAR = 1.03  # a factor that no fault produces
 
 def scaled(factor: float, only: Callable[[str], bool] = lambda name: True) -> Gradient:
     """The right gradient times `factor` in the parameters that `only` accepts."""
-    return lambda update, world: {
-        n: g * (factor if only(n) else 1.0) for n, g in world.gradient(update).items()
-    }
+    return lambda update, world: {n: g * (factor if only(n) else 1.0) for n, g in world.gradient(update).items()}
 
 
 def weighted(weight: Callable[[int], float]) -> Gradient:
@@ -86,11 +84,7 @@ CASES: dict[str, tuple[Fault, Fault]] = {
     ),
     "mean_of_rank_means": (
         Fault(gradient=weighted(lambda i: 1 / rank_count(i % DATA_RANKS) / DATA_RANKS)),
-        Fault(
-            gradient=weighted(
-                lambda i: (NEAR if i % DATA_RANKS else 1.0) / rank_count(i % DATA_RANKS) / DATA_RANKS
-            )
-        ),
+        Fault(gradient=weighted(lambda i: (NEAR if i % DATA_RANKS else 1.0) / rank_count(i % DATA_RANKS) / DATA_RANKS)),
     ),
     "last_microbatch_only": (
         Fault(gradient=weighted(lambda i: float(i >= len(COUNTS) - DATA_RANKS) / TOTAL)),
@@ -261,9 +255,7 @@ def test_only_a_tied_weight_differs(tmp_path: Path) -> None:
     assert found is not None and found.diagnosis.name == "tying_lost", found
     found = judge(tmp_path / "untied", Fault(gradient=one_use))
     assert found is not None and found.diagnosis.name != "tying_lost", found
-    found = judge(
-        tmp_path / "renamed", Fault(rename={"embed.weight": "head.weight", "head.weight": "lm"}), tied=tied
-    )
+    found = judge(tmp_path / "renamed", Fault(rename={"embed.weight": "head.weight", "head.weight": "lm"}), tied=tied)
     assert found is not None and found.diagnosis.name == "tying_lost", found
 
 

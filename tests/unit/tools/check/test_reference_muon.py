@@ -58,9 +58,7 @@ def test_allowed_gradient_errors_stay_within_the_bound(tmp_path: Path) -> None:
     record = Record(tmp_path)
     record.write_tensors(1, "grad", {"p": exact})
     record.write_tensors(1, "momentum_buffer", {"p": buffer})
-    allowance = ParameterAllowance(
-        notes(World.draw(optimizer="muon"), momentum=0.95), float64_tolerance(relative)
-    )
+    allowance = ParameterAllowance(notes(World.draw(optimizer="muon"), momentum=0.95), float64_tolerance(relative))
     largest = exact.abs().max().item()
     allowance.grow(record, 1, Scalars(1, 1.0, 1.0, 1.0, 1e-2), {"p": largest}, relative)
     allowed = allowance.allowed("p", right, 1)

@@ -67,9 +67,7 @@ def test_link(ranks: int) -> None:
     """Exactly, from a gather and a reduction of several sizes; where latency cannot be told, it is never negative."""
     found = fit_link(transfers(3e-4, 2e-9, ranks))
     assert found.alpha == pytest.approx(3e-4) and found.beta == pytest.approx(2e-9)
-    noisy = fit_link(
-        [Transfer("all-gather", 1, 1e3, 2000, 1e-6), Transfer("all-gather", 1, 1e6, 2000000, 2e-3)]
-    )
+    noisy = fit_link([Transfer("all-gather", 1, 1e3, 2000, 1e-6), Transfer("all-gather", 1, 1e6, 2000000, 2e-3)])
     assert noisy.alpha > 0 and noisy.beta > 0
     assert Link(1.0, 0.5).bandwidth == 2.0
 

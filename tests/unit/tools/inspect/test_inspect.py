@@ -24,13 +24,13 @@ from shardwright.tools.inspect.batches import measure
 from shardwright.tools.inspect.show import attended_length, bins
 from shardwright.tools.inspect.verb import run_inspect
 
-TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}<eos>{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}<eos>{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+)
 
 
 def talk(question: str, answer: str, **more: Any) -> dict[str, Any]:
-    return {
-        "messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer} | more]
-    }
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer} | more]}
 
 
 def loaded(directory: Path, records: list[dict[str, Any]], **changes: Any) -> Loaded:
@@ -174,7 +174,5 @@ def test_the_verb_needs_no_torch_when_the_tokens_are_in_the_cache(tmp_path: Path
         "print([name for name in ('torch', 'transformers', 'datasets') if name in sys.modules])"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "run.yaml")]
-    done = subprocess.run(
-        command, env=environment(), capture_output=True, text=True, timeout=LIMIT, check=True
-    )
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=LIMIT, check=True)
     assert done.stdout.splitlines()[-1] == "[]" and "u:hi<eos>a:[+yes<eos>+]" in done.stdout

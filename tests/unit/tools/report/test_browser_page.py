@@ -49,9 +49,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Pages of one pipeline run, of two runs with long names, and of a bench."""
     root = tmp_path_factory.mktemp("report")
     one = write_run(root / "a", updates=40, parallelism__pp_size=2)
-    other = write_run(
-        root / "a-second-run-whose-name-is-long", updates=30, parallelism__data_parallel="zero3"
-    )
+    other = write_run(root / "a-second-run-whose-name-is-long", updates=30, parallelism__data_parallel="zero3")
     made = {"one": [one], "two": [one, other], "bench": [write_bench(root / "b")]}
     for name, paths in made.items():
         run_report(paths, root / f"{name}.html", None, lambda text: None)

@@ -176,9 +176,7 @@ def test_a_page_of_one_run(tmp_path: Path) -> None:
     steps = figure(page, "step-time-0")
     assert "p50 1.06 s" in steps and "max 1.11 s over 10 updates" in steps and "first 2 of 12" in steps
     assert "n/a</b>one layout alone" in figure(page, "layouts-speed")
-    assert "MFU 30.0%." in figure(page, "utilisation-mfu") and "HFU adds what is" in figure(
-        page, "utilisation-mfu"
-    )
+    assert "MFU 30.0%." in figure(page, "utilisation-mfu") and "HFU adds what is" in figure(page, "utilisation-mfu")
     exposed = figure(page, "utilisation-exposed")
     # a fifth of the profiled update of 1.03 s, as seconds of the usual 1.065 s
     assert "224 ms (21%)" in exposed and "dp_shard 213 ms" in exposed and "all ranks 11 ms" in exposed
@@ -268,8 +266,7 @@ def test_what_bench_wrote(tmp_path: Path) -> None:
     predicted = figure(page, "predicted-0")
     rows = re.findall(r"<tr><th scope=\"row\">(.*?)</th>(.*?)</tr>", predicted)
     ratios = {
-        (name, re.findall(r">([^<]+)</td>", cells)[0]): re.findall(r">([^<]+)</td>", cells)[3]
-        for name, cells in rows
+        (name, re.findall(r">([^<]+)</td>", cells)[0]): re.findall(r">([^<]+)</td>", cells)[3] for name, cells in rows
     }
     assert ratios[("zero1", "memory")] == "0.900" and ratios[("zero1", "traffic")] == "1.250"
     assert ratios[("zero1", "time")] == "1.100" and ratios[("pp2", "time")] == "n/a"

@@ -148,15 +148,11 @@ def test_what_people_write_is_escaped() -> None:
 
 @pytest.mark.parametrize("width", [760.0, 320.0])
 def test_lines_stand_where_their_values_are(width: float) -> None:
-    root = drawn(
-        lines(NAMED, width, [[1, 2, 3]], [Series("run", "c0 d0", [2.0, None, 4.0])], plain, "update")
-    )
+    root = drawn(lines(NAMED, width, [[1, 2, 3]], [Series("run", "c0 d0", [2.0, None, 4.0])], plain, "update"))
     assert root.get("aria-labelledby") == "one-title one-desc" and root.get("role") == "img"
     assert [root[0].text, root[1].text] == ["A title", "What <can> be seen & read"]
     (path,) = of_class(root, "line")
-    (x0, y0), (x2, y2) = [
-        tuple(map(float, pair)) for pair in re.findall(r"M([\d.]+) ([\d.]+)", path.attrib["d"])
-    ]
+    (x0, y0), (x2, y2) = [tuple(map(float, pair)) for pair in re.findall(r"M([\d.]+) ([\d.]+)", path.attrib["d"])]
     labels = {one.text: at(one, "y") - 4 for one in of_class(root, "tick") if one.get("text-anchor") == "end"}
     # tolerance: a chart is drawn in tenths of a pixel
     assert (y0, y2) == pytest.approx((labels["2"], labels["4"]), abs=0.1) and y0 > y2
@@ -182,9 +178,7 @@ def test_the_peak_is_marked_at_the_fullest_moment() -> None:
     ]
     root = drawn(stacked(NAMED, 760, series, plain, "moments", peak="peak 13", moments=["w", "x", "y", "z"]))
     (dot,) = of_class(root, "dot")
-    left, right = (
-        float(v) for v in re.findall(r"[MH]([\d.]+)", of_class(root, "band")[0].attrib["d"])[0:4:3]
-    )
+    left, right = (float(v) for v in re.findall(r"[MH]([\d.]+)", of_class(root, "band")[0].attrib["d"])[0:4:3])
     assert dot[0].text == "x"
     # tolerance: a chart is drawn in tenths of a pixel
     assert at(dot, "cx") == pytest.approx(left + (760 - 12 - left) * 1.5 / 4, abs=0.2) and right > left
@@ -200,12 +194,8 @@ def test_bars_are_as_long_as_their_parts() -> None:
     per_unit = at(third, "width") / 80
     # tolerance: a chart is drawn in tenths of a pixel
     assert at(first, "width") / per_unit == pytest.approx(30, abs=0.05)
-    assert at(second, "x") == pytest.approx(
-        at(first, "x") + at(first, "width"), abs=0.11
-    )  # tolerance: two of them
-    low, high = map(
-        float, re.match(r"M([\d.]+) .*H([\d.]+)m", of_class(root, "whisker")[0].attrib["d"]).groups()
-    )  # type: ignore[union-attr]
+    assert at(second, "x") == pytest.approx(at(first, "x") + at(first, "width"), abs=0.11)  # tolerance: two of them
+    low, high = map(float, re.match(r"M([\d.]+) .*H([\d.]+)m", of_class(root, "whisker")[0].attrib["d"]).groups())  # type: ignore[union-attr]
     # tolerance: a chart is drawn in tenths of a pixel
     assert (high - low) / per_unit == pytest.approx(20, abs=0.05)
     assert [one.text for one in of_class(root, "value")] == ["40", "80"]
@@ -225,9 +215,7 @@ def test_a_schedule_stands_where_it_was_played() -> None:
     ]
     unit = (760 - 12 - at(rects[0], "x")) / 12
     # tolerance: a chart is drawn in tenths of a pixel
-    assert [(at(rect, "x") - at(rects[0], "x")) / unit for rect in rects] == pytest.approx(
-        [0, 2, 4, 8], abs=0.01
-    )
+    assert [(at(rect, "x") - at(rects[0], "x")) / unit for rect in rects] == pytest.approx([0, 2, 4, 8], abs=0.01)
     # tolerance: a chart is drawn in tenths of a pixel
     assert [(at(rect, "width") + 0.6) / unit for rect in rects] == pytest.approx([2, 2, 4, 4], abs=0.01)
     assert at(rects[0], "y") == at(rects[3], "y") < at(rects[1], "y") == at(rects[2], "y")
@@ -235,9 +223,7 @@ def test_a_schedule_stands_where_it_was_played() -> None:
 
 @pytest.mark.parametrize("width", [760.0, 320.0])
 def test_ratios_are_seen_from_one(width: float) -> None:
-    root = drawn(
-        ratios(NAMED, width, [("a, memory", "q0", 1.2), ("a, time", "q2", 0.8), ("b", "q1", 1.0)], 0.1)
-    )
+    root = drawn(ratios(NAMED, width, [("a, memory", "q0", 1.2), ("a, time", "q2", 0.8), ("b", "q1", 1.0)], 0.1))
     one = at(of_class(root, "one")[0], "x1")
     above, below, exact = (at(point, "cx") - one for point in of_class(root, "point"))
     # tolerance: a chart is drawn in tenths of a pixel

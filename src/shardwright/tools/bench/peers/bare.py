@@ -33,9 +33,7 @@ def make(run: RunFile, kind: str, model: nn.Module, device: torch.device) -> Upd
         mesh = make_mesh(Axes(dp_shard=ranks), device)["dp_shard"]
         policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=DTYPES[run.precision.reduce_dtype])
         for name in find_parts(model).blocks:
-            fully_shard(
-                model.get_submodule(name), mesh=mesh, reshard_after_forward=kind == "zero3", mp_policy=policy
-            )
+            fully_shard(model.get_submodule(name), mesh=mesh, reshard_after_forward=kind == "zero3", mp_policy=policy)
         fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
     optimizer = make_adamw(run, runner)
 
