@@ -1,17 +1,20 @@
-"""The verbs: what they take and what they print. Work is done elsewhere and imported when a verb runs."""
+"""The command line: the options of each verb. A verb imports what it needs when it runs, so that `plan` never loads torch."""
 
 from __future__ import annotations
 
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from shardwright import __version__
 from shardwright.errors import ConfigError, ExitCode, ModelError, ShardwrightError
 from shardwright.launch.output import keep_going_without_output
+
+if TYPE_CHECKING:
+    from shardwright.config import Loaded
 
 app = typer.Typer(
     name="shardwright",
@@ -24,7 +27,14 @@ _OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 _EPILOG = "Every key of the run file can be set on the command line: --section.key value."
 
 RunFilePath = Annotated[Path, typer.Argument(help="The run file (YAML)", show_default=False)]
-Processes = Annotated[int, typer.Option(help="Ranks on this machine", min=1)]
+Processes = Annotated[int, typer.Option(help="Number of ranks on this machine", min=1)]
+
+
+def _load(run_file: Path, arguments: list[str]) -> Loaded:
+    """The run file with the overrides of the command line."""
+    from shardwright.config import load_run_file, parse_overrides
+
+    return load_run_file(run_file, parse_overrides(arguments))
 
 
 @app.command(context_settings=_OVERRIDES, epilog=_EPILOG)
@@ -32,25 +42,27 @@ def train(
     context: typer.Context,
     run_file: RunFilePath,
     nproc_per_node: Annotated[
-        str, typer.Option(help="Ranks on this machine; 2:4 is as many of 4, 3, 2 as can go on after failures")
+        str,
+        typer.Option(
+            help="Ranks on this machine. 2:4 starts 4 and goes on with 3 or 2 when ranks keep failing (needs --max-restarts)"
+        ),
     ] = "1",
     max_restarts: Annotated[
         int,
-        typer.Option(help="How often ranks that failed start again from the newest good checkpoint", min=0),
+        typer.Option(help="How many times to restart failed ranks, each time from the newest valid checkpoint", min=0),
     ] = 0,
     until_eval_loss: Annotated[
-        float | None, typer.Option(help="Stop at this evaluation loss and say how long it took")
+        float | None,
+        typer.Option(help="Stop when the evaluation loss reaches this value, and print the time that training took"),
     ] = None,
     print_config: Annotated[
-        bool, typer.Option(help="Print the resolved run file with the origin of every value, and stop")
+        bool, typer.Option(help="Print every value of the run file and where the value comes from, then exit")
     ] = False,
 ) -> None:
-    """Train: local ranks from one command, or as a rank under torchrun or Slurm."""
-    from shardwright.config import load_run_file, parse_overrides
-
+    """Train. Starts the ranks of this machine itself, or runs as one rank under torchrun or Slurm."""
     least, most = _ranks(nproc_per_node)
     reach = [] if until_eval_loss is None else [f"--training.until_eval_loss={until_eval_loss}"]
-    loaded = load_run_file(run_file, parse_overrides([*context.args, *reach]))
+    loaded = _load(run_file, [*context.args, *reach])
     if print_config:
         typer.echo(loaded.to_yaml(origins=True), nl=False)
         return
@@ -59,20 +71,20 @@ def train(
     if least < most and not max_restarts:
         raise ConfigError(
             f"--nproc-per-node {nproc_per_node} without --max-restarts.",
-            "Fewer ranks go on only when failed ones are started again.",
+            "A run goes on with fewer ranks only after a restart.",
             "Add --max-restarts N.",
         )
     raise typer.Exit(start_training(loaded, most, least, max_restarts))
 
 
 def _ranks(text: str) -> tuple[int, int]:
-    """(fewest, most) of `4` or `2:4`."""
+    """The fewest and the most ranks that `4` or `2:4` allows."""
     parts = text.split(":")
     if len(parts) > 2 or not all(part.isdecimal() and int(part) for part in parts) or int(parts[0]) > int(parts[-1]):
         raise ConfigError(
-            f"--nproc-per-node {text} is no number of ranks greater than or equal to 1.",
+            f"--nproc-per-node {text} is not a number of ranks.",
             "",
-            "Write 4, or 2:4 for 2 to 4.",
+            "Write one number such as 4, or a range such as 2:4.",
         )
     return int(parts[0]), int(parts[-1])
 
@@ -82,19 +94,23 @@ def check(
     context: typer.Context,
     run_file: RunFilePath,
     layouts: Annotated[
-        str, typer.Option(help="Names joined by commas: ddp, zero1, zero2, zero3, hsdp2, or all")
+        str,
+        typer.Option(
+            help="Layouts to check, separated by commas: ddp, zero1, zero2, zero3, hsdp2, tp2, pp2, cp2, zero3+tp2, or all"
+        ),
     ] = "all",
     nproc_per_node: Processes = 2,
     dtype: Annotated[
-        str, typer.Option(help="fp64: prove it. run: the run file's own dtypes, wider tolerances")
+        str,
+        typer.Option(
+            help="fp64: compare in float64. run: compare in the dtypes of the run file, with wider tolerances"
+        ),
     ] = "fp64",
-    updates: Annotated[int, typer.Option(help="Updates to compare", min=1)] = 3,
+    updates: Annotated[int, typer.Option(help="Number of updates to compare", min=1)] = 3,
     plant: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:
-    """Check that layouts train the same objective as one process; exit 3 when one does not."""
-    from shardwright.config import load_run_file, parse_overrides
-
-    loaded = load_run_file(run_file, parse_overrides(context.args))
+    """Check that each layout trains the same objective as one process. Exits with 3 when a layout does not."""
+    loaded = _load(run_file, context.args)
     from shardwright.tools.check.verb import run_check
 
     raise typer.Exit(run_check(loaded, layouts, nproc_per_node, dtype=dtype, updates=updates, plant=plant))
@@ -103,33 +119,55 @@ def check(
 @app.command(context_settings=_OVERRIDES, epilog=_EPILOG)
 def plan(
     context: typer.Context,
-    run_file: Annotated[Path | None, typer.Argument(help="The run file; or give --model and the sizes")] = None,
-    model: Annotated[str | None, typer.Option(help="config.json, its directory, or a known name (llama-3-8b)")] = None,
-    layers: Annotated[int | None, typer.Option(help="A generic model: with --hidden --heads --vocab")] = None,
-    hidden: int | None = None,
-    heads: int | None = None,
-    kv_heads: int | None = None,
-    ffn: int | None = None,
-    vocab: int | None = None,
-    gated: Annotated[bool, typer.Option(help="Feed-forward with a gate")] = True,
-    devices: Annotated[int | None, typer.Option(help="How many devices")] = None,
-    device: Annotated[str | None, typer.Option(help="A name of the catalogue, or a YAML file of your own")] = None,
-    max_length: Annotated[int | None, typer.Option(help="Tokens of a row")] = None,
-    global_batch_size: Annotated[int | None, typer.Option(help="Rows of an update")] = None,
-    document_length: Annotated[
-        float | None, typer.Option(help="Packed rows: mean length of documents, weighted by their tokens")
+    run_file: Annotated[
+        Path | None, typer.Argument(help="The run file. Without a run file, give --model or the sizes of a model")
     ] = None,
-    tokens: Annotated[float | None, typer.Option(help="Tokens to train on: gives days")] = None,
-    param_dtype: str | None = None,
-    reduce_dtype: str | None = None,
-    master_dtype: str | None = None,
-    compiled: Annotated[bool, typer.Option(help="Blocks are compiled")] = False,
-    offload: Annotated[bool, typer.Option(help="Consider state on the host too")] = False,
-    explain: Annotated[str | None, typer.Option(help="A field's arithmetic, `all`, or `examples`")] = None,
-    compare: Annotated[tuple[str, str] | None, typer.Option(help="Two layouts, for example zero3 zero3+tp2")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="The answer as JSON")] = False,
+    model: Annotated[
+        str | None, typer.Option(help="A config.json, the directory that holds it, or a known model such as llama-3-8b")
+    ] = None,
+    layers: Annotated[
+        int | None,
+        typer.Option(help="Number of blocks, for a model given by its sizes (with --hidden, --heads, --vocab)"),
+    ] = None,
+    hidden: Annotated[int | None, typer.Option(help="Width of the model")] = None,
+    heads: Annotated[int | None, typer.Option(help="Query heads of a block")] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="Key and value heads of a block; default: --heads")] = None,
+    ffn: Annotated[int | None, typer.Option(help="Width of the feed-forward layer; default: from --hidden")] = None,
+    vocab: Annotated[int | None, typer.Option(help="Entries of the vocabulary")] = None,
+    gated: Annotated[bool, typer.Option(help="The feed-forward layer has a gate (three matrices, as in Llama)")] = True,
+    devices: Annotated[int | None, typer.Option(help="Number of devices")] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(help="A known device such as h100-sxm-80gb, or a hardware file (YAML), for example from doctor"),
+    ] = None,
+    max_length: Annotated[int | None, typer.Option(help="Length of a row, in tokens")] = None,
+    global_batch_size: Annotated[int | None, typer.Option(help="Rows per update, over all ranks")] = None,
+    document_length: Annotated[
+        float | None,
+        typer.Option(help="For packed rows: mean length of a document in tokens, each document weighted by its length"),
+    ] = None,
+    tokens: Annotated[
+        float | None, typer.Option(help="Tokens of the whole run; the answer then includes the duration in days")
+    ] = None,
+    param_dtype: Annotated[str | None, typer.Option(help="fp32 or bf16: dtype of forward and backward")] = None,
+    reduce_dtype: Annotated[str | None, typer.Option(help="Dtype in which gradients are reduced")] = None,
+    master_dtype: Annotated[str | None, typer.Option(help="Dtype of stored weights and optimizer states")] = None,
+    compiled: Annotated[bool, typer.Option(help="Assume that each block is compiled (torch.compile)")] = False,
+    offload: Annotated[
+        bool, typer.Option(help="Also consider layouts that keep optimizer states and weights in host memory")
+    ] = False,
+    explain: Annotated[
+        str | None,
+        typer.Option(
+            help="Show the arithmetic behind one field of the answer, or behind `all` fields; `examples`: worked examples"
+        ),
+    ] = None,
+    compare: Annotated[
+        tuple[str, str] | None, typer.Option(help="Compare two layouts, for example zero3 zero3+tp2")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON")] = False,
 ) -> None:
-    """Plan: which layouts fit, what each costs, which to test first; exit 4 when nothing fits."""
+    """Plan: list the layouts that fit in memory, the fastest first, without a GPU. Exits with 4 when no layout fits."""
     from shardwright.planner.verb import Request, run_plan
 
     request = Request(
@@ -142,7 +180,7 @@ def plan(
 
 
 def _inventory(section: dict[str, Any]) -> dict[str, Any]:
-    """What the model of a `model` section is made of, from a meta build in a process of its own."""
+    """The parameters and products of the model of a `model` section. A process of its own builds it: plan loads no torch."""
     from shardwright.launch.module import output_of
 
     purpose = f"Building `{section['model_name_or_path']}` to count its parameters"
@@ -157,22 +195,31 @@ def _inventory(section: dict[str, Any]) -> dict[str, Any]:
 def bench(
     context: typer.Context,
     run_file: RunFilePath,
-    layouts: Annotated[str, typer.Option(help="Names joined by commas, as for check; or all")] = (
+    layouts: Annotated[str, typer.Option(help="Layouts to measure, separated by commas, as for check; or all")] = (
         "ddp,zero1,zero2,zero3"
     ),
     nproc_per_node: Processes = 2,
-    vs: Annotated[str, typer.Option(help="peers: other programs for the same rows, where installed")] = "",
-    updates: Annotated[int, typer.Option(help="Updates to time", min=2)] = 12,
-    warmup: Annotated[int, typer.Option(help="Updates before that are told apart", min=1)] = 3,
+    vs: Annotated[
+        str,
+        typer.Option(
+            help="peers: also measure the other programs that are installed (DeepSpeed, Accelerate, ...) on the same rows"
+        ),
+    ] = "",
+    updates: Annotated[int, typer.Option(help="Number of updates to time", min=2)] = 12,
+    warmup: Annotated[int, typer.Option(help="Warm-up updates, reported separately", min=1)] = 3,
     device: Annotated[
-        str | None, typer.Option(help="Predicts step times: the hardware file of doctor, or a known device")
+        str | None,
+        typer.Option(help="Also predict step times, for a known device or a hardware file that doctor has written"),
     ] = None,
-    trace: Annotated[Path | None, typer.Option(help="Keep the trace of each layout and rank here")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Directory that keeps the profiler trace of each layout and rank")
+    ] = None,
 ) -> None:
-    """Bench: speed, memory and communication of layouts side by side, beside what was planned; exit 3 as check."""
-    from shardwright.config import load_run_file, parse_overrides
+    """Bench: measure speed, memory and communication of layouts, beside the predictions.
 
-    loaded = load_run_file(run_file, parse_overrides(context.args))
+    Each layout is checked first; exits with 3 as check does.
+    """
+    loaded = _load(run_file, context.args)
     from shardwright.tools.bench.verb import Request, run_bench
 
     request = Request(nproc_per_node, layouts, vs, updates, warmup, device, trace)
@@ -186,17 +233,21 @@ def drill(
     nproc_per_node: Processes = 2,
     trials: Annotated[
         str,
-        typer.Option(help="kill, save, async, signal, write, hang, damage, reshard, joined by commas, or all"),
+        typer.Option(
+            help="Faults to inject, separated by commas: kill, save, async, signal, write, hang, damage, reshard; or all"
+        ),
     ] = "all",
-    soak: Annotated[int, typer.Option(help="Instead: so many random kills of ranks and launchers", min=0)] = 0,
-    updates: Annotated[int, typer.Option(help="Updates of the run that is broken", min=16)] = 40,
-    seed: Annotated[int, typer.Option(help="Of moments and ranks: the same seed strikes the same ones")] = 0,
-    keep: Annotated[bool, typer.Option("--keep", help="Keep the drill's runs also when all is well")] = False,
+    soak: Annotated[
+        int, typer.Option(help="Inject this number of random kills of ranks and launchers instead of the trials", min=0)
+    ] = 0,
+    updates: Annotated[int, typer.Option(help="Length of the run that the faults interrupt, in updates", min=16)] = 40,
+    seed: Annotated[int, typer.Option(help="Seed for which ranks fail, and when")] = 0,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Keep the directories of the runs even when every trial passes")
+    ] = False,
 ) -> None:
-    """Drill: break the run on purpose, let it go on, compare with one that was left alone; exit 3 on a difference."""
-    from shardwright.config import load_run_file, parse_overrides
-
-    loaded = load_run_file(run_file, parse_overrides(context.args))
+    """Drill: inject faults into a run, resume it, and compare it with an undisturbed run. Exits with 3 on a difference."""
+    loaded = _load(run_file, context.args)
     from shardwright.tools.drill.verb import Plan, parse_trials, run_drill
 
     plan = Plan(nproc_per_node, parse_trials(trials), seed, soak, updates, keep)
@@ -207,34 +258,37 @@ def drill(
 def inspect(
     context: typer.Context,
     run_file: RunFilePath,
-    samples: Annotated[int, typer.Option(help="Rows to show, in the order of training", min=0)] = 3,
-    row: Annotated[int | None, typer.Option(help="Show this row only")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="The report as JSON")] = False,
+    samples: Annotated[int, typer.Option(help="Number of rows to show, in the order of training", min=0)] = 3,
+    row: Annotated[int | None, typer.Option(help="Show only the row with this number")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON")] = False,
 ) -> None:
-    """Inspect: what the model sees (trained, given, padding), lengths, and what each way of batching costs."""
+    """Inspect: show rows as the model sees them (trained tokens, context, padding), and the cost of each kind of batching."""
     from rich.console import Console
 
-    from shardwright.config import load_run_file, parse_overrides
     from shardwright.tools.inspect.verb import run_inspect
 
-    loaded = load_run_file(run_file, parse_overrides(context.args))
+    loaded = _load(run_file, context.args)
     raise typer.Exit(run_inspect(loaded, Console(), samples=samples, row=row, as_json=as_json))
 
 
 @app.command()
 def report(
     directories: Annotated[
-        list[Path], typer.Argument(help="What runs (output_dir) or bench have left", show_default=False)
+        list[Path],
+        typer.Argument(help="Output directories of runs (checkpoint.output_dir) or of bench", show_default=False),
     ],
     output: Annotated[
-        Path | None, typer.Option(help="The page; default report.html in the directory, or here for several")
+        Path | None,
+        typer.Option(
+            help="File to write. Default: report.html in the directory, or in the current directory when there are several"
+        ),
     ] = None,
     device: Annotated[
         str | None,
-        typer.Option(help="For predicted times: a name of the catalogue, or a YAML file of your own"),
+        typer.Option(help="Also predict step times, for a known device or a hardware file that doctor has written"),
     ] = None,
 ) -> None:
-    """Report: one self-contained HTML page about runs and measured layouts."""
+    """Report: write one self-contained HTML page about runs and measured layouts."""
     from shardwright.tools.report.verb import run_report
 
     raise typer.Exit(run_report(directories, output, device, typer.echo, _inventory))
@@ -243,10 +297,13 @@ def report(
 @app.command()
 def doctor(
     nproc_per_node: Processes = 2,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
-    output: Annotated[Path, typer.Option(help="The hardware file that is written")] = Path("hardware.yaml"),
+    device: Annotated[str, typer.Option(help="Devices to measure: auto, cpu or cuda")] = "auto",
+    output: Annotated[Path, typer.Option(help="Hardware file to write")] = Path("hardware.yaml"),
 ) -> None:
-    """Doctor: is this machine sane, and what does it reach? Writes a hardware file for plan and bench; exit 1 on a failure."""
+    """Doctor: test the devices and collectives of this machine, and measure their speed for plan and bench.
+
+    Exits with 1 on a failure.
+    """
     from shardwright.tools.doctor.verb import run_doctor
 
     raise typer.Exit(run_doctor(nproc_per_node, device, output))
@@ -268,7 +325,7 @@ def _options(version: Annotated[bool, typer.Option("--version", help="Print the 
 
 
 def main() -> None:
-    """The console script. Errors made for a person are printed without a traceback; the exit code says which kind."""
+    """The console script. A `ShardwrightError` is printed without a traceback, and sets the exit code."""
     keep_going_without_output()
     try:
         app()
