@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shardwright.arch.directory import FOREIGN_WEIGHTS, matching
+from shardwright.arch.model_files import FOREIGN_WEIGHTS, matching
 from shardwright.errors import ModelError
 from shardwright.models.initialization import Recipe, Whole, modules_above
 from shardwright.models.tensor_tracing import Box, Origin, Stored

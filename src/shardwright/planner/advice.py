@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardwright.arch.inventory import counts
+from shardwright.arch.parameters import counts
 from shardwright.planner.catalogue import CATALOGUE
 from shardwright.planner.host import host_bytes
 from shardwright.planner.job import DTYPE_BYTES, Job, Layout

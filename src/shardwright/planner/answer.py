@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardwright.arch.flops import model_flops, recompute_flops, utilisation
-from shardwright.arch.inventory import counts
+from shardwright.arch.parameters import counts
 from shardwright.planner.advice import (
     PATHS,
     first_to_test,
