@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.checkpoint.parts import Box, Held, held_parts, local_part
-from shardwright.models.weights import DTYPES
+from shardwright.models.safetensors_io import DTYPES
 
 
 def whole_on_first_rank(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
