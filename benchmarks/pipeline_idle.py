@@ -37,7 +37,7 @@ def worker(task: dict[str, Any]) -> None:
     scaffold.rank_of_task(task)
     import torch.distributed as dist
 
-    from shardwright.parallel import pipeline
+    from shardwright.parallel.pipeline import schedule_runner as pipeline
 
     ranks = task["ranks"]
     spent: dict[tuple[int, str], list[float]] = defaultdict(list)

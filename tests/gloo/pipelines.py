@@ -16,7 +16,7 @@ from tests.gloo.ranks import run_ranks
 from torch import Tensor
 
 from shardwright.config.load import Loaded
-from shardwright.parallel import pipeline
+from shardwright.parallel.pipeline import schedule_runner as pipeline
 from shardwright.tools.check.gather import whole_on_first_rank
 from shardwright.train.update import Engine
 
