@@ -44,7 +44,8 @@ COUNTS = (1, 2, 3, 4, 6, 8, 16, 24, 32, 64, 128)
 RUN_FILE = """\
 model: {{model_name_or_path: {model}, init: random}}
 data: {{train: [none.jsonl], max_length: {length}, batching: {batching}}}
-training: {{max_steps: 10, learning_rate: 1e-4, global_batch_size: {rows}, per_device_train_batch_size: 1, optimizer: {optimizer}}}
+training: {{max_steps: 10, learning_rate: 1e-4, global_batch_size: {rows}, per_device_train_batch_size: 1,
+  optimizer: {optimizer}}}
 precision: {{param_dtype: {param}, reduce_dtype: {reduce}, master_dtype: {master}}}
 memory: {{compile: {compiled}, loss_chunk_tokens: {chunk}, cpu_offload: {offload}}}
 hardware: {{device: {kind}}}
