@@ -83,7 +83,8 @@ def _head(a: Answer) -> Iterator[str]:
     packed = f" in documents of {problem.attended:,.0f} tokens" if problem.document_length else ""
     yield (
         f"One update: {problem.global_batch_size:,} rows of {problem.max_length:,} tokens{packed}; "
-        f"{problem.param_dtype} compute, {problem.reduce_dtype} gradient reduction, {problem.master_dtype} weights, optimizer {problem.optimizer}"
+        f"{problem.param_dtype} compute, {problem.reduce_dtype} gradient reduction, "
+        f"{problem.master_dtype} weights, optimizer {problem.optimizer}"
     )
     yield f"{a.considered:,} legal layouts searched"
     yield ""
@@ -118,7 +119,7 @@ def _refused(a: Answer) -> Iterator[str]:
     shown = a.refused[:MOST_REFUSED]
     for r in shown:
         name = f"{r.family:<{max(len(each.family) for each in shown) + 2}}"
-        yield f"  {name}{gib(r.device_bytes):>12}, most of all {r.mostly}" + (f"  -> {r.change}" if r.change else "")
+        yield f"  {name}{gib(r.device_bytes):>12}, mostly {r.mostly}" + (f"  -> {r.change}" if r.change else "")
     if len(a.refused) > MOST_REFUSED:
         yield f"  and {len(a.refused) - MOST_REFUSED} more (--json lists all)"
     if a.illegal:
