@@ -22,7 +22,7 @@ from torch import Tensor
 
 from shardwright.checkpoint.parts import Box, Held, byte_view, local_part, pieces, rows_of
 from shardwright.errors import CheckpointError, DamagedCheckpointError
-from shardwright.models.weights import DTYPES
+from shardwright.models.torch_dtypes import SAFETENSORS_DTYPES
 
 MANIFEST, CONFIG, TENSORS, INDEX = "manifest.json", "config.yaml", "tensors", "index.json"
 _FILE = re.compile(r"rank-\d{5,}\.safetensors")
@@ -84,7 +84,7 @@ def write_text(path: Path, text: str) -> dict[str, Any]:
 
 def file_order(parts: Sequence[Held]) -> list[Held]:
     """The order of parts in a file: the widest dtype first, so that each begins at a multiple of its element's size."""
-    return sorted(parts, key=lambda held: -DTYPES[held.dtype].itemsize)
+    return sorted(parts, key=lambda held: -SAFETENSORS_DTYPES[held.dtype].itemsize)
 
 
 def _name(held: Held) -> str:
@@ -219,7 +219,7 @@ def _stored(key: str, entry: dict[str, Any]) -> Stored:
             raise ValueError(f"checksums of {key}")
     if sum(part.box.elements for part in parts) != Box(shape, shape).elements:
         raise ValueError(f"the parts of {key} are not all of it")
-    return Stored(DTYPES[entry["dtype"]], shape, tuple(parts))
+    return Stored(SAFETENSORS_DTYPES[entry["dtype"]], shape, tuple(parts))
 
 
 def read_piece(descriptor: int, path: Path, offset: int, into: memoryview, right: str, key: str) -> None:

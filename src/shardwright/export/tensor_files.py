@@ -15,9 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.models.weights import DTYPES
-
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+from shardwright.models.torch_dtypes import SAFETENSORS_CODES
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,7 @@ def header(file: TensorFile, tensors: Mapping[str, Tensor]) -> bytes:
         tensor = tensors[name]
         end = offset + tensor.numel() * tensor.element_size()
         entries[name] = {
-            "dtype": DTYPE_NAMES[tensor.dtype],
+            "dtype": SAFETENSORS_CODES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [offset, end],
         }

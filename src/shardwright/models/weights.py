@@ -23,15 +23,10 @@ from shardwright.arch.directory import FOREIGN_WEIGHTS, matching
 from shardwright.errors import ModelError
 from shardwright.models.initialization import Recipe, Whole, modules_above
 from shardwright.models.tensor_tracing import Box, Origin, Stored
+from shardwright.models.torch_dtypes import SAFETENSORS_DTYPES
 
 BUFFER_BYTES = 8 * 2**20
 MAX_HEADER_BYTES = 100_000_000
-
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
-    "BOOL": torch.bool,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -193,13 +188,13 @@ def _read_header(file: Path) -> dict[str, Entry]:
     for name, value in header.items():
         if name == "__metadata__":
             continue
-        if value["dtype"] not in DTYPES:
+        if value["dtype"] not in SAFETENSORS_DTYPES:
             raise ModelError(
                 f"{file}: {name} is stored as {value['dtype']}.",
-                f"Only {', '.join(DTYPES)} can be read.",
+                f"Only {', '.join(SAFETENSORS_DTYPES)} can be read.",
                 "Convert the weights to bf16 or fp32 first.",
             )
-        dtype, (begin, end) = DTYPES[value["dtype"]], value["data_offsets"]
+        dtype, (begin, end) = SAFETENSORS_DTYPES[value["dtype"]], value["data_offsets"]
         if end - begin != prod(value["shape"]) * dtype.itemsize or 8 + length + end > size:
             raise ModelError(f"{file} is cut off or damaged: {name} does not fit in it.", "", "Copy it again.")
         entries[name] = Entry(file, dtype, tuple(value["shape"]), 8 + length + begin)

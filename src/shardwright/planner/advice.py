@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardwright.arch.inventory import counts
+from shardwright.dtypes import DTYPE_BYTES
 from shardwright.planner.catalogue import CATALOGUE
 from shardwright.planner.host import host_bytes
-from shardwright.planner.job import DTYPE_BYTES, Job, Layout
+from shardwright.planner.job import Job, Layout
 from shardwright.planner.search import Choice, Found, Search, complexity
 from shardwright.planner.space import shells
 from shardwright.units import format_bytes_binary, format_seconds

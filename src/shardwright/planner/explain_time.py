@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from shardwright.arch.inventory import counts, matmuls
-from shardwright.planner.job import DTYPE_BYTES
+from shardwright.dtypes import DTYPE_BYTES
 from shardwright.planner.kernels import attention_flops, attention_seconds, matmul_seconds
 from shardwright.planner.network import Group, gather_line, group_of, ring_bandwidth, step_latency
 from shardwright.units import format_bytes, format_flops, format_seconds

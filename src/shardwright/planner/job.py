@@ -16,8 +16,6 @@ Attention = Literal["flash", "eager"]
 DeviceKind = Literal["cuda", "cpu"]
 Loss = Literal["full", "chunked", "auto"]
 
-DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
-
 
 @dataclass(frozen=True)
 class Job:

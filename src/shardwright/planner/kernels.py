@@ -18,8 +18,9 @@ from functools import lru_cache
 
 from shardwright.arch.inventory import counts
 from shardwright.arch.shape import Shape
+from shardwright.dtypes import DTYPE_BYTES
 from shardwright.planner.device import Device
-from shardwright.planner.job import DTYPE_BYTES, Attention, Recompute
+from shardwright.planner.job import Attention, Recompute
 
 HEAD_RAMP = 32
 
