@@ -16,8 +16,8 @@ from weakref import ref
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from shardwright.torch_private import TorchDispatchMode, current_backward, storage_id, tree_leaves
 
 
 @dataclass
@@ -80,15 +80,15 @@ class LiveMemory(TorchDispatchMode):
 
     def _made(self, tensor: Tensor, func: Any) -> None:
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = storage_id(storage)
         if key in self._refs and self._refs[key]() is not None:
             return
         width = tensor.shape[-1] if tensor.dim() else 0
-        task = torch._C._current_graph_task_id()
+        task = current_backward()
         self._add(storage, _Block(storage.nbytes(), str(func), self._now(), width, task))
 
     def _add(self, storage: Any, block: _Block) -> None:
-        key = storage._cdata
+        key = storage_id(storage)
         self._refs[key] = ref(storage, partial(self._freed, key, block))
         self._blocks[key] = block
         self._changed(block.size, block)
@@ -99,7 +99,7 @@ class LiveMemory(TorchDispatchMode):
             self.live -= block.size
 
     def _resized(self, storage: Any) -> None:
-        block = self._blocks.get(storage._cdata)
+        block = self._blocks.get(storage_id(storage))
         if block is not None:
             change, block.size = storage.nbytes() - block.size, storage.nbytes()
             block.emptied = block.emptied or block.size == 0
@@ -115,7 +115,7 @@ class LiveMemory(TorchDispatchMode):
             self._most = self.live
             alive = {id(b): b.size for b in self._blocks.values()}
             self._ever.update((id(b), b) for b in self._blocks.values())  # kept alive, so that no id is used twice
-            self._at = (block.operator, phase, torch._C._current_graph_task_id(), alive)
+            self._at = (block.operator, phase, current_backward(), alive)
 
     def _note_phase(self, phase: str) -> None:
         if self.live > self.peak_by_phase.get(phase, 0):
@@ -123,7 +123,7 @@ class LiveMemory(TorchDispatchMode):
             self.samples.append((self._number, phase, self.live))
 
     def _now(self) -> str:
-        if self.phase == "forward" and torch._C._current_graph_task_id() != -1:
+        if self.phase == "forward" and current_backward() != -1:
             return "backward"
         return self.phase
 
@@ -153,13 +153,13 @@ class LiveMemory(TorchDispatchMode):
     def hold(self, category: str, tensors: Iterable[Tensor]) -> None:
         """Counts tensors that were made before this context was entered."""
         for storage in _storages(tensors, self.device):
-            if storage._cdata not in self._blocks:
+            if storage_id(storage) not in self._blocks:
                 self._add(storage, _Block(storage.nbytes(), "", self.phase, 0, -1, category))
 
     def label(self, category: str, tensors: Iterable[Tensor]) -> None:
         """Sets the category of the storages of `tensors`; the first category of a storage stays."""
         for storage in _storages(tensors, self.device):
-            block = self._blocks.get(storage._cdata)
+            block = self._blocks.get(storage_id(storage))
             if block is not None and not block.category:
                 block.category = category
 

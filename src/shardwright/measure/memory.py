@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from shardwright.torch_private import storage_id
+
 REST = "activations and all else"
 _MESSAGES = ("can't allocate memory", "not enough memory", "out of memory")
 """Parts of the RuntimeErrors of torch's CPU allocators (2.11 to 2.14), which have no class of their own."""
@@ -82,10 +84,9 @@ def bytes_by_group(groups: Mapping[str, Iterable[Tensor]], total: int | None) ->
     for name, tensors in groups.items():
         for tensor in tensors:
             plain = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            storage = plain.untyped_storage()
-            if storage._cdata not in seen:
-                seen.add(storage._cdata)
-                found[name] = found.get(name, 0) + storage.nbytes()
+            if (storage := storage_id(plain)) not in seen:
+                seen.add(storage)
+                found[name] = found.get(name, 0) + plain.untyped_storage().nbytes()
     if total is not None:
         found[REST] = max(0, total - sum(found.values()))
     return {name: size for name, size in sorted(found.items(), key=lambda part: -part[1]) if size}
