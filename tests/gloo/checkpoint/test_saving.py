@@ -250,7 +250,7 @@ def _rise(trainer: Trainer, live: LiveMemory, update: int) -> int:
     live.enter("save")
     trainer.checkpoints.start()
     trainer.checkpoints.saver.finish()
-    return live.timeline.by_phase["save"] - before
+    return live.peak_by_phase["save"] - before
 
 
 class Running(OddModel):
