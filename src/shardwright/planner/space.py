@@ -129,13 +129,18 @@ def cells(job: Job, shell: Shell) -> Iterator[Cell]:
                 yield Cell(shell, schedule, chunks, microbatch, count, recompute)
 
 
+@lru_cache(maxsize=65536)
+def _kinds(schedule: Schedule | None, data: int, cp: int) -> tuple[str, ...]:
+    if schedule in SPLIT_WEIGHTS:
+        return ("ddp",)
+    if data * cp == 1:
+        return ("ddp", "offload")
+    return KINDS if data > 1 else WITHOUT_HSDP
+
+
 def kinds_of(cell: Cell) -> tuple[str, ...]:
     """The data-parallel kinds of a cell's layouts. With one rank to shard over there is only ddp, and offload."""
-    if cell.schedule in SPLIT_WEIGHTS:
-        return ("ddp",)
-    if cell.shell.data * cell.shell.cp == 1:
-        return ("ddp", "offload")
-    return KINDS if cell.shell.data > 1 else WITHOUT_HSDP
+    return _kinds(cell.schedule, cell.shell.data, cell.shell.cp)
 
 
 @lru_cache(maxsize=65536)
@@ -179,19 +184,17 @@ def variants(cell: Cell, kind: str) -> Iterator[Layout]:
 
 
 @lru_cache(maxsize=65536)
+def _layouts_of(schedule: Schedule | None, data: int, cp: int) -> int:
+    sharded = len(UNITS) * len(PREFETCH)
+    choices = {kind: 1 if kind in ("ddp", "zero1", "zero2") else sharded for kind in _kinds(schedule, data, cp)}
+    return len(recomputations(schedule)) * sum(len(splits(data, cp, kind)) * n for kind, n in choices.items())
+
+
+@lru_cache(maxsize=65536)
 def count_layouts(rows: int, data: int, cp: int, pp: int, layers: int) -> int:
     """How many layouts a shell has, units and prefetch included, with so many rows per data rank."""
-    total = 0
-    choices = len(UNITS) * len(PREFETCH)
-    splits = len(divisors(data)) - (cp == 1)
-    for microbatch in divisors(rows):
-        for schedule, _ in schedules(pp, layers, rows // microbatch):
-            if schedule in SPLIT_WEIGHTS:
-                kinds = 1
-            elif data * cp == 1:
-                kinds = 1 + choices
-            else:
-                # ddp; zero1, zero2 and zero3 with and without resharding for each split; offload.
-                kinds = 1 + splits * (2 + 2 * choices) + choices
-            total += kinds * len(recomputations(schedule))
-    return total
+    return sum(
+        _layouts_of(schedule, data, cp)
+        for microbatch in divisors(rows)
+        for schedule, _ in schedules(pp, layers, rows // microbatch)
+    )
