@@ -37,7 +37,7 @@ def worker(task: dict[str, Any]) -> None:
     scaffold.rank_of_task(task)
     import torch.distributed as dist
 
-    from shardwright.parallel import pipeline
+    from shardwright.parallel.pipeline import schedule_runner
 
     ranks = task["ranks"]
     spent: dict[tuple[int, str], list[float]] = defaultdict(list)
@@ -49,18 +49,18 @@ def worker(task: dict[str, Any]) -> None:
             start = time.perf_counter()
             result = original(stage, *args, **kwargs)
             kind = "I" if letter == "B" and kwargs.get("full_backward") is False else letter
-            index = stage.stage.index if owner is pipeline._Runner else stage.stage_index
+            index = stage.stage.index if owner is schedule_runner.StageRunner else stage.stage_index
             spent[index, kind].append(time.perf_counter() - start)
             return result
 
         setattr(owner, name, call)
 
-    if task["schedule"] in pipeline.LISTED:
-        timed(pipeline._Runner, "compute_forward", "F")
-        timed(pipeline._Runner, "compute_backward", "B")
+    if task["schedule"] in schedule_runner.ACTION_LISTS:
+        timed(schedule_runner.StageRunner, "compute_forward", "F")
+        timed(schedule_runner.StageRunner, "compute_backward", "B")
     else:
         for name, letter in KINDS.items():
-            timed(pipeline._TorchStage, name, letter)
+            timed(schedule_runner.TorchStage, name, letter)
     settings = {"data_parallel": "ddp", "pp_size": ranks, "pp_schedule": task["schedule"]}
     engine = scaffold.make_engine(
         task["model"],

@@ -20,8 +20,9 @@ import torch
 import xxhash
 from torch import Tensor
 
-from shardwright.checkpoint.parts import Box, Held, byte_view, local_part, pieces, rows_of
+from shardwright.checkpoint.parts import Held, byte_view, local_part, pieces, rows_of
 from shardwright.errors import CheckpointError, DamagedCheckpointError
+from shardwright.mesh.shard_geometry import Box
 from shardwright.models.weights import DTYPES
 
 MANIFEST, CONFIG, TENSORS, INDEX = "manifest.json", "config.yaml", "tensors", "index.json"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Stage:
+class ZeroStage:
     """One data-parallel kind.
 
     shards_optimizer, shards_gradients, shards_parameters: which state is divided by the dp_shard size while it rests.
@@ -62,8 +62,8 @@ EXCHANGED = 2
 are both in memory."""
 
 STAGES = {
-    "ddp": Stage("ddp", False, False, False, False, False, False),
-    "zero1": Stage("zero1", True, False, False, False, False, False),
-    "zero2": Stage("zero2", True, True, False, False, True, False),
-    "zero3": Stage("zero3", True, True, True, True, True, True),
+    "ddp": ZeroStage("ddp", False, False, False, False, False, False),
+    "zero1": ZeroStage("zero1", True, False, False, False, False, False),
+    "zero2": ZeroStage("zero2", True, True, False, False, True, False),
+    "zero3": ZeroStage("zero3", True, True, True, True, True, True),
 }

@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM
 
 from shardwright.config.schema import Model
 from shardwright.errors import ModelError
+from shardwright.mesh.shard_geometry import box_at
 from shardwright.models import build_model, materialise
 from shardwright.models.initialization import seed_of
-from shardwright.models.materialise import local_box
 
 CPU = torch.device("cpu")
 
@@ -210,7 +210,7 @@ def _pieces(shape: tuple[int, ...], placements: list, sizes: tuple[int, ...]) ->
     coordinates = [
         tuple(c) for c in torch.cartesian_prod(*[torch.arange(s) for s in sizes]).view(-1, len(sizes)).tolist()
     ]
-    return [whole[local_box(shape, placements, sizes, coordinate)] for coordinate in coordinates]
+    return [whole[box_at(shape, placements, sizes, coordinate).slices] for coordinate in coordinates]
 
 
 def test_boxes_of_uneven_small_and_two_dimensional_shards() -> None:

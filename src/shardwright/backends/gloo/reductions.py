@@ -45,7 +45,7 @@ class _Arriving:
 
 
 class Wire:
-    """The reductions of one `Sharded` that are under way, in the order in which all ranks send them.
+    """The reductions of one `FSDP` that are under way, in the order in which all ranks send them.
 
     last: this is the update's last microbatch, after which replicas are summed.
     """

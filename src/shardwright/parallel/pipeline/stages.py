@@ -1,4 +1,4 @@
-"""Stages of a pipeline, cut from a Transformers causal LM on meta. Names of parameters stay those of the unsplit model.
+"""Stages of a pipeline, split from a Transformers causal LM on meta. Names of parameters stay those of the unsplit model.
 
 A stage runs the model's own forward: masks, rotary tables, kinds of attention per block and what stands behind the head
 stay the model's business. What another stage holds is replaced by a module that lets hidden states pass. That this is all
@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from shardwright.config.schema import Model
 from shardwright.errors import ModelError
 from shardwright.layout.pipeline_schedules import head_blocks, split_blocks
 from shardwright.models.materialise import materialise
-from shardwright.models.model_parts import Parts, find_parts
+from shardwright.models.model_parts import Parts
 
 PROBE_TOKENS = 4
 
@@ -47,12 +48,14 @@ class Absent(nn.Module):
 
 
 @dataclass(frozen=True)
-class Cut:
+class PipelineSplit:
     """Which modules each stage holds, by name.
 
-    before: used before the first block (embedding, position table, their dropout). after: used behind the last block (norm,
-    head). blocks: of each stage. shared: the embedding, where the head is tied to it; the last stage keeps it too, unused,
-    so that the parameter has its name. width: D.
+    before: modules used before the first block (embedding, position table, their dropout).
+    blocks: the blocks of each stage.
+    after: modules used after the last block (norm, head).
+    shared: the embedding, where the head is tied to it. The last stage keeps it too, unused: the parameter has its name.
+    width: D.
     """
 
     before: tuple[str, ...]
@@ -74,6 +77,20 @@ class Cut:
     def all(self) -> set[str]:
         """Names of everything that some stage does not hold."""
         return {*self.before, *self.after, *(name for names in self.blocks for name in names)}
+
+    def parts_of(self, parts: Parts, stages: Collection[int]) -> Parts:
+        """`parts` of the unsplit model without what the `stages` do not hold."""
+        held = {name for stage in stages for name in self.held(stage)}
+        names = {"embedding": parts.embedding, "norm": parts.norm, "head": parts.head}
+        return Parts(
+            blocks=tuple(name for name in parts.blocks if name in held),
+            **{key: name if name in held else None for key, name in names.items()},
+            tied=parts.tied if len(self.blocks) - 1 in stages else (),
+        )
+
+    def tied_over_stages(self, parts: Parts) -> list[str]:
+        """Names of the parameters that first and last stage both hold, as the unsplit model calls them."""
+        return [group[0] for group in parts.tied if group[0].rpartition(".")[0] in self.shared]
 
 
 class Stage(nn.Module):
@@ -103,17 +120,16 @@ class Stage(nn.Module):
         return hidden.clone() if hidden._is_view() else hidden.contiguous()
 
 
-def plan_cut(model: nn.Module, spec: Model, stages: int) -> Cut:
-    """How `model` (from `build_model`) is cut into `stages` stages of about equal work.
+def plan_split(model: nn.Module, parts: Parts, spec: Model, stages: int) -> PipelineSplit:
+    """How `model` (from `build_model`, of `parts`) is split into `stages` stages of about equal work.
 
     Blocks are balanced by matrix products: the head weighs as many blocks as its weights say, the embedding is a lookup
-    and weighs nothing. Raises `ModelError` for a model that this way of cutting would change, by name, and `ConfigError`
+    and weighs nothing. Raises `ModelError` for a model that this way of splitting would change, by name, and `ConfigError`
     for too few blocks.
     """
-    parts = find_parts(model)
     if getattr(model, "base_model", model) is model or not hasattr(model, "config") or parts.embedding is None:
         raise ModelError(
-            f"{type(model).__name__} cannot be cut into {stages} pipeline stages.",
+            f"{type(model).__name__} cannot be split into {stages} pipeline stages.",
             "pp_size > 1 needs a Transformers causal language model, whose parts are known by convention.",
             "Set parallelism.pp_size to 1.",
         )
@@ -122,12 +138,12 @@ def plan_cut(model: nn.Module, spec: Model, stages: int) -> Cut:
     counts = split_blocks(len(parts.blocks), stages, head_blocks(sum(weights) // len(weights), head))
     width = int(model.get_submodule(parts.embedding).weight.shape[1])  # type: ignore[index]
     before, after = _outside(model, spec, parts, width)
-    ends = [sum(counts[: stage + 1]) for stage in range(stages)]
+    ends = accumulate(counts)
     blocks = tuple(tuple(parts.blocks[end - n : end]) for end, n in zip(ends, counts))
-    cut = Cut(before, blocks, after, (), width)
-    cut = replace(cut, shared=_shared(cut, parts))
-    _check_trained(model, cut)
-    return cut
+    split = PipelineSplit(before, blocks, after, (), width)
+    split = replace(split, shared=_shared(split, parts))
+    _check_trained(model, split)
+    return split
 
 
 def _outside(model: nn.Module, spec: Model, parts: Parts, width: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -180,15 +196,15 @@ def _probe(model: nn.Module, spec: Model, names: list[str], seen: list[str], wid
 
 def _refused(model: nn.Module, reason: str) -> ModelError:
     return ModelError(
-        f"{type(model).__name__} cannot be cut into pipeline stages: {reason}.",
+        f"{type(model).__name__} cannot be split into pipeline stages: {reason}.",
         "",
         "Set parallelism.pp_size to 1, or use another axis.",
     )
 
 
-def _shared(cut: Cut, parts: Parts) -> tuple[str, ...]:
+def _shared(split: PipelineSplit, parts: Parts) -> tuple[str, ...]:
     """The modules of the first stage whose parameters the last stage needs too; refuses other ties between stages."""
-    stages = len(cut.blocks)
+    stages = len(split.blocks)
     shared: list[str] = []
     for group in parts.tied:
         owners = [name.rpartition(".")[0] for name in group]
@@ -196,40 +212,41 @@ def _shared(cut: Cut, parts: Parts) -> tuple[str, ...]:
             stage
             for stage in range(stages)
             for owner in owners
-            if any(owner == held or owner.startswith(f"{held}.") for held in cut.held(stage))
+            if any(owner == held or owner.startswith(f"{held}.") for held in split.held(stage))
         }
-        if len(places) > 1 and (places != {0, stages - 1} or owners[0] not in cut.before):
+        if len(places) > 1 and (places != {0, stages - 1} or owners[0] not in split.before):
             raise ModelError(
                 f"{' and '.join(group)} are one parameter, used on {len(places)} pipeline stages.",
                 "Only a tie between the embedding and the head is carried over stages.",
                 "Untie them, or set parallelism.pp_size to 1.",
             )
         if len(places) > 1:
-            shared += [owner for owner in owners if owner in cut.before]
+            shared += [owner for owner in owners if owner in split.before]
     return tuple(shared)
 
 
-def _check_trained(model: nn.Module, cut: Cut) -> None:
+def _check_trained(model: nn.Module, split: PipelineSplit) -> None:
     """Refuses a stage without a trained parameter: nothing would come back through it, and its rank has no optimizer."""
-    for stage in range(len(cut.blocks)):
-        held = (model.get_submodule(name) for name in cut.held(stage))
+    for stage in range(len(split.blocks)):
+        held = (model.get_submodule(name) for name in split.held(stage))
         if not any(p.requires_grad for module in held for p in module.parameters()):
             raise ModelError(
-                f"model.freeze leaves pipeline stage {stage} of {len(cut.blocks)} without a trained parameter.",
+                f"model.freeze leaves pipeline stage {stage} of {len(split.blocks)} without a trained parameter.",
                 "Each stage's rank needs something to train.",
                 "Lower parallelism.pp_size, or freeze less.",
             )
 
 
-def cut_stages(model: nn.Module, cut: Cut, mine: Collection[int]) -> tuple[Stage, ...]:
+def build_stages(model: nn.Module, split: PipelineSplit, mine: Collection[int]) -> tuple[Stage, ...]:
     """The stages `mine`, in order. What none of them holds is taken out of `model` itself."""
-    held = {name for stage in mine for name in cut.held(stage)}
-    for name in cut.all - held:
+    held = {name for stage in mine for name in split.held(stage)}
+    for name in split.all - held:
         parent, _, leaf = name.rpartition(".")
         owner = model.get_submodule(parent)
         owner._modules[leaf] = Absent(model.get_submodule(name), name)
     return tuple(
-        Stage(_view(model, held - cut.held(stage)), stage, len(cut.blocks), cut.blocks[stage]) for stage in sorted(mine)
+        Stage(_view(model, held - split.held(stage)), stage, len(split.blocks), split.blocks[stage])
+        for stage in sorted(mine)
     )
 
 
@@ -260,26 +277,3 @@ def _view(
         for leaf, child in module._modules.items()
     }
     return result
-
-
-def stage_parts(parts: Parts, cut: Cut, stages: Collection[int]) -> Parts:
-    """`parts` without what the `stages` do not hold."""
-    held = {name for stage in stages for name in cut.held(stage)}
-
-    def here(name: str | None) -> str | None:
-        return name if name in held else None
-
-    whole = 0 in stages and len(cut.blocks) - 1 in stages
-    last = len(cut.blocks) - 1 in stages
-    return Parts(
-        blocks=tuple(name for name in parts.blocks if name in held),
-        embedding=here(parts.embedding),
-        norm=here(parts.norm),
-        head=here(parts.head),
-        tied=parts.tied if last or whole else (),
-    )
-
-
-def tied_over_stages(parts: Parts, cut: Cut) -> list[str]:
-    """Names of the parameters that first and last stage both hold, as the unsplit model calls them."""
-    return [group[0] for group in parts.tied if group[0].rpartition(".")[0] in cut.shared]

@@ -20,7 +20,7 @@ from shardwright.measure.profile import Window, profiled
 from shardwright.mesh.device_mesh import all_groups, axis_of_groups
 from shardwright.train.planned import Planned, plan_of, shape_of, traffic_of
 from shardwright.train.run_data import open_data
-from shardwright.train.update import Engine, UpdateResult
+from shardwright.train.update import UpdateEngine, UpdateResult
 from shardwright.train.utilisation import Utilisation, make_utilisation
 
 MEMORY_UPDATES = 2
@@ -64,9 +64,9 @@ class Own:
         vocabulary = self.shape.vocab if self.shape else 0
         self.memory = LiveMemory(vocabulary // self.axes.tp if self.axes.tp > 1 else vocabulary, device.type)
         with self.memory:
-            self.engine = Engine(self.run, self.axes, device, data.updates)
+            self.engine = UpdateEngine(self.run, self.axes, device, data.updates)
         self.memory.label("parameters", self.engine.module.parameters())
-        self.memory.label("parameters", (local.tensor for local in self.engine.locals))
+        self.memory.label("parameters", (local.tensor for local in self.engine.params))
         self.build_seconds = clock.now() - started
         self._batches = data.updates_from(0, device)
         self.result: UpdateResult | None = None
@@ -96,7 +96,7 @@ class Own:
     def measure_memory(self) -> dict[str, Any]:
         """Runs the first updates; what tensors took in the last of them on this rank, by phase and by category."""
         engine, memory = self.engine, self.memory
-        engine.enter = lambda phase: memory.enter("update")
+        engine.hooks.on_phase = lambda phase: memory.enter("update")
         with memory:
             for _ in range(MEMORY_UPDATES):
                 batch = next(self._batches)
@@ -106,7 +106,7 @@ class Own:
                 memory.label("gradients", (gradient for _, gradient in engine.gradients()))
                 engine.step()
                 memory.label("optimizer states", self._optimizer_states())
-        engine.enter = lambda phase: None
+        engine.hooks.on_phase = lambda phase: None
         peak = memory.peak()
         return {
             "bytes": peak.bytes,

@@ -20,11 +20,11 @@ from shardwright.layout.batch import row_multiple
 from shardwright.models.model_parts import is_transformers
 from shardwright.tools.check.changes import IGNORE, silence_dropout
 from shardwright.tools.check.record import Company
-from shardwright.train.update import Engine
+from shardwright.train.update import UpdateEngine
 
 
 @torch.no_grad()
-def company(engine: Engine, batch: UpdateBatch) -> Company:
+def company(engine: UpdateEngine, batch: UpdateBatch) -> Company:
     """Runs some rows of `batch` in three ways; dropout of the model is off from then on. Collective."""
     microbatch = _of_unequal_rows(batch.microbatches)
     silence_dropout(engine.module)
@@ -41,8 +41,8 @@ def company(engine: Engine, batch: UpdateBatch) -> Company:
         filler = _cut(microbatch, slice(0, 1), 0, 0, documents[0].input_ids.shape[1])
         documents += [filler] * (int(most) - len(documents))
         sums.append(torch.stack([engine.loss_sum(document) for document in documents]).sum())
-    engine.parallel.release()
-    agreed = torch.stack(sums).double() * engine._counts_loss
+    engine.strategy.release()
+    agreed = torch.stack(sums).double() * engine.counts_loss
     dist.all_reduce(agreed)
     together, one_by_one, *alone = agreed.tolist()
     return Company(len(rows), together, one_by_one, alone[0] if alone else None)

@@ -1,6 +1,7 @@
-"""Faults to plant into the candidate, to see that `check` finds and names them. Each is called what its diagnosis is called.
+"""Faults to plant into the candidate, to see that `check` finds and names them. Each has the name of its diagnosis.
 
-They patch one engine in one process of a check, through its public methods where they can, and touch nothing else.
+They change one engine in one process of a check, through its hooks (`train.update.Hooks`), the hooks of torch's optimizers and
+public attributes.
 """
 
 from __future__ import annotations
@@ -17,49 +18,40 @@ from shardwright.attention.packed_rows import PackedRows
 from shardwright.data.loader import Microbatch, UpdateBatch
 from shardwright.errors import ConfigError, did_you_mean
 from shardwright.models import find_parts
-from shardwright.parallel.ddp import Replicated
-from shardwright.parallel.pipeline.schedule_runner import Pipelined
-from shardwright.train.update import Engine
+from shardwright.parallel.strategy import Ties
+from shardwright.train.update import UpdateEngine, UpdateResult
 
-Fault = Callable[[Engine], None]
+Fault = Callable[[UpdateEngine], None]
 
 
-def _microbatches(engine: Engine) -> int:
+def _microbatches(engine: UpdateEngine) -> int:
     t = engine.run.training
     return t.global_batch_size // (t.per_device_train_batch_size * engine.axes.data_ranks)
 
 
-def _scale_gradients(factor: Callable[[Engine], float], only: str = "") -> Fault:
+def _scale_gradients(factor: Callable[[UpdateEngine], float], only: str = "") -> Fault:
     """Gradients times a factor after they were reduced; `only` restricts it to names with this prefix."""
 
-    def fault(engine: Engine) -> None:
-        original = engine.forward_backward
-
-        def forward_backward(batch: UpdateBatch) -> None:
-            original(batch)
-            for local, gradient in engine.gradients():
-                if local.name.startswith(only):
+    def fault(engine: UpdateEngine) -> None:
+        def scale() -> None:
+            for param, gradient in engine.gradients():
+                if param.name.startswith(only):
                     gradient.mul_(factor(engine))
 
-        engine.forward_backward = forward_backward  # type: ignore[method-assign]
+        engine.hooks.post_reduce = scale
 
     return fault
 
 
-def _scale_losses(factor: Callable[[Engine, Microbatch, UpdateBatch], float], value: bool) -> Fault:
+def _scale_losses(factor: Callable[[UpdateEngine, Microbatch, UpdateBatch], float], value: bool) -> Fault:
     """Each microbatch's loss times a factor, in its gradient and, with `value`, in its value too."""
 
-    def fault(engine: Engine) -> None:
-        original = engine.loss_of
-
-        def loss_of(output: Any, microbatch: Microbatch) -> Tensor:
-            loss = original(output, microbatch)
-            if engine._batch is None:  # not within an update
-                return loss
-            scale = factor(engine, microbatch, engine._batch)
+    def fault(engine: UpdateEngine) -> None:
+        def scaled(loss: Tensor, microbatch: Microbatch, batch: UpdateBatch) -> Tensor:
+            scale = factor(engine, microbatch, batch)
             return loss * scale if value else loss.detach() + (loss - loss.detach()) * scale
 
-        engine.loss_of = loss_of  # type: ignore[method-assign]
+        engine.hooks.on_loss = scaled
 
     return fault
 
@@ -70,207 +62,180 @@ def _divisor(*microbatches: Microbatch) -> float:
     return sum(float(weights.sum()) for weights in each) or 1.0
 
 
-def _shifted_again(engine: Engine) -> None:
-    original = engine.targets_of
+def _change_microbatches(change: Callable[[Microbatch], Microbatch]) -> Fault:
+    """Every update runs other microbatches."""
 
-    def targets_of(microbatch: Microbatch) -> tuple[Tensor, Tensor | None]:
-        labels = torch.full_like(microbatch.labels, -100)
-        labels[:, :-1] = microbatch.labels[:, 1:]
-        return original(replace(microbatch, labels=labels))
-
-    engine.targets_of = targets_of  # type: ignore[method-assign]
-
-
-def _change_inputs(change: Callable[[Engine, Microbatch, dict[str, Any]], None]) -> Fault:
-    """Changes what the model is told of packed rows beside their ids."""
-
-    def fault(engine: Engine) -> None:
-        if engine.run.data.batching != "pack":
-            raise ConfigError("This fault needs packed rows.", "", "Set data.batching to pack.")
-        original = engine._inputs
-
-        def inputs(microbatch: Microbatch) -> tuple[Tensor, dict[str, Any]]:
-            ids, arguments = original(microbatch)
-            change(engine, microbatch, arguments)
-            return ids, arguments
-
-        engine._inputs = inputs  # type: ignore[method-assign]
+    def fault(engine: UpdateEngine) -> None:
+        engine.hooks.on_batch = lambda batch: replace(batch, microbatches=tuple(map(change, batch.microbatches)))
 
     return fault
 
 
-def _one_document(engine: Engine, microbatch: Microbatch, arguments: dict[str, Any]) -> None:
+def _shifted_again(microbatch: Microbatch) -> Microbatch:
+    labels = torch.full_like(microbatch.labels, -100)
+    labels[:, :-1] = microbatch.labels[:, 1:]
+    return replace(microbatch, labels=labels)
+
+
+def _needs_packed_rows() -> ConfigError:
+    return ConfigError("This fault needs packed rows.", "", "Set data.batching to pack.")
+
+
+def _change_inputs(change: Callable[[UpdateEngine, Microbatch, dict[str, Any]], None]) -> Fault:
+    """Changes the model's arguments of packed rows beside their ids."""
+
+    def fault(engine: UpdateEngine) -> None:
+        if engine.run.data.batching != "pack":
+            raise _needs_packed_rows()
+        engine.hooks.on_inputs = lambda microbatch, arguments: change(engine, microbatch, arguments)
+
+    return fault
+
+
+def _one_document(engine: UpdateEngine, microbatch: Microbatch, arguments: dict[str, Any]) -> None:
     assert microbatch.documents is not None
     arguments["documents"] = PackedRows(microbatch.documents.clamp(max=0), engine.device)
 
 
-def _positions_of_rows(engine: Engine, microbatch: Microbatch, arguments: dict[str, Any]) -> None:
+def _positions_of_rows(engine: UpdateEngine, microbatch: Microbatch, arguments: dict[str, Any]) -> None:
     places = torch.arange(microbatch.input_ids.shape[1], device=engine.device).expand(microbatch.input_ids.shape)
-    arguments["position_ids"] = places if engine._place is None else engine._place.part(places)
+    arguments["position_ids"] = places if engine.context is None else engine.context.part(places)
 
 
-def _targets_across(engine: Engine) -> None:
-    original = engine.forward_backward
-
-    def crossing(microbatch: Microbatch) -> Microbatch:
-        numbers, labels = microbatch.documents, microbatch.labels.clone()
-        if numbers is None:
-            raise ConfigError("This fault needs packed rows.", "", "Set data.batching to pack.")
-        last = (numbers[:, :-1] != numbers[:, 1:]) & (numbers[:, 1:] >= 0)
-        labels[:, :-1] = torch.where(last, microbatch.input_ids[:, 1:], labels[:, :-1])
-        return replace(microbatch, labels=labels)
-
-    def forward_backward(batch: UpdateBatch) -> None:
-        original(replace(batch, microbatches=tuple(map(crossing, batch.microbatches))))
-
-    engine.forward_backward = forward_backward  # type: ignore[method-assign]
+def _targets_across(microbatch: Microbatch) -> Microbatch:
+    numbers, labels = microbatch.documents, microbatch.labels.clone()
+    if numbers is None:
+        raise _needs_packed_rows()
+    last = (numbers[:, :-1] != numbers[:, 1:]) & (numbers[:, 1:] >= 0)
+    labels[:, :-1] = torch.where(last, microbatch.input_ids[:, 1:], labels[:, :-1])
+    return replace(microbatch, labels=labels)
 
 
-def _real_tokens_as_targets(engine: Engine) -> None:
-    original = engine.forward_backward
-    engine.forward_backward = lambda batch: original(  # type: ignore[method-assign]
-        replace(batch, target_tokens=batch.real_tokens, target_weight=None)
-    )
+def _real_tokens_as_targets(engine: UpdateEngine) -> None:
+    engine.hooks.on_batch = lambda batch: replace(batch, target_tokens=batch.real_tokens, target_weight=None)
 
 
-def _not_synchronised(engine: Engine) -> None:
-    if not isinstance(engine.parallel, Replicated):
+def _not_synchronised(engine: UpdateEngine) -> None:
+    if engine.run.parallelism.data_parallel != "ddp" or engine.axes.pp > 1:
         _scale_losses(lambda e, m, b: float(e.axes.data_rank(e.rank) == 0), value=False)(engine)
         return
-    original = engine.parallel.microbatch
-    engine.parallel.microbatch = lambda last: original(last=False)  # type: ignore[method-assign]
-    engine.parallel.finish_gradients = lambda: None  # type: ignore[method-assign]
+    ddp: Any = engine.strategy
+    microbatch = ddp.microbatch
+    ddp.microbatch = lambda last: microbatch(last=False)
+    ddp.reduce_gradients = lambda: None
 
 
-def _change_norm(change: Callable[[Engine, float], float]) -> Fault:
-    def fault(engine: Engine) -> None:
-        original = engine._reduce_scalars
-
-        def agree(stop: bool) -> tuple[float, float, int]:
-            norm, loss, stops = original(stop)
-            return change(engine, norm), loss, stops
-
-        engine._reduce_scalars = agree  # type: ignore[method-assign]
+def _change_norm(change: Callable[[UpdateEngine, float], float]) -> Fault:
+    def fault(engine: UpdateEngine) -> None:
+        engine.hooks.on_norm = lambda norm: change(engine, norm)
 
     return fault
 
 
-def _local_norm(engine: Engine, norm: float) -> float:
-    squares = (g.double().square().sum().item() for local, g in engine.gradients() if local.counts)
+def _local_norm(engine: UpdateEngine, norm: float) -> float:
+    squares = (g.double().square().sum().item() for param, g in engine.gradients() if param.counts)
     return sum(squares) ** 0.5
 
 
-def _change_result(change: Callable[[Engine, Any], Any]) -> Fault:
-    def fault(engine: Engine) -> None:
-        original = engine.step
-        engine.step = lambda stop=False: change(engine, original(stop))  # type: ignore[method-assign]
+def _change_result(change: Callable[[UpdateEngine, UpdateResult], UpdateResult]) -> Fault:
+    def fault(engine: UpdateEngine) -> None:
+        engine.hooks.on_result = lambda result: change(engine, result)
 
     return fault
 
 
 def _change_coefficient(change: Callable[[float], float]) -> Fault:
-    def fault(engine: Engine) -> None:
-        original = engine._apply
-        engine._apply = lambda coefficient, rate: original(change(coefficient), rate)  # type: ignore[method-assign]
+    def fault(engine: UpdateEngine) -> None:
+        engine.hooks.on_clip = change
 
     return fault
 
 
-def _one_use_of_a_tied_weight(engine: Engine) -> None:
-    """The embedding gives no gradient; in a pipeline with a copy at each end, the ends do not tell each other theirs."""
-    parts, parallel = find_parts(engine.module), engine.parallel
-    planted = torch.zeros(())
-    if isinstance(parallel, Pipelined) and parallel.ties.names:
-        parallel._exchange = lambda p: None  # type: ignore[method-assign]
+def _one_use_of_a_tied_weight(engine: UpdateEngine) -> None:
+    """The embedding gives no gradient; where two pipeline ranks hold the tied weight, neither sends its gradient."""
+    parts, strategy = find_parts(engine.module), engine.strategy
+    planted = torch.zeros((), device=engine.device)
+    if strategy.ties.names:
+        strategy.ties = Ties()
         planted += 1
     elif parts.tied and parts.embedding is not None:
         table: Any = engine.module.get_submodule(parts.embedding)
         look_up = table.forward
         table.forward = lambda ids: look_up(ids).detach()
         planted += 1
-    planted = planted.to(engine.device)
     dist.all_reduce(planted)
     if not planted:
         raise ConfigError("--plant tying_lost needs a model with tied weights.", "", "Use examples/gpt2-tiny.yaml.")
 
 
-def _weights_put_back(engine: Engine) -> None:
-    original = engine.optimizer.step
+def _weights_put_back(engine: UpdateEngine) -> None:
+    kept: list[Tensor] = []
 
-    def step(*args: Any) -> None:
-        kept = [local.tensor.detach().clone() for local in engine.locals]
-        original(*args)
-        with torch.no_grad():
-            for local, value in zip(engine.locals, kept):
-                local.tensor.copy_(value)
+    @torch.no_grad()
+    def put_back(*_: Any) -> None:
+        for param, value in zip(engine.params, kept):
+            param.tensor.copy_(value)
 
-    engine.optimizer.step = step  # type: ignore[assignment]
+    def keep(*_: Any) -> None:
+        kept[:] = [param.tensor.detach().clone() for param in engine.params]
+
+    engine.optimizer.register_step_pre_hook(keep)
+    engine.optimizer.register_step_post_hook(put_back)
 
 
-def _set_decay(value: Callable[[Engine], float]) -> Fault:
-    def fault(engine: Engine) -> None:
+def _set_decay(value: Callable[[UpdateEngine], float]) -> Fault:
+    def fault(engine: UpdateEngine) -> None:
         for group in engine.optimizer.param_groups:
             group["weight_decay"] = value(engine)
 
     return fault
 
 
-def _decay_through_gradient(engine: Engine) -> None:
-    original = engine.optimizer.step
+def _decay_through_gradient(engine: UpdateEngine) -> None:
     decayed: dict[int, float] = {}
     for group in engine.optimizer.param_groups:
         decayed |= {id(p): group["weight_decay"] for p in group["params"]}
         group["weight_decay"] = 0.0
 
-    def step(*args: Any) -> None:
+    def add_decay(*_: Any) -> None:
         for group in engine.optimizer.param_groups:
             for p in group["params"]:
                 p.grad = p.grad + decayed[id(p)] * p.detach()
-        original(*args)
 
-    engine.optimizer.step = step  # type: ignore[assignment]
+    engine.optimizer.register_step_pre_hook(add_decay)
 
 
-def _rate_of(step: Callable[[Engine, int], int]) -> Fault:
-    def fault(engine: Engine) -> None:
+def _rate_of(step: Callable[[UpdateEngine, int], int]) -> Fault:
+    def fault(engine: UpdateEngine) -> None:
         original = engine.factor
         engine.factor = lambda update: original(step(engine, update))
 
     return fault
 
 
-def _keep_gradients(engine: Engine) -> None:
+def _keep_gradients(engine: UpdateEngine) -> None:
     engine.zero_grad = lambda: None  # type: ignore[method-assign]
 
 
-def _forget_state(engine: Engine) -> None:
-    original = engine.optimizer.step
-
-    def step(*args: Any) -> None:
-        engine.optimizer.state.clear()
-        original(*args)
-
-    engine.optimizer.step = step  # type: ignore[assignment]
+def _forget_state(engine: UpdateEngine) -> None:
+    engine.optimizer.register_step_pre_hook(lambda *_: engine.optimizer.state.clear())
 
 
 @torch.no_grad()
-def _other_start(engine: Engine) -> None:
-    engine.locals[-1].tensor.add_(0.01)
+def _other_start(engine: UpdateEngine) -> None:
+    engine.params[-1].tensor.add_(0.01)
 
 
-def _own_weights_on_rank_1(engine: Engine) -> None:
-    original = engine.optimizer.step
-
-    def step(*args: Any) -> None:
-        original(*args)
+def _own_weights_on_rank_1(engine: UpdateEngine) -> None:
+    @torch.no_grad()
+    def drift(*_: Any) -> None:
         if engine.rank == 1:
-            with torch.no_grad():
-                engine.locals[-1].tensor.add_(1e-4)
+            engine.params[-1].tensor.add_(1e-4)
 
-    engine.optimizer.step = step  # type: ignore[assignment]
+    engine.optimizer.register_step_post_hook(drift)
 
 
-def _one_unit(engine: Engine) -> None:
+def _one_unit(engine: UpdateEngine) -> None:
     block = find_parts(engine.module).blocks[1]
     _scale_gradients(lambda e: e.axes.data_ranks, only=f"{block}.")(engine)
 
@@ -278,7 +243,7 @@ def _one_unit(engine: Engine) -> None:
 def _change_embedded(change: Callable[[Tensor], Tensor]) -> Fault:
     """Changes what the embedding gives, [B, T, D], on the ranks that hold it."""
 
-    def fault(engine: Engine) -> None:
+    def fault(engine: UpdateEngine) -> None:
         name = find_parts(engine.module).embedding
         if name is None:
             raise ConfigError("This fault needs a model with an embedding that Transformers knows.")
@@ -302,10 +267,10 @@ FAULTS: dict[str, Fault] = {
     ),
     "last_microbatch_only": _scale_losses(lambda e, m, b: float(m is b.microbatches[-1]), value=False),
     "no_reduction": _not_synchronised,
-    "labels_shifted_twice": _shifted_again,
+    "labels_shifted_twice": _change_microbatches(_shifted_again),
     "documents_see_each_other": _change_inputs(_one_document),
     "positions_run_on": _change_inputs(_positions_of_rows),
-    "target_across_boundary": _targets_across,
+    "target_across_boundary": _change_microbatches(_targets_across),
     "depends_on_neighbours": _change_embedded(lambda x: x + x.mean(0, keepdim=True)),
     "depends_on_width": _change_embedded(lambda x: x * (1 + x.shape[1] / 1000)),
     "loss_report": _change_result(lambda e, result: replace(result, loss=result.loss / e.axes.data_ranks)),
@@ -340,6 +305,6 @@ def known_fault(name: str) -> str:
     return name
 
 
-def plant(name: str, engine: Engine) -> None:
+def plant(name: str, engine: UpdateEngine) -> None:
     """Puts the fault `name` into `engine`."""
     FAULTS[known_fault(name)](engine)
