@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shardwright.backends.tp_collectives import all_sum
 from shardwright.mesh.shard_geometry import chunk
+from shardwright.torch_private import assert_async
 
 
 def check_ids(ids: Tensor, vocabulary: int, ignore: int | None = None) -> None:
@@ -20,7 +21,7 @@ def check_ids(ids: Tensor, vocabulary: int, ignore: int | None = None) -> None:
     known = (ids >= 0) & (ids < vocabulary)
     if ignore is not None:
         known |= ids == ignore
-    torch._assert_async(known.all(), f"an id is not in the vocabulary of {vocabulary}")
+    assert_async(known.all(), f"an id is not in the vocabulary of {vocabulary}")
 
 
 class _CrossEntropySum(torch.autograd.Function):

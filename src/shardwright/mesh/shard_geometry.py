@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardwright.errors import ShardwrightError
+from shardwright.torch_private import is_strided
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,7 @@ def box_at(
     """
     start, lengths = [0] * len(shape), list(shape)
     cuts = [(placement, dim) for dim, placement in enumerate(placements) if not placement.is_replicate()]
-    # `split_factor` marks a _StridedShard, whose class stands under a private name
-    for placement, mesh_dim in sorted(cuts, key=lambda cut: hasattr(cut[0], "split_factor")):
+    for placement, mesh_dim in sorted(cuts, key=lambda cut: is_strided(cut[0])):
         if placement.is_partial():
             raise ShardwrightError(
                 f"{name} {tuple(shape)} is placed as {tuple(placements)}.",

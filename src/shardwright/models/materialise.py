@@ -15,6 +15,7 @@ from shardwright.mesh.shard_geometry import box_of, from_local, local_tensor
 from shardwright.models.build import RECIPES, model_directory, tensors_of
 from shardwright.models.initialization import Recipe, Whole, replay
 from shardwright.models.weights import Weights, listed
+from shardwright.torch_private import fsdp_units
 
 
 @dataclass
@@ -142,16 +143,7 @@ def _filled(slot: _Slot, weights: Weights | None, seed: int, device: torch.devic
 
 def fully_shard_parameters(model: nn.Module) -> list[Any]:
     """What `fully_shard` keeps of each of its parameters."""
-    kept: list[Any] = []
-    for module in model.modules():
-        get_state = getattr(module, "_get_fsdp_state", None)
-        if get_state is None:
-            continue
-        state = get_state()
-        groups = getattr(state, "_fsdp_param_groups", None)  # one group per module before torch 2.13
-        for group in groups if groups is not None else [state._fsdp_param_group]:
-            kept.extend(group.fsdp_params if group is not None else ())
-    return kept
+    return [kept for _, unit in fsdp_units(model.modules()) for kept in unit.fsdp_params]
 
 
 def _offloaded(model: nn.Module) -> set[int]:

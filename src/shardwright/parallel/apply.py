@@ -26,6 +26,7 @@ from shardwright.models.build import check_own_attention
 from shardwright.models.materialise import materialise
 from shardwright.models.model_parts import Parts, find_parts, is_transformers
 from shardwright.models.rotary import decide_by_document
+from shardwright.models.torch_dtypes import TORCH_DTYPES
 from shardwright.parallel.activation_checkpointing import compile_block, recompute_block
 from shardwright.parallel.context.attention import ContextShard, split_attention
 from shardwright.parallel.context.rules import check_context_model
@@ -38,8 +39,6 @@ from shardwright.parallel.strategy import DataParallel, Ties
 from shardwright.parallel.tensor.apply_plan import TensorParallel
 from shardwright.parallel.tensor.styles import divided
 from shardwright.parallel.tensor.tp_plan import VOCABULARY, TensorPlan, attention_modules, plan_tensor
-
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,7 @@ def parallelize(
         return data_parallel[0]
     last = stage_rank(schedule_of(p), p.pp_size, len(split.blocks) - 1)
     ties = Ties.between(split.tied_over_stages(plan.parts), mesh["pp"].get_local_rank(), 0, last)
-    group, dtype = mesh["pp"].get_group(), DTYPES[run.precision.param_dtype]
+    group, dtype = mesh["pp"].get_group(), TORCH_DTYPES[run.precision.param_dtype]
     return Pipeline(model, stages, data_parallel, group, schedule_of(p), width=split.width, dtype=dtype, ties=ties)
 
 
@@ -127,11 +126,11 @@ def _replace_attention(model: nn.Module, parts: Parts, run: RunFile, mesh: Devic
 
 
 def _ddp(model: nn.Module, stages: Sequence[Stage], run: RunFile, mesh: DeviceMesh, device: torch.device) -> DDP:
-    reduce_dtype = DTYPES[run.precision.reduce_dtype]
+    reduce_dtype = TORCH_DTYPES[run.precision.reduce_dtype]
     # a stage holds what fully_shard and materialise know of it
     filled = nn.ModuleList([model, *stages]) if stages else model
     materialise(filled, run.model, seed=run.training.seed, device=device)
-    compute_in(model, DTYPES[run.precision.param_dtype])
+    compute_in(model, TORCH_DTYPES[run.precision.param_dtype])
     group, bucket_bytes = replica_group(mesh), run.parallelism.bucket_bytes or BUCKET_BYTES[device.type]
     return DDP(model, group, bucket_bytes, reduce_dtype, overlap=not stages)
 
@@ -194,8 +193,8 @@ def shard_options(run: RunFile, device: str) -> ShardOptions:
         if p.reshard_after_forward is None
         else p.reshard_after_forward,
         prefetch=PREFETCH[device] if p.prefetch is None else p.prefetch,
-        param_dtype=DTYPES[run.precision.param_dtype],
-        reduce_dtype=DTYPES[run.precision.reduce_dtype],
+        param_dtype=TORCH_DTYPES[run.precision.param_dtype],
+        reduce_dtype=TORCH_DTYPES[run.precision.reduce_dtype],
         cpu_offload=run.memory.cpu_offload == "params",
     )
 

@@ -28,7 +28,8 @@ from shardwright.mesh.device_mesh import make_mesh
 from shardwright.models.build import build_model
 from shardwright.models.model_parts import is_transformers
 from shardwright.models.rotary import follows_length
-from shardwright.parallel.apply import DTYPES, context_shard, parallelize, plan_model
+from shardwright.models.torch_dtypes import TORCH_DTYPES
+from shardwright.parallel.apply import context_shard, parallelize, plan_model
 from shardwright.parallel.strategy import Microbatches, Strategy
 from shardwright.train.optimizer import (
     SHARD_OPTIMIZERS,
@@ -98,7 +99,7 @@ class UpdateEngine:
         self.run, self.axes, self.device, self.updates = run, axes, device, updates
         self.rank, self.hooks, t = dist.get_rank(), Hooks(), run.training
         self.mesh: DeviceMesh = make_mesh(axes, device)
-        model = build_model(run.model, DTYPES[run.precision.master_dtype])
+        model = build_model(run.model, TORCH_DTYPES[run.precision.master_dtype])
         self.parameters = sum(p.numel() for p in model.parameters())  # of the unsplit model
         plan = plan_model(model, run, device.type)
         self.loss_chunks = plan.loss_chunks

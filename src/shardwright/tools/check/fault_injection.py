@@ -17,6 +17,7 @@ from torch import Tensor
 from shardwright.attention.packed_rows import PackedRows
 from shardwright.data.loader import Microbatch, UpdateBatch
 from shardwright.errors import ConfigError, did_you_mean
+from shardwright.layout.loss import IGNORE_INDEX
 from shardwright.models import find_parts
 from shardwright.parallel.strategy import Ties
 from shardwright.train.update import UpdateEngine, UpdateResult
@@ -58,7 +59,10 @@ def _scale_losses(factor: Callable[[UpdateEngine, Microbatch, UpdateBatch], floa
 
 def _divisor(*microbatches: Microbatch) -> float:
     """What the loss of these microbatches alone would be divided by."""
-    each = (m.labels != -100 if m.weights is None else m.weights.double() * (m.labels != -100) for m in microbatches)
+    each = (
+        m.labels != IGNORE_INDEX if m.weights is None else m.weights.double() * (m.labels != IGNORE_INDEX)
+        for m in microbatches
+    )
     return sum(float(weights.sum()) for weights in each) or 1.0
 
 
@@ -72,7 +76,7 @@ def _change_microbatches(change: Callable[[Microbatch], Microbatch]) -> Fault:
 
 
 def _shifted_again(microbatch: Microbatch) -> Microbatch:
-    labels = torch.full_like(microbatch.labels, -100)
+    labels = torch.full_like(microbatch.labels, IGNORE_INDEX)
     labels[:, :-1] = microbatch.labels[:, 1:]
     return replace(microbatch, labels=labels)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardwright.checkpoint.parts import Held, held_parts, local_part
 from shardwright.mesh.shard_geometry import Box
-from shardwright.models.weights import DTYPES
+from shardwright.models.torch_dtypes import SAFETENSORS_DTYPES
 
 
 def whole_on_first_rank(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -51,7 +51,7 @@ def _message(tensors: Mapping[str, Tensor], parts: list[Held]) -> Tensor:
 def _put(whole: dict[str, Tensor], parts: list[Held], message: Tensor) -> None:
     """Writes the `parts` of one rank's `message` to where they belong in `whole`."""
     for held, piece in zip(parts, message.split([held.part_bytes for held in parts])):
-        dtype = DTYPES[held.dtype]
+        dtype = SAFETENSORS_DTYPES[held.dtype]
         if held.key not in whole:
             whole[held.key] = torch.empty(held.shape, dtype=dtype)
         place = held.box.within(Box((0,) * len(held.shape), held.shape))
