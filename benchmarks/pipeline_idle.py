@@ -37,6 +37,7 @@ def worker(task: dict[str, Any]) -> None:
     scaffold.rank_of_task(task)
     import torch.distributed as dist
 
+    from shardwright.backends.backend import choose_backend
     from shardwright.parallel.pipeline import schedule_runner
 
     ranks = task["ranks"]
@@ -55,7 +56,7 @@ def worker(task: dict[str, Any]) -> None:
 
         setattr(owner, name, call)
 
-    if task["schedule"] in schedule_runner.ACTION_LISTS:
+    if choose_backend("cpu").pipeline_runtime(task["schedule"]) is not None:
         timed(schedule_runner.StageRunner, "compute_forward", "F")
         timed(schedule_runner.StageRunner, "compute_backward", "B")
     else:

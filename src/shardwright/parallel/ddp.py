@@ -21,9 +21,6 @@ from shardwright.errors import ShardwrightError
 from shardwright.mesh.shard_geometry import from_local, local_tensor
 from shardwright.parallel.strategy import DataParallel
 
-BUCKET_BYTES = {"cpu": 4 * 2**20, "cuda": 25 * 2**20}
-"""Bytes of a stretch by device. The first is sent when it is full and the last is waited for: on a slow link both count."""
-
 
 @dataclass
 class _Flat:

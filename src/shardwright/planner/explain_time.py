@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from shardwright.arch.inventory import counts, matmuls
+from shardwright.arch.parameters import counts, matmuls
 from shardwright.dtypes import DTYPE_BYTES
 from shardwright.planner.kernels import attention_flops, attention_seconds, matmul_seconds
-from shardwright.planner.network import Group, gather_line, group_of, ring_bandwidth, step_latency
+from shardwright.planner.network import RankGroup, gather_line, group_of, ring_bandwidth, step_latency
 from shardwright.units import format_bytes, format_flops, format_seconds
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def compute_lines(clock: Clock, layout: Layout) -> Iterator[str]:
     )
 
 
-def _line(clock: Clock, name: str, group: Group, payload: float) -> str:
+def _line(clock: Clock, name: str, group: RankGroup, payload: float) -> str:
     line = gather_line(clock.device, group)
     return (
         f"  {name}: {group.size} ranks ({group.local} in a node): {group.size - 1} steps x "

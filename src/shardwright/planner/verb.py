@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwright.arch.inventory import generic_shape
-from shardwright.arch.of_model import Inventory, built_by, shape_of_model
+from shardwright.arch.model_shape import Inventory, built_by, shape_of_model
+from shardwright.arch.shape import generic_shape
 from shardwright.errors import ConfigError, ExitCode
 from shardwright.planner.advice import first_to_test
 from shardwright.planner.answer import answer, describe, layout_keys, layout_name

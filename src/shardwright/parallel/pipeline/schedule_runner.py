@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from shardwright.backends.gloo.pipeline_runtime import ActionList
+from shardwright.backends.backend import PipelineRuntime, choose_backend
 from shardwright.config.schema import Schedule
 from shardwright.layout.pipeline_schedules import rank_actions, stage_rank
 from shardwright.mesh.shard_geometry import local_tensor
@@ -36,8 +36,6 @@ SCHEDULES: dict[str, Any] = {
     "zbv": torch_schedules.ScheduleZBVZeroBubble,
 }
 ONE_STAGE = ("gpipe", "1f1b")
-ACTION_LISTS = ("gpipe", "1f1b", "interleaved_1f1b")
-"""Schedules of whole backwards between ranks: on the CPU their lists are run by `ActionList`, elsewhere by torch."""
 
 
 class StageRunner(nn.Module):
@@ -129,8 +127,9 @@ class Pipeline:
                 runner.stage.train()
             runner.batch, runner.inputs = batch, inputs
         ids = inputs[0][0]
-        if ids.device.type == "cpu" and self.schedule in ACTION_LISTS:
-            self._action_list(ids, batch.count).run()
+        runtime = choose_backend(ids.device.type).pipeline_runtime(self.schedule)
+        if runtime is not None:
+            self._actions(runtime, ids, batch.count).run()
             return
         # Stages look up their microbatch by number: torch sees numbers in place of ids and targets.
         numbers = torch.zeros(batch.count, dtype=torch.int64, device=ids.device)
@@ -138,10 +137,10 @@ class Pipeline:
         target = numbers if self.stages[-1].is_last else None
         self.torch_schedule(batch.count, ids).step(*first, target=target, losses=[], return_outputs=False)
 
-    def _action_list(self, ids: Tensor, microbatches: int) -> ActionList:
+    def _actions(self, runtime: type[PipelineRuntime], ids: Tensor, microbatches: int) -> PipelineRuntime:
         """This rank's part of the schedule for microbatches like `ids`, without torch's runtime."""
         count = self.stages[0].count
-        return ActionList(
+        return runtime(
             rank_actions(self.schedule, self._size, count // self._size, microbatches, self._rank),
             {runner.stage.index: runner for runner in self._runners},
             count,
