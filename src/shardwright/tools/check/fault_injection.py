@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,9 +21,14 @@ from shardwright.errors import ConfigError, did_you_mean
 from shardwright.layout.loss import IGNORE_INDEX
 from shardwright.models import find_parts
 from shardwright.parallel.strategy import Ties
-from shardwright.train.update import UpdateEngine, UpdateResult
+from shardwright.train.update import UpdateEngine
 
 Fault = Callable[[UpdateEngine], None]
+
+
+def _hook(name: str, change: Callable[..., Any]) -> Fault:
+    """Sets the hook `name` of an engine to `change`, which gets the engine as its first argument."""
+    return lambda engine: setattr(engine.hooks, name, partial(change, engine))
 
 
 def _microbatches(engine: UpdateEngine) -> int:
@@ -33,46 +39,35 @@ def _microbatches(engine: UpdateEngine) -> int:
 def _scale_gradients(factor: Callable[[UpdateEngine], float], only: str = "") -> Fault:
     """Gradients times a factor after they were reduced; `only` restricts it to names with this prefix."""
 
-    def fault(engine: UpdateEngine) -> None:
-        def scale() -> None:
-            for param, gradient in engine.gradients():
-                if param.name.startswith(only):
-                    gradient.mul_(factor(engine))
+    def scale(engine: UpdateEngine) -> None:
+        for param, gradient in engine.gradients():
+            if param.name.startswith(only):
+                gradient.mul_(factor(engine))
 
-        engine.hooks.post_reduce = scale
-
-    return fault
+    return _hook("post_reduce", scale)
 
 
 def _scale_losses(factor: Callable[[UpdateEngine, Microbatch, UpdateBatch], float], value: bool) -> Fault:
     """Each microbatch's loss times a factor, in its gradient and, with `value`, in its value too."""
 
-    def fault(engine: UpdateEngine) -> None:
-        def scaled(loss: Tensor, microbatch: Microbatch, batch: UpdateBatch) -> Tensor:
-            scale = factor(engine, microbatch, batch)
-            return loss * scale if value else loss.detach() + (loss - loss.detach()) * scale
+    def scaled(engine: UpdateEngine, loss: Tensor, microbatch: Microbatch, batch: UpdateBatch) -> Tensor:
+        scale = factor(engine, microbatch, batch)
+        return loss * scale if value else loss.detach() + (loss - loss.detach()) * scale
 
-        engine.hooks.on_loss = scaled
-
-    return fault
+    return _hook("on_loss", scaled)
 
 
 def _divisor(*microbatches: Microbatch) -> float:
-    """What the loss of these microbatches alone would be divided by."""
-    each = (
-        m.labels != IGNORE_INDEX if m.weights is None else m.weights.double() * (m.labels != IGNORE_INDEX)
-        for m in microbatches
-    )
-    return sum(float(weights.sum()) for weights in each) or 1.0
+    """The divisor of a loss over these microbatches alone."""
+    total = 0.0
+    for m in microbatches:
+        targets = m.labels != IGNORE_INDEX
+        total += float((targets if m.weights is None else m.weights.double() * targets).sum())
+    return total or 1.0
 
 
 def _change_microbatches(change: Callable[[Microbatch], Microbatch]) -> Fault:
-    """Every update runs other microbatches."""
-
-    def fault(engine: UpdateEngine) -> None:
-        engine.hooks.on_batch = lambda batch: replace(batch, microbatches=tuple(map(change, batch.microbatches)))
-
-    return fault
+    return _hook("on_batch", lambda e, batch: replace(batch, microbatches=tuple(map(change, batch.microbatches))))
 
 
 def _shifted_again(microbatch: Microbatch) -> Microbatch:
@@ -81,42 +76,28 @@ def _shifted_again(microbatch: Microbatch) -> Microbatch:
     return replace(microbatch, labels=labels)
 
 
-def _needs_packed_rows() -> ConfigError:
-    return ConfigError("This fault needs packed rows.", "", "Set data.batching to pack.")
-
-
-def _change_inputs(change: Callable[[UpdateEngine, Microbatch, dict[str, Any]], None]) -> Fault:
-    """Changes the model's arguments of packed rows beside their ids."""
-
-    def fault(engine: UpdateEngine) -> None:
-        if engine.run.data.batching != "pack":
-            raise _needs_packed_rows()
-        engine.hooks.on_inputs = lambda microbatch, arguments: change(engine, microbatch, arguments)
-
-    return fault
-
-
-def _one_document(engine: UpdateEngine, microbatch: Microbatch, arguments: dict[str, Any]) -> None:
-    assert microbatch.documents is not None
-    arguments["documents"] = PackedRows(microbatch.documents.clamp(max=0), engine.device)
-
-
-def _positions_of_rows(engine: UpdateEngine, microbatch: Microbatch, arguments: dict[str, Any]) -> None:
-    places = torch.arange(microbatch.input_ids.shape[1], device=engine.device).expand(microbatch.input_ids.shape)
-    arguments["position_ids"] = places if engine.context is None else engine.context.part(places)
+def _documents(microbatch: Microbatch) -> Tensor:
+    if microbatch.documents is None:
+        raise ConfigError("This fault needs packed rows.", "", "Set data.batching to pack.")
+    return microbatch.documents
 
 
 def _targets_across(microbatch: Microbatch) -> Microbatch:
-    numbers, labels = microbatch.documents, microbatch.labels.clone()
-    if numbers is None:
-        raise _needs_packed_rows()
+    """The last token of a document has the first of the next one as its target."""
+    numbers, labels = _documents(microbatch), microbatch.labels.clone()
     last = (numbers[:, :-1] != numbers[:, 1:]) & (numbers[:, 1:] >= 0)
     labels[:, :-1] = torch.where(last, microbatch.input_ids[:, 1:], labels[:, :-1])
     return replace(microbatch, labels=labels)
 
 
-def _real_tokens_as_targets(engine: UpdateEngine) -> None:
-    engine.hooks.on_batch = lambda batch: replace(batch, target_tokens=batch.real_tokens, target_weight=None)
+def _one_document(engine: UpdateEngine, microbatch: Microbatch, arguments: dict[str, Any]) -> None:
+    arguments["documents"] = PackedRows(_documents(microbatch).clamp(max=0), engine.device)
+
+
+def _positions_of_rows(engine: UpdateEngine, microbatch: Microbatch, arguments: dict[str, Any]) -> None:
+    shape = _documents(microbatch).shape
+    places = torch.arange(shape[1], device=engine.device).expand(shape)
+    arguments["position_ids"] = places if engine.context is None else engine.context.part(places)
 
 
 def _not_synchronised(engine: UpdateEngine) -> None:
@@ -129,30 +110,8 @@ def _not_synchronised(engine: UpdateEngine) -> None:
     ddp.reduce_gradients = lambda: None
 
 
-def _change_norm(change: Callable[[UpdateEngine, float], float]) -> Fault:
-    def fault(engine: UpdateEngine) -> None:
-        engine.hooks.on_norm = lambda norm: change(engine, norm)
-
-    return fault
-
-
 def _local_norm(engine: UpdateEngine, norm: float) -> float:
-    squares = (g.double().square().sum().item() for param, g in engine.gradients() if param.counts)
-    return sum(squares) ** 0.5
-
-
-def _change_result(change: Callable[[UpdateEngine, UpdateResult], UpdateResult]) -> Fault:
-    def fault(engine: UpdateEngine) -> None:
-        engine.hooks.on_result = lambda result: change(engine, result)
-
-    return fault
-
-
-def _change_coefficient(change: Callable[[float], float]) -> Fault:
-    def fault(engine: UpdateEngine) -> None:
-        engine.hooks.on_clip = change
-
-    return fault
+    return sum(g.double().square().sum().item() for param, g in engine.gradients() if param.counts) ** 0.5
 
 
 def _one_use_of_a_tied_weight(engine: UpdateEngine) -> None:
@@ -209,12 +168,9 @@ def _decay_through_gradient(engine: UpdateEngine) -> None:
     engine.optimizer.register_step_pre_hook(add_decay)
 
 
-def _rate_of(step: Callable[[UpdateEngine, int], int]) -> Fault:
-    def fault(engine: UpdateEngine) -> None:
-        original = engine.factor
-        engine.factor = lambda update: original(step(engine, update))
-
-    return fault
+def _wrong_schedule_step(engine: UpdateEngine) -> None:
+    factor = engine.factor
+    engine.factor = lambda update: factor(update * _microbatches(engine))
 
 
 def _keep_gradients(engine: UpdateEngine) -> None:
@@ -245,7 +201,7 @@ def _one_unit(engine: UpdateEngine) -> None:
 
 
 def _change_embedded(change: Callable[[Tensor], Tensor]) -> Fault:
-    """Changes what the embedding gives, [B, T, D], on the ranks that hold it."""
+    """Changes the output of the embedding, [B, T, D], on the ranks that hold it."""
 
     def fault(engine: UpdateEngine) -> None:
         name = find_parts(engine.module).embedding
@@ -262,7 +218,9 @@ FAULTS: dict[str, Fault] = {
     "divided_again": _scale_gradients(lambda e: 1 / _microbatches(e)),
     "sign": _scale_gradients(lambda e: -1.0),
     "never_divided": _scale_losses(lambda e, m, b: b.divisor, value=True),
-    "wrong_target_count": _real_tokens_as_targets,
+    "wrong_target_count": _hook(
+        "on_batch", lambda e, batch: replace(batch, target_tokens=batch.real_tokens, target_weight=None)
+    ),
     "mean_of_microbatch_means": _scale_losses(
         lambda e, m, b: b.divisor / _divisor(m) / _microbatches(e) / e.axes.data_ranks, value=True
     ),
@@ -272,25 +230,25 @@ FAULTS: dict[str, Fault] = {
     "last_microbatch_only": _scale_losses(lambda e, m, b: float(m is b.microbatches[-1]), value=False),
     "no_reduction": _not_synchronised,
     "labels_shifted_twice": _change_microbatches(_shifted_again),
-    "documents_see_each_other": _change_inputs(_one_document),
-    "positions_run_on": _change_inputs(_positions_of_rows),
+    "documents_see_each_other": _hook("on_inputs", _one_document),
+    "positions_run_on": _hook("on_inputs", _positions_of_rows),
     "target_across_boundary": _change_microbatches(_targets_across),
     "depends_on_neighbours": _change_embedded(lambda x: x + x.mean(0, keepdim=True)),
     "depends_on_width": _change_embedded(lambda x: x * (1 + x.shape[1] / 1000)),
-    "loss_report": _change_result(lambda e, result: replace(result, loss=result.loss / e.axes.data_ranks)),
-    "norm_not_reduced": _change_norm(_local_norm),
-    "norm_counted_twice": _change_norm(lambda e, norm: norm * e.axes.data_ranks**0.5),
-    "norm_after_clipping": _change_result(
-        lambda e, result: replace(result, grad_norm=result.grad_norm * result.clip_coefficient)
+    "loss_report": _hook("on_result", lambda e, result: replace(result, loss=result.loss / e.axes.data_ranks)),
+    "norm_not_reduced": _hook("on_norm", _local_norm),
+    "norm_counted_twice": _hook("on_norm", lambda e, norm: norm * e.axes.data_ranks**0.5),
+    "norm_after_clipping": _hook(
+        "on_result", lambda e, result: replace(result, grad_norm=result.grad_norm * result.clip_coefficient)
     ),
-    "clipping_missing": _change_coefficient(lambda coefficient: 1.0),
-    "clipping_twice": _change_coefficient(lambda coefficient: coefficient**2),
+    "clipping_missing": _hook("on_clip", lambda e, coefficient: 1.0),
+    "clipping_twice": _hook("on_clip", lambda e, coefficient: coefficient**2),
     "tying_lost": _one_use_of_a_tied_weight,
     "stale_optimizer": _weights_put_back,
     "decay_on_excluded": _set_decay(lambda e: e.run.training.weight_decay),
     "decay_missing": _set_decay(lambda e: 0.0),
     "decay_in_gradient": _decay_through_gradient,
-    "schedule_step": _rate_of(lambda e, update: update * _microbatches(e)),
+    "schedule_step": _wrong_schedule_step,
     "gradients_not_zeroed": _keep_gradients,
     "state_reset": _forget_state,
     "one_unit": _one_unit,
