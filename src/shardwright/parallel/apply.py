@@ -109,7 +109,7 @@ def parallelize(
     if split is None:
         return data_parallel[0]
     last = stage_rank(schedule_of(p), p.pp_size, len(split.blocks) - 1)
-    ties = Ties.between(split.tied_over_stages(plan.parts), mesh["pp"].get_local_rank(), 0, last)
+    ties = Ties.between(split.tied, mesh["pp"].get_local_rank(), 0, last)
     group, dtype = mesh["pp"].get_group(), TORCH_DTYPES[run.precision.param_dtype]
     return Pipeline(model, stages, data_parallel, group, schedule_of(p), width=split.width, dtype=dtype, ties=ties)
 

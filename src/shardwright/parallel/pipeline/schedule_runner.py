@@ -1,10 +1,9 @@
-"""Pipeline parallelism: this rank's stages under a schedule, run by `torch.distributed.pipelining` or, on gloo, by
-`backends/gloo/pipeline_runtime.py`.
+"""Pipeline parallelism: this rank's stages under a schedule of `torch.distributed.pipelining`, or of the backend's runtime.
 
 Each microbatch of the update is one microbatch of the pipeline. The last stage divides its loss by the target tokens of the
 whole update and torch scales nothing (`scale_grads=False`), so gradients are those of the unsplit model. Data parallelism
-is inside each stage: torch's own handling of it is passed by, so that `layout/zero.py` says when parameters are gathered and
-gradients reduced, with a pipeline as without. zero3 gathers a stage's units anew for each microbatch.
+is inside each stage. `layout/zero.py` says when parameters are gathered and gradients reduced, with a pipeline as without;
+torch's schedules do not take part in it. zero3 gathers the units of a stage again for each microbatch.
 
 B rows, T positions, D width of hidden states, K microbatches of this data rank.
 """
@@ -36,6 +35,7 @@ SCHEDULES: dict[str, Any] = {
     "zbv": torch_schedules.ScheduleZBVZeroBubble,
 }
 ONE_STAGE = ("gpipe", "1f1b")
+"""Schedules that torch gives one stage, not a list of stages."""
 
 
 class StageRunner(nn.Module):
@@ -138,7 +138,7 @@ class Pipeline:
         self.torch_schedule(batch.count, ids).step(*first, target=target, losses=[], return_outputs=False)
 
     def _actions(self, runtime: type[PipelineRuntime], ids: Tensor, microbatches: int) -> PipelineRuntime:
-        """This rank's part of the schedule for microbatches like `ids`, without torch's runtime."""
+        """This rank's actions of the schedule, for microbatches like `ids`, ready to run."""
         count = self.stages[0].count
         return runtime(
             rank_actions(self.schedule, self._size, count // self._size, microbatches, self._rank),
@@ -150,19 +150,16 @@ class Pipeline:
         )
 
     def torch_schedule(self, microbatches: int, ids: Tensor) -> Any:
-        """torch's schedule for so many microbatches like `ids`; made anew when the number or the shape changes.
+        """torch's schedule for so many microbatches like `ids`.
 
-        Its buffers have the shape of the microbatches that it was made for.
+        A new schedule is made when the number or the shape changes: torch allocates its receive buffers once, by shape.
         """
         key = (microbatches, *ids.shape)
         if self._built is None or self._built[0] != key:
             hidden = self._hidden(ids, torch.device("meta")).requires_grad_()
             wide = torch.float64 if self._dtype == torch.float64 else torch.float32
-            number, loss = (
-                torch.empty(1, dtype=torch.int64, device="meta"),
-                torch.empty((), dtype=wide, device="meta"),
-            )
-            loss.requires_grad_()
+            number = torch.empty(1, dtype=torch.int64, device="meta")
+            loss = torch.empty((), dtype=wide, device="meta", requires_grad=True)
             stages = [
                 TorchStage(
                     runner,
@@ -185,13 +182,13 @@ class Pipeline:
         return self._built[1]
 
     def _hidden(self, ids: Tensor, device: torch.device) -> Tensor:
-        """An empty tensor like what passes between stages for `ids` [B, T]: [B, T, D], or this rank's piece of it."""
+        """An empty tensor for the hidden states of `ids` [B, T] between stages: [B, T, D], or this rank's piece."""
         peers = self.stages[0].peers
         tokens = ids.shape[1] // (peers.size if peers is not None else 1)
         return torch.empty(ids.shape[0], tokens, self._width, dtype=self._dtype, device=device)
 
     def finish_gradients(self) -> None:
-        """Completes gradients: what the data parallelism has left to do, then tied parameters over first and last stage."""
+        """Completes the reductions of data parallelism, then sums tied parameters over the first and the last stage."""
         for data_parallel in self._data_parallel:
             data_parallel.finish_gradients()
         named = dict(self.module.named_parameters()) if self.ties.names else {}
@@ -206,33 +203,27 @@ class Pipeline:
         own = local_tensor(gradient)
         sent, received = own.contiguous(), torch.empty_like(own, memory_format=torch.contiguous_format)
         peer = dist.get_global_rank(self._group, self.ties.peer)
-        transfers = [
-            dist.P2POp(dist.isend, sent, peer, self._group),
-            dist.P2POp(dist.irecv, received, peer, self._group),
-        ]
-        for work in dist.batch_isend_irecv(transfers):
+        both = [dist.P2POp(dist.isend, sent, peer, self._group), dist.P2POp(dist.irecv, received, peer, self._group)]
+        for work in dist.batch_isend_irecv(both):
             work.wait()
         own.add_(received)
 
     # Evaluation
 
     def __call__(self, ids: Tensor, **arguments: Any) -> Any | None:
-        """What the model returns for `ids` [B, T], forward only, on the rank of the last stage; None elsewhere.
+        """The model's output for `ids` [B, T], forward only, on the rank of the last stage; None on the other ranks.
 
-        A rank goes on to its next call while later stages work on this one.
+        A rank returns before later stages have finished, so that its next call overlaps with their work.
         """
         hidden: Any = ids
-        for index in range(self.stages[0].count):
-            stage = next((stage for stage in self.stages if stage.index == index), None)
-            if stage is None:
-                continue
+        for stage in self.stages:
             stage.eval()
-            if index and self.rank_of(index - 1) != self._rank:
+            if not stage.is_first and self.rank_of(stage.index - 1) != self._rank:
                 hidden = self._hidden(ids, ids.device)
-                dist.recv(hidden, self._global(index - 1), group=self._group)
+                dist.recv(hidden, self._global(stage.index - 1), group=self._group)
             hidden = stage(hidden, **arguments)
-            if not stage.is_last and self.rank_of(index + 1) != self._rank:
-                work = dist.isend(hidden, self._global(index + 1), group=self._group)
+            if not stage.is_last and self.rank_of(stage.index + 1) != self._rank:
+                work = dist.isend(hidden, self._global(stage.index + 1), group=self._group)
                 assert work is not None, "this rank is part of the pipeline's group"
                 self._sends.append((work, hidden))
         while len(self._sends) > 2 * len(self.stages):
@@ -243,7 +234,7 @@ class Pipeline:
         return dist.get_global_rank(self._group, self.rank_of(stage))
 
     def release(self) -> None:
-        """Ends evaluation: waits until everything is received, and drops gathered parameters."""
+        """Ends evaluation: waits until the peers have received everything, and drops gathered parameters."""
         while self._sends:
             self._sends.popleft()[0].wait()
         for data_parallel in self._data_parallel:

@@ -92,7 +92,7 @@ def test_each_rank_fills_only_its_stages(tmp_path: Path) -> None:
         build_stages(model, split, mine)
         assert all(p.is_meta for p in model.parameters())
         names.append([name for name, _ in model.named_parameters()])
-        assert split.tied_over_stages(parts) == ["model.embed_tokens.weight"]
+        assert split.tied == ("model.embed_tokens.weight",)
         own = split.parts_of(parts, mine)
         assert own.blocks == split.blocks[mine[0]] and bool(own.head) == (mine == [1])
     assert set(names[0]) & set(names[1]) == {"model.embed_tokens.weight"}
@@ -162,7 +162,7 @@ def tiny(kind: str, freeze: str = "") -> nn.Module:
     ("kind", "text"),
     [
         ("scaled", "changes hidden states outside of its blocks"),
-        ("extra", "`extra` belongs neither to its beginning nor to its end"),
+        ("extra", "`extra` is used neither only before its blocks nor only after them"),
         ("plain", "needs a Transformers causal language model"),
     ],
 )
