@@ -12,7 +12,7 @@ import torch
 
 from shardwright.config.schema import RunFile
 from shardwright.data.loader import Loader, Microbatch, UpdateBatch
-from shardwright.data.updates import open_updates
+from shardwright.data.prepare import open_updates
 from shardwright.layout.axes import Axes
 from shardwright.tools.check.changes import IGNORE, Changes, thinned
 from shardwright.train.run_data import widths

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from shardwright.config.schema import RunFile
+from shardwright.data.arrays import FILLER, Int64
 from shardwright.data.mixture import Mixture
-from shardwright.data.order import FILLER, Int64, Order
-from shardwright.data.prepare import Prepared, packing_of
-from shardwright.data.rows import cut_rows
-from shardwright.data.updates import order_over
+from shardwright.data.order import Order
+from shardwright.data.packing import cut_rows
+from shardwright.data.prepare import Prepared, order_over, packing_of
 
 MODES = ("pad", "bucket", "pack")
 _UPDATES = 1000

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from shardwright.data.arrays import IGNORE_INDEX
 from shardwright.data.prepare import Prepared
-from shardwright.data.table import IGNORE
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Decoder:
             added = self._tokenizer.get_added_tokens_decoder()
             self.special = frozenset(number for number, token in added.items() if token.special)
         else:
-            from shardwright.data.tokenise import load_tokenizer
+            from shardwright.data.tokenizer import load_tokenizer
 
             self._tokenizer = load_tokenizer(path)
             self.special = frozenset(self._tokenizer.all_special_ids)
@@ -84,7 +84,7 @@ def read_sample(prepared: Prepared, row: int, decoder: Decoder, bucketed: bool) 
     block = table.block([row], width, prepared.pad_id)
     ids, labels = block.input_ids[0], block.labels[0]
     weights = np.zeros(width)
-    weights[1:] = labels[:-1] != IGNORE
+    weights[1:] = labels[:-1] != IGNORE_INDEX
     if block.weights is not None:
         weights[1:] *= block.weights[0][:-1]
     documents, at = [], 0

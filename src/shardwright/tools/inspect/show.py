@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from rich.text import Text
 
-from shardwright.data.order import Int64
+from shardwright.data.arrays import Int64
 from shardwright.tools.inspect.batches import Batching
 from shardwright.tools.inspect.sample import Document, Piece, Sample
 

@@ -11,9 +11,8 @@ from rich.console import Console
 
 from shardwright.config.load import Loaded
 from shardwright.console import say
-from shardwright.data.order import FILLER, Int64
-from shardwright.data.prepare import Prepared, prepare
-from shardwright.data.updates import make_order
+from shardwright.data.arrays import FILLER, Int64
+from shardwright.data.prepare import Prepared, make_order, prepare
 from shardwright.errors import ConfigError, DataError, ExitCode
 from shardwright.layout.legality import check_settings
 from shardwright.tools.inspect.batches import MODES, Batching, measure
