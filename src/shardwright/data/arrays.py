@@ -1,4 +1,4 @@
-"""Types of the arrays in data/, and the numbers that mark something in them."""
+"""Types of the arrays in data/, and the row id of a filler row."""
 
 from __future__ import annotations
 
@@ -10,7 +10,5 @@ Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]
 
-IGNORE_INDEX = -100
-"""The label of a position without a target, as in `torch.nn.functional.cross_entropy`."""
 FILLER = -1
 """The row id of a filler row, which completes a microbatch: padding only, no targets."""

@@ -19,10 +19,11 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from shardwright.data.arrays import FILLER, IGNORE_INDEX, Float32, Float64, Int32, Int64
+from shardwright.data.arrays import FILLER, Float32, Float64, Int32, Int64
 from shardwright.data.documents import Documents, new_directory
 from shardwright.data.packing import Cut, CutRows, cut_rows
 from shardwright.errors import DataError
+from shardwright.layout.loss import IGNORE_INDEX
 
 _T = TypeVar("_T", bound=np.generic)
 _BLOCK = 2**22  # weights hashed at a time

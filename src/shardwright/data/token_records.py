@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from shardwright.data.arrays import IGNORE_INDEX
 from shardwright.data.records import Record, json_type
 from shardwright.errors import DataError
+from shardwright.layout.loss import IGNORE_INDEX
 
 MASKS = ("loss_mask", "completion_mask", "assistant_masks")
 COLUMNS = ("labels", *MASKS, "loss_weights", "attention_mask", "position_ids", "seq_lengths")

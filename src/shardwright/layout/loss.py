@@ -11,6 +11,8 @@ if TYPE_CHECKING:  # the planner reads this and loads no pydantic
     from shardwright.config.schema import RunFile
 
 CROSS_ENTROPY = "cross_entropy"
+IGNORE_INDEX = -100
+"""The label of a position without a target: torch's and Transformers' own."""
 
 MIB = 2**20
 CHUNK_BYTES = {"cpu": 64 * MIB, "cpu bf16": 256 * MIB, "cuda": 512 * MIB, "cuda bf16": 512 * MIB}

@@ -28,13 +28,12 @@ from shardwright.backends.tp_collectives import Peers, all_sum, copy_in
 from shardwright.config.schema import RunFile
 from shardwright.errors import ModelError
 from shardwright.layout.axes import Axes
-from shardwright.layout.loss import chunk_tokens
+from shardwright.layout.loss import IGNORE_INDEX, chunk_tokens
 from shardwright.loss.output_head import Deferred, Step, apply_steps, steps_behind_head
 from shardwright.loss.vocab_parallel_loss import check_ids, vocabulary_range
 from shardwright.mesh.local_part import local_part
 from shardwright.models.model_parts import find_parts
-
-IGNORE = -100
+from shardwright.torch_private import own_parameters
 
 PREPARED = 64
 """Targets are filled up to a multiple on a CPU in bf16: its products are compiled for each new shape, which takes longer than
@@ -73,7 +72,7 @@ class Targets:
         multiple: other positions of weight 0 fill up their number to it (or take in all), so that shapes come again.
         """
         labels = labels.flatten()
-        wanted = labels != IGNORE
+        wanted = labels != IGNORE_INDEX
         places = wanted.nonzero()[:, 0]
         total, count = len(labels), len(places)
         missing = min(-count % multiple, total - count)
@@ -279,7 +278,7 @@ def find_loss_chunks(model: nn.Module, run: RunFile, device: str) -> LossChunks:
     are whole then, for the reason given.
     """
     parts, p = find_parts(model), run.parallelism
-    weight = None if parts.head is None else model.get_submodule(parts.head)._parameters.get("weight")
+    weight = None if parts.head is None else own_parameters(model.get_submodule(parts.head)).get("weight")
     asked = run.memory.loss_chunk_tokens
     if weight is None and asked in ("auto", 0):
         return LossChunks(0)

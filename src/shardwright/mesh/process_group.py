@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 
 from shardwright.errors import ConfigError, ShardwrightError
 from shardwright.mesh.placement import MALLOC_MMAP, Placement, read_placement
@@ -173,12 +172,6 @@ def connect(
         dist.destroy_process_group()
     if meeting.holds_store and placement.world_size > 1:
         say_left(meeting.store, placement.rank, placement.world_size, SECONDS_FOR_THE_LAST)
-
-
-def second_store() -> Store:
-    """A connection of its own to the store in which the ranks have met, for a thread beside the main one."""
-    store: Any = dist.distributed_c10d._get_default_store()
-    return store.clone()
 
 
 def transfer_group(timeout_seconds: float) -> dist.ProcessGroup:

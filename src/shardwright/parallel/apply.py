@@ -25,6 +25,7 @@ from shardwright.models.build import check_own_attention
 from shardwright.models.materialise import materialise
 from shardwright.models.model_parts import Parts, find_parts, is_transformers
 from shardwright.models.rotary import decide_by_document
+from shardwright.models.torch_dtypes import TORCH_DTYPES
 from shardwright.parallel.activation_checkpointing import compile_block, recompute_block
 from shardwright.parallel.context.attention import ContextPlace, split_attention
 from shardwright.parallel.context.rules import check_context_model
@@ -43,8 +44,6 @@ from shardwright.parallel.pipeline.stages import (
 from shardwright.parallel.tensor.apply_plan import TensorParallel
 from shardwright.parallel.tensor.styles import divided
 from shardwright.parallel.tensor.tp_plan import attention_modules, plan_tensor
-
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def parallelize(
@@ -97,17 +96,17 @@ def parallelize(
     kinds[-1].finishers = (tensor.finish_gradients,) if tensor is not None else ()
     if cut is None:
         return kinds[0]
-    return pipelined(model, stages, kinds, mesh, p, whole, cut, DTYPES[run.precision.param_dtype])
+    return pipelined(model, stages, kinds, mesh, p, whole, cut, TORCH_DTYPES[run.precision.param_dtype])
 
 
 def _replicated(
     model: nn.Module, stages: Sequence[Stage], run: RunFile, mesh: DeviceMesh, device: torch.device
 ) -> Replicated:
-    reduce_dtype = DTYPES[run.precision.reduce_dtype]
+    reduce_dtype = TORCH_DTYPES[run.precision.reduce_dtype]
     # a stage holds what fully_shard and materialise know of it
     filled = nn.ModuleList([model, *stages]) if stages else model
     materialise(filled, run.model, seed=run.training.seed, device=device)
-    compute_in(model, DTYPES[run.precision.param_dtype])
+    compute_in(model, TORCH_DTYPES[run.precision.param_dtype])
     group, bucket_bytes = replica_group(mesh), run.parallelism.bucket_bytes or BUCKET_BYTES[device.type]
     return Replicated(model, group, bucket_bytes, reduce_dtype, overlap=not stages)
 
@@ -200,8 +199,8 @@ def shard_options(run: RunFile, device: str) -> ShardOptions:
         if p.reshard_after_forward is None
         else p.reshard_after_forward,
         prefetch=PREFETCH[device] if p.prefetch is None else p.prefetch,
-        param_dtype=DTYPES[run.precision.param_dtype],
-        reduce_dtype=DTYPES[run.precision.reduce_dtype],
+        param_dtype=TORCH_DTYPES[run.precision.param_dtype],
+        reduce_dtype=TORCH_DTYPES[run.precision.reduce_dtype],
         cpu_offload=run.memory.cpu_offload == "params",
     )
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from shardwright.data.arrays import IGNORE_INDEX
 from shardwright.data.prepare import Prepared
+from shardwright.layout.loss import IGNORE_INDEX
 
 
 @dataclass(frozen=True)
