@@ -19,9 +19,8 @@ from shardwright.config.load import Loaded, load_run_file
 from shardwright.data.loader import Loader
 from shardwright.data.prepare import make_order, prepare
 from shardwright.errors import ConfigError
-from shardwright.tools.inspect.batches import measure
-from shardwright.tools.inspect.show import attended_length, bins
-from shardwright.tools.inspect.verb import run_inspect
+from shardwright.tools.inspect.batching import measure
+from shardwright.tools.inspect.verb import attended_length, bins, run_inspect
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}<eos>{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
