@@ -141,15 +141,9 @@ class Loader:
     def _microbatch(self, index: int, rows: tuple[int, ...], width: int) -> Microbatch:
         block = self.table.block(rows, width, self.pad_id)
         tokens = self.table.real_tokens(np.array([row for row in rows if row != FILLER], np.int64)).tolist()
-        return Microbatch(
-            index,
-            torch.from_numpy(block.input_ids),
-            torch.from_numpy(block.labels),
-            rows,
-            None if block.documents is None else torch.from_numpy(block.documents),
-            None if block.weights is None else torch.from_numpy(block.weights),
-            tuple(0 if row == FILLER else tokens.pop(0) for row in rows),
-        )
+        lengths = tuple(0 if row == FILLER else tokens.pop(0) for row in rows)
+        tensors: Any = {name: torch.from_numpy(array) for name, array in vars(block).items() if array is not None}
+        return Microbatch(index, row_ids=rows, lengths=lengths, **tensors)
 
 
 def evaluation_order(table: Table, rows: int, bucket: bool) -> Order:

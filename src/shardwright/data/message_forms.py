@@ -77,7 +77,9 @@ class FittedChat:
 
     def _make_it_render(self) -> None:
         """Where the template fails, takes the first combination of the other forms for which it does not fail."""
-        for changes in product((_same, _emptied), (_same, _joined), (_same, _with_objects, _with_json)):
+        forms: list[list[Callable[[Message], Message]]]
+        forms = [[dict, _emptied], [dict, _joined], [dict, _with_objects, _with_json]]  # dict: as it is
+        for changes in product(*forms):
             if self._rendered is not None:
                 return
             messages = self.chat.messages
@@ -202,10 +204,6 @@ def _more(message: Message) -> Iterator[str]:
     """The keys of a message beside role and content that hold something."""
     skipped = ("role", "content", *WEIGHTS)
     return (key for key, value in message.items() if key not in skipped and value not in ("", [], {}))
-
-
-def _same(message: Message) -> Message:
-    return message
 
 
 def _emptied(message: Message) -> Message:

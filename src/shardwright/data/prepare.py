@@ -175,7 +175,7 @@ def _open_windows(run: RunFile) -> StreamWindows:
 
 def _first_window(run: RunFile) -> Read:
     windows = _open_windows(run)
-    documents = windows.open(0, StreamPosition()).table.documents
+    documents = windows.open(0, StreamPosition(), 0).table.documents
     windows.close()
     return Read(documents, (), windows.tokenizer_path, False)
 

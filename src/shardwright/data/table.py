@@ -31,7 +31,7 @@ _BLOCK = 2**22  # weights hashed at a time
 
 @dataclass(frozen=True)
 class Block:
-    """Rows as arrays [rows, width], from which a microbatch is made (`loader.Microbatch` explains each field)."""
+    """Rows as arrays [rows, width]: the fields of `loader.Microbatch` of the same names."""
 
     input_ids: Int64
     labels: Int64

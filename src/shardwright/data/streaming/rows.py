@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,18 +20,6 @@ from shardwright.data.streaming.record_stream import StreamPosition
 from shardwright.data.streaming.windows import StreamWindow, StreamWindows
 from shardwright.data.table import Block, Table
 from shardwright.errors import CheckpointError
-
-
-@dataclass(frozen=True)
-class _Held:
-    """A window and the positions [first, end) of its rows in the stream."""
-
-    window: StreamWindow
-    first: int
-
-    @property
-    def end(self) -> int:
-        return self.first + len(self.window.table)
 
 
 class StreamTable:
@@ -49,7 +36,7 @@ class StreamTable:
             0,
             StreamPosition(),
         )  # window from which the stream is read, position of its first row, its start
-        self._held: deque[_Held] = deque()
+        self._held: deque[StreamWindow] = deque()
 
     def begin(self, cursor: Cursor | None, trusted: bool) -> int:
         """Goes to a cursor, None for the beginning of the stream; returns the position of the cursor.
@@ -73,7 +60,7 @@ class StreamTable:
 
     def _window_of(self, cursor: Cursor) -> StreamWindow:
         self.hold(cursor["first"], cursor["first"] + 1)
-        return self._held[0].window
+        return self._held[0]
 
     def repeated(self, cursor: Cursor, seed: int | None) -> int | None:
         """How many rows of the window of `cursor`, which `seed` had shuffled, come again; as many never come.
@@ -96,14 +83,14 @@ class StreamTable:
         while not self._held or self._held[-1].end < end:
             if self._held:
                 last = self._held[-1]
-                number, begin, at = last.window.number + 1, last.end, last.window.next
+                number, begin, at = last.number + 1, last.end, last.next
             else:
                 number, begin, at = self._base
             if first < begin and not self._held:
                 raise IndexError(f"position {first} of a stream that is read from position {begin} on")
-            window = self.windows.open(number, at)
+            window = self.windows.open(number, at, begin)
             self._check(window.table.documents)
-            self._held.append(_Held(window, begin))
+            self._held.append(window)
             while self._held[0].end <= first and len(self._held) > 1:
                 self._held.popleft()
 
@@ -112,11 +99,11 @@ class StreamTable:
         held = next((h for h in self._held if position <= h.end), self._held[-1])
         return {
             "position": position,
-            "window": held.window.number,
+            "window": held.number,
             "first": held.first,
-            "place": held.window.start.to_json(),
-            "fingerprint": held.window.table.fingerprint,
-            "passed": self.windows.stream.sizes_before(held.window.start),
+            "place": held.start.to_json(),
+            "fingerprint": held.table.fingerprint,
+            "passed": self.windows.stream.sizes_before(held.start),
         }
 
     def _parts(self, positions: Int64) -> Iterator[tuple[Int64, Table, Int64]]:
@@ -124,9 +111,9 @@ class StreamTable:
         which = np.searchsorted([held.end for held in self._held], positions, side="right")
         for number in np.unique(which).tolist():
             held, here = self._held[number], np.flatnonzero(which == number)
-            rows, table = positions[here] - held.first, held.window.table
+            rows, table = positions[here] - held.first, held.table
             if self._seed is not None:
-                rows = permute(rows, len(table), self._seed, held.window.number)
+                rows = permute(rows, len(table), self._seed, held.number)
             yield here, table, rows
 
     def _gathered(self, positions: Int64, dtype: Any, values: Callable[[Table, Int64], Any]) -> Any:

@@ -43,9 +43,15 @@ class StreamWindow:
     """The rows of a window."""
 
     number: int
+    first: int  # position of the first row among the rows of the stream
     start: StreamPosition
     next: StreamPosition  # where the next window begins
     table: Table
+
+    @property
+    def end(self) -> int:
+        """The position after the last row."""
+        return self.first + len(self.table)
 
 
 class StreamWindows:
@@ -77,14 +83,14 @@ class StreamWindows:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="windows", initializer=_without_signals)
         self._ahead: Future[bool] | None = None
 
-    def open(self, number: int, start: StreamPosition) -> StreamWindow:
-        """Window `number`, which begins at `start`; waits until it exists, and has the next window made ahead.
+    def open(self, number: int, start: StreamPosition, first: int) -> StreamWindow:
+        """Window `number`, which begins at `start` with row `first`; waits for it, and has the next window made ahead.
 
         Raises `DataError` with file and line for a record that cannot be read.
         """
         if self._ahead is not None:
             wait([self._ahead])
-        while (found := self._opened(number, start)) is None:
+        while (found := self._opened(number, start, first)) is None:
             if not self._make(number, start):
                 self._stopped.wait(_POLL_SECONDS)
         # an error of the window made ahead is raised when that window is opened
@@ -111,12 +117,12 @@ class StreamWindows:
     def _path(self, number: int, start: StreamPosition) -> Path:
         return self.directory / f"window-{number}-{digest_of(start.to_json())}"
 
-    def _opened(self, number: int, start: StreamPosition) -> StreamWindow | None:
+    def _opened(self, number: int, start: StreamPosition, first: int) -> StreamWindow | None:
         """The window on disk; None where it does not exist, or is being removed."""
         try:
             documents = Documents.open(self._path(number, start))
             after = StreamPosition(**documents.meta["next"])
-            return StreamWindow(number, start, after, Table.make(documents, self.cut))
+            return StreamWindow(number, first, start, after, Table.make(documents, self.cut))
         except FileNotFoundError:
             return None
 

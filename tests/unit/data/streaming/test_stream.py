@@ -121,7 +121,7 @@ def test_without_shuffling_the_rows_are_the_documents_pass_after_pass(tmp_path: 
     assert batch.target_tokens == sum(len(text) for text in TEXTS[:4]) and batch.target_weight is None
 
 
-@pytest.mark.parametrize("batching", ["pad", "bucket", "pack"])
+@pytest.mark.parametrize("batching", ["pad", "bucket", pytest.param("pack", marks=pytest.mark.slow)])
 def test_the_order_depends_on_the_seed_and_the_stream_only(tmp_path: Path, batching: str) -> None:
     """A22 A23 A24: any number of ranks, rows of a microbatch and updates give the same rows one after the other."""
     entries = write(tmp_path, "jsonl")
