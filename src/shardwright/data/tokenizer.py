@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from shardwright.arch.directory import TOKENIZER_FILES
+from shardwright.arch.model_files import TOKENIZER_FILES
 from shardwright.config.schema import RunFile
 from shardwright.data.arrays import Float32, Int32
 from shardwright.data.notices import NO_END, NoteKey
