@@ -10,11 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardwright.errors import CheckpointError
-from shardwright.models.safetensors_io import DTYPE_CODES, DTYPES
+from shardwright.models.safetensors_io import DTYPE_CODES
 
 PIECE_BYTES = 4 * 2**20
 Value = Tensor | int | float
@@ -49,13 +50,13 @@ class Held:
     """One rank's part of the tensor `key`, with the dtype and shape of the unsplit tensor."""
 
     key: str
-    dtype: str
+    dtype: torch.dtype
     shape: tuple[int, ...]
     box: Box
 
     @property
     def part_bytes(self) -> int:
-        return self.box.elements * DTYPES[self.dtype].itemsize
+        return self.box.elements * self.dtype.itemsize
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -104,7 +105,7 @@ def held_parts(state: Mapping[str, Value]) -> list[Held]:
             raise CheckpointError(f"{key} is {tensor.dtype}, which safetensors cannot hold.")
         box = box_of(key, tensor)
         if box.elements or not tensor.numel():
-            found.append(Held(key, DTYPE_CODES[tensor.dtype], tuple(tensor.shape), box))
+            found.append(Held(key, tensor.dtype, tuple(tensor.shape), box))
     return found
 
 

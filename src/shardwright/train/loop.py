@@ -55,8 +55,8 @@ class Trainer:
     def resume(self, job: Job | None = None) -> Path | None:
         """Restores the checkpoint that `checkpoint.resume` names; see `Checkpoints.resume`."""
         found = self.checkpoints.resume(job)
-        if self.checkpoints.former is not None:
-            for line in self.data.go_on(self.checkpoints.former):
+        if self.checkpoints.saved_position is not None:
+            for line in self.data.resume_rows(self.checkpoints.saved_position):
                 self._say(line)
         self.engine.set_length(self.data.updates)
         return found

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from shardwright.checkpoint.multi_host.hosts import everyone, from_rank
 from shardwright.config.load import Loaded
 from shardwright.console import say
 from shardwright.errors import ConfigError
@@ -20,6 +19,7 @@ from shardwright.layout.legality import check_device, check_run
 from shardwright.measure import clock
 from shardwright.measure.outstanding import count_transfers, issued
 from shardwright.measure.record import device_facts, versions
+from shardwright.mesh.object_collectives import broadcast_object, gather_objects
 from shardwright.mesh.placement import Placement
 from shardwright.mesh.process_group import Connection, connect, second_store
 from shardwright.models.build import quiet_transformers
@@ -93,11 +93,11 @@ def _own_directory(loaded: Loaded, place: Placement) -> Iterator[None]:
 
     with ExitStack() as held:
         if place.started_by != "shardwright":
-            refused = everyone(hold() if place.rank == 0 else None)
-            owner = from_rank(0, read_owner(lock_of(directory, "train")))
+            refused = gather_objects(hold() if place.rank == 0 else None)
+            owner = broadcast_object(read_owner(lock_of(directory, "train")))
             if not shared and not any(refused):
                 other = place.local_rank == 0 and read_owner(lock_of(directory, "train")) != owner
-                refused = everyone(hold() if other else None)
+                refused = gather_objects(hold() if other else None)
             for error in refused:
                 if error is not None:
                     raise error

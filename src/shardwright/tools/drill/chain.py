@@ -7,7 +7,8 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shardwright.checkpoint import store
+from shardwright.checkpoint.directory import complete_checkpoints
+from shardwright.checkpoint.manifest import read_manifest
 from shardwright.errors import CheckFailed, ExitCode
 from shardwright.measure import clock
 from shardwright.tools.drill.compare import compare_checkpoints, compare_metrics
@@ -102,7 +103,7 @@ def judge(rows: list[Row], session: Session, reference: Session) -> None:
     """Gives each row the first difference from the reference that comes after it and before the next one."""
     update, what = compare_metrics(session.output_dir, reference.output_dir)
     if update is None:
-        for path in store.complete_checkpoints(session.output_dir):
+        for path in complete_checkpoints(session.output_dir):
             right = reference.output_dir / path.name
             if right.exists() and (what := compare_checkpoints(path, right)):
                 update = int(path.name.split("-")[1]) - 1
@@ -116,7 +117,7 @@ def judge(rows: list[Row], session: Session, reference: Session) -> None:
 
 def run_damaged(session: Session, reference: Session, chance: random.Random, say: Say) -> Row:
     """Three checkpoints of the reference damaged in three ways; a start from them must use the fourth newest."""
-    there = store.complete_checkpoints(reference.output_dir)[:-1]
+    there = complete_checkpoints(reference.output_dir)[:-1]
     if len(there) < 4:
         raise CheckFailed(f"{len(there)} checkpoints are too few to damage three and go on from a fourth.")
     for path in there:
@@ -134,8 +135,8 @@ def run_damaged(session: Session, reference: Session, chance: random.Random, say
     session.start(restarts=0)
     row.resumed_from, begun = session.wait_for_begin(0)
     row.begun_seconds = begun - struck
-    right = store.read_manifest(there[-4]).update
-    row.lost = store.read_manifest(there[-1]).update - row.resumed_from
+    right = read_manifest(there[-4]).update
+    row.lost = read_manifest(there[-1]).update - row.resumed_from
     if row.resumed_from != right:
         row.problem = f"it went on from update {row.resumed_from}, the newest good one is {right}"
     if _end(session) != ExitCode.DONE:

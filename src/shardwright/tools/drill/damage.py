@@ -7,7 +7,8 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from shardwright.checkpoint import store
+from shardwright.checkpoint.index import INDEX, TENSORS
+from shardwright.checkpoint.manifest import MANIFEST, verify
 
 
 def _flip(path: Path) -> None:
@@ -49,8 +50,8 @@ KINDS: dict[str, Callable[[Path], None]] = {
 
 def files_of(checkpoint: Path) -> Iterator[Path]:
     """One file of each kind: manifest, index, a tensor file."""
-    tensors = checkpoint / store.TENSORS
-    yield from (checkpoint / store.MANIFEST, tensors / store.INDEX, max(tensors.glob("*.safetensors")))
+    tensors = checkpoint / TENSORS
+    yield from (checkpoint / MANIFEST, tensors / INDEX, max(tensors.glob("*.safetensors")))
 
 
 def damage(checkpoint: Path, kind: str, number: int) -> str:
@@ -61,14 +62,14 @@ def damage(checkpoint: Path, kind: str, number: int) -> str:
 
 
 def unnoticed(checkpoint: Path, scratch: Path) -> list[str]:
-    """Kinds of damage to a copy of `checkpoint` that `store.verify` does not see; empty is right."""
+    """Kinds of damage to a copy of `checkpoint` that `verify` does not see; empty is right."""
     missed = []
     for number in range(len(list(files_of(checkpoint)))):
         for kind in KINDS:
             copy = scratch / checkpoint.name
             shutil.copytree(checkpoint, copy)
             done = damage(copy, kind, number)
-            if not store.verify(copy):
+            if not verify(copy):
                 missed.append(done)
             shutil.rmtree(copy)
     return missed

@@ -9,7 +9,8 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shardwright.checkpoint import store
+from shardwright.checkpoint.index import TENSORS
+from shardwright.checkpoint.resume import find_checkpoint
 from shardwright.errors import ExitCode
 from shardwright.tools.drill.disk import fill
 from shardwright.tools.drill.moments import STAGES, Break, at_phase, at_stage
@@ -150,11 +151,11 @@ def _fill_disk(session: Session, update: int) -> str | None:
 def _part_bytes(session: Session) -> int | None:
     """The size of the smallest tensor file of a first checkpoint, which it waits for; None when the run ended before."""
     for _ in session.polls("a first checkpoint"):
-        if (newest := store.find(session.output_dir, "auto")) is not None or not session.running:
+        if (newest := find_checkpoint(session.output_dir, "auto")) is not None or not session.running:
             break
     if newest is None:
         return None
-    sizes = [path.stat().st_size for path in (newest / store.TENSORS).iterdir()]
+    sizes = [path.stat().st_size for path in (newest / TENSORS).iterdir()]
     return min(size for size in sizes if size > 4096)
 
 

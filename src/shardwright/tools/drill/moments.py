@@ -13,7 +13,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwright.checkpoint.store import LATEST, MANIFEST, TENSORS
+from shardwright.checkpoint.directory import LATEST
+from shardwright.checkpoint.index import TENSORS
+from shardwright.checkpoint.manifest import MANIFEST
 from shardwright.launch.heartbeat import Beat
 from shardwright.tools.drill.session import POLL_SECONDS, Session, freeze, thaw
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from shardwright.checkpoint import store
+from shardwright.checkpoint.manifest import read_manifest
 from shardwright.config.load import Loaded
 from shardwright.errors import ConfigError, ExitCode, ModelError
 from shardwright.launch import run_workers
@@ -87,7 +87,7 @@ def run_reshard(
 
 
 def _judge(read: Read, job: Loaded, checkpoint: Path, reference: Path) -> Read:
-    directory, first = Path(job.run.checkpoint.output_dir), store.read_manifest(checkpoint).update
+    directory, first = Path(job.run.checkpoint.output_dir), read_manifest(checkpoint).update
     metrics = [e for e in entries(reference) if e["update"] >= first and "train/loss" in e]
     own = directory / "metrics.jsonl"
     got = [e for e in entries(directory) if "train/loss" in e] if own.exists() else []

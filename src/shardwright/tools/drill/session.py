@@ -12,7 +12,8 @@ from pathlib import Path
 
 import psutil
 
-from shardwright.checkpoint import store
+from shardwright.checkpoint.manifest import read_manifest
+from shardwright.checkpoint.resume import find_checkpoint
 from shardwright.config.load import Loaded
 from shardwright.errors import CheckFailed
 from shardwright.launch.heartbeat import Beat, read_pulse
@@ -107,8 +108,8 @@ class Session:
 
     def newest(self) -> int:
         """Update of the checkpoint that a start would resume from; 0 for none."""
-        path = store.find(self.output_dir, "auto")
-        return store.read_manifest(path).update if path else 0
+        path = find_checkpoint(self.output_dir, "auto")
+        return read_manifest(path).update if path else 0
 
     def wait_for_begin(self, start: int) -> tuple[int, float]:
         """(update, clock) at which start number `start` began to train."""

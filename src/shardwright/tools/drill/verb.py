@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from shardwright.checkpoint import store
+from shardwright.checkpoint.directory import complete_checkpoints
 from shardwright.config.load import Loaded
 from shardwright.config.places import check_directory
 from shardwright.config.rates import check_length
@@ -211,9 +211,9 @@ class _Drill:
         return rows
 
     def _damage(self, reference: Session) -> list[Row]:
-        newest = store.complete_checkpoints(reference.output_dir)[-1]
+        newest = complete_checkpoints(reference.output_dir)[-1]
         missed = unnoticed(newest, self.directory / "damaged-copies")
-        seen = Row("each kind of file, each kind of damage", "store.verify", after="all seen")
+        seen = Row("each kind of file, each kind of damage", "verify", after="all seen")
         if missed:
             seen.problem = seen.after = f"not seen: {', '.join(missed)}"
         session = self._session("damaged")
@@ -222,7 +222,7 @@ class _Drill:
         return [seen, row]
 
     def _reshard(self, reference: Session) -> list[Read]:
-        there = store.complete_checkpoints(reference.output_dir)
+        there = complete_checkpoints(reference.output_dir)
         checkpoint = there[len(there) // 2]
         worlds = {ranks: possible_layouts(self.loaded, ranks) for ranks in sorted({1, self.plan.ranks})}
         directory = self.directory / "read"
