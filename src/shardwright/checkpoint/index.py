@@ -19,7 +19,8 @@ from torch import Tensor
 from shardwright.checkpoint.filesystem import checksum, damaged, read_piece, sync_file, write_span
 from shardwright.checkpoint.parts import Box, Held, local_part, pieces, rows_of
 from shardwright.errors import CheckpointError
-from shardwright.models.safetensors_io import DTYPE_CODES, DTYPES, byte_view, header_bytes
+from shardwright.models.safetensors_io import byte_view, header_bytes
+from shardwright.models.torch_dtypes import SAFETENSORS_CODES, SAFETENSORS_DTYPES
 
 TENSORS, INDEX = "tensors", "index.json"
 _FILE = re.compile(r"rank-\d{5,}\.safetensors")
@@ -90,7 +91,7 @@ def write_parts(path: Path, parts: Sequence[tuple[Held, Tensor]]) -> dict[str, A
                 sums.append(checksum(data))
                 write_span(descriptor, end, data)
                 end += len(data)
-            code = DTYPE_CODES[held.dtype]
+            code = SAFETENSORS_CODES[held.dtype]
             record["parts"].append([held.key, code, held.shape, begin, held.box.start, held.box.shape, rows, sums])
         sync_file(descriptor)
     finally:
@@ -144,7 +145,7 @@ def _stored(key: str, entry: dict[str, Any]) -> Stored:
             raise ValueError(f"checksums of {key}")
     if sum(part.box.elements for part in parts) != Box(shape, shape).elements:
         raise ValueError(f"the parts of {key} are not all of it")
-    return Stored(DTYPES[entry["dtype"]], shape, tuple(parts))
+    return Stored(SAFETENSORS_DTYPES[entry["dtype"]], shape, tuple(parts))
 
 
 def file_pieces(index: Index, file: str) -> Iterator[tuple[int, int, str, str]]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardwright.errors import CheckpointError
-from shardwright.models.safetensors_io import DTYPE_CODES
+from shardwright.models.torch_dtypes import SAFETENSORS_CODES
 
 PIECE_BYTES = 4 * 2**20
 Value = Tensor | int | float
@@ -101,7 +101,7 @@ def held_parts(state: Mapping[str, Value]) -> list[Held]:
     for key, tensor in state.items():
         if not isinstance(tensor, Tensor):
             continue
-        if tensor.dtype not in DTYPE_CODES:
+        if tensor.dtype not in SAFETENSORS_CODES:
             raise CheckpointError(f"{key} is {tensor.dtype}, which safetensors cannot hold.")
         box = box_of(key, tensor)
         if box.elements or not tensor.numel():

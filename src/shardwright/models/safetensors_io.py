@@ -20,16 +20,10 @@ import torch
 from torch import Tensor
 
 from shardwright.errors import ModelError
+from shardwright.models.torch_dtypes import SAFETENSORS_CODES, SAFETENSORS_DTYPES
 
 BUFFER_BYTES = 8 * 2**20
 MAX_HEADER_BYTES = 100_000_000
-
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
-    "BOOL": torch.bool,
-}  # fmt: skip
-DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -53,7 +47,7 @@ def header_bytes(
     end = 0
     for name, dtype, shape in tensors:
         begin, end = end, end + prod(shape) * dtype.itemsize
-        entries[name] = {"dtype": DTYPE_CODES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+        entries[name] = {"dtype": SAFETENSORS_CODES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
@@ -74,13 +68,13 @@ def read_header(file: Path) -> dict[str, Entry]:
     for name, value in header.items():
         if name == "__metadata__":
             continue
-        if value["dtype"] not in DTYPES:
+        if value["dtype"] not in SAFETENSORS_DTYPES:
             raise ModelError(
                 f"{file}: {name} is stored as {value['dtype']}.",
-                f"Only {', '.join(DTYPES)} can be read.",
+                f"Only {', '.join(SAFETENSORS_DTYPES)} can be read.",
                 "Convert the weights to bf16 or fp32 first.",
             )
-        dtype, (begin, end) = DTYPES[value["dtype"]], value["data_offsets"]
+        dtype, (begin, end) = SAFETENSORS_DTYPES[value["dtype"]], value["data_offsets"]
         if end - begin != prod(value["shape"]) * dtype.itemsize or 8 + length + end > size:
             raise ModelError(f"{file} is cut off or damaged: {name} does not fit in it.", "", "Copy it again.")
         entries[name] = Entry(file, dtype, tuple(value["shape"]), 8 + length + begin)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
+from shardwright.dtypes import DTYPE_BYTES
 from shardwright.layout.attention import backward_is_wide
 from shardwright.layout.combinations import SPLIT_BACKWARD
 from shardwright.layout.loss import loss_chunk_tokens, worthwhile
@@ -18,7 +19,7 @@ from shardwright.planner.activations import (
     total_per_token,
     workspace_per_token,
 )
-from shardwright.planner.job import DTYPE_BYTES, Job, Layout, Recompute
+from shardwright.planner.job import Job, Layout, Recompute
 from shardwright.planner.program import Program
 
 LOSS_CHUNKS = 16

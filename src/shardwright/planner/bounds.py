@@ -9,9 +9,10 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardwright.arch.inventory import counts
+from shardwright.dtypes import DTYPE_BYTES
 from shardwright.layout.axes import Axes
 from shardwright.planner.block_bytes import ActivationKey, block_bytes
-from shardwright.planner.job import DTYPE_BYTES, Job, Layout, Recompute
+from shardwright.planner.job import Job, Layout, Recompute
 from shardwright.planner.peak import PeakModel
 from shardwright.planner.program import SHARDWRIGHT, Program
 from shardwright.planner.rank_bytes import planned_stages

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 from shardwright.arch.flops import model_flops, recompute_flops
 from shardwright.arch.inventory import counts
+from shardwright.dtypes import DTYPE_BYTES
 from shardwright.errors import ConfigError, did_you_mean
 from shardwright.planner.activations import kept_tensors, loss_copies, total_per_token
 from shardwright.planner.block_bytes import in_chunks
-from shardwright.planner.job import DTYPE_BYTES
 from shardwright.planner.memory_timeline import Peak, short_peak
 from shardwright.planner.program import SHARDWRIGHT, Program
 from shardwright.planner.rank_bytes import Rules, holds, moments_of, rank_bytes, rank_elements, rules

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from shardwright.arch.inventory import counts, matmuls
-from shardwright.planner.job import DTYPE_BYTES
+from shardwright.dtypes import DTYPE_BYTES
 from shardwright.planner.kernels import attention_flops, attention_seconds, matmul_seconds
 from shardwright.planner.network import Group, gather_line, group_of, ring_bandwidth, step_latency
 from shardwright.units import format_bytes, format_flops, format_seconds
@@ -104,10 +104,7 @@ def collective_lines(clock: Clock, layout: Layout) -> Iterator[str]:
         if layout.data_parallel != "ddp":
             yield _line(clock, f"gather of one block in {job.param_dtype}", group, block * size)
         yield _line(
-            clock,
-            f"reduction of one block in {job.reduce_dtype}",
-            group,
-            block * DTYPE_BYTES[job.reduce_dtype],
+            clock, f"reduction of one block in {job.reduce_dtype}", group, block * DTYPE_BYTES[job.reduce_dtype]
         )
         yield (
             f"  hidden under the block before where it fits; compute loses "

@@ -14,8 +14,9 @@ from math import inf
 from operator import ge, mul
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shardwright.dtypes import DTYPE_BYTES
 from shardwright.planner.block_bytes import activation_key, block_bytes, loss_bytes, with_casts
-from shardwright.planner.job import DTYPE_BYTES, Job, Layout
+from shardwright.planner.job import Job, Layout
 from shardwright.planner.pipeline_states import State, states, steady_count
 from shardwright.planner.program import SHARDWRIGHT, Program
 from shardwright.planner.rank_bytes import (

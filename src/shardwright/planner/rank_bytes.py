@@ -11,10 +11,11 @@ from typing import NamedTuple
 
 from shardwright.arch.inventory import matrix_weights
 from shardwright.arch.shape import Shape
+from shardwright.dtypes import DTYPE_BYTES
 from shardwright.layout.pipeline_schedules import head_blocks, rank_stages, split_blocks
 from shardwright.layout.zero import EXCHANGED, STAGES
 from shardwright.planner.block_bytes import BlockBytes, activation_key, block_bytes, loss_bytes, with_casts
-from shardwright.planner.job import DTYPE_BYTES, Job, Layout
+from shardwright.planner.job import Job, Layout
 from shardwright.planner.program import Program
 from shardwright.planner.states import Elements, local_elements
 

@@ -10,9 +10,10 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardwright.arch.inventory import counts
+from shardwright.dtypes import DTYPE_BYTES
 from shardwright.layout.axes import Axes
 from shardwright.layout.pipeline_schedules import rank_stages
-from shardwright.planner.job import DTYPE_BYTES, Job, Layout, Recompute
+from shardwright.planner.job import Job, Layout, Recompute
 from shardwright.planner.kernels import Software, block_time, embedding_time, head_time
 from shardwright.planner.network import all_reduce_seconds, gather_seconds, group_of
 

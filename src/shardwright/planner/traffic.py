@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardwright.arch.families import family_of
 from shardwright.arch.inventory import parameters
+from shardwright.dtypes import DTYPE_BYTES
 from shardwright.layout.context_traffic import context_traffic
 from shardwright.layout.data_traffic import Sharding, replica_traffic, shard_traffic
 from shardwright.layout.pipeline_schedules import head_blocks, split_blocks
@@ -20,7 +21,6 @@ from shardwright.layout.pipeline_traffic import pipeline_traffic
 from shardwright.layout.tensor_traffic import TensorWork, tensor_traffic, whole_widths
 from shardwright.layout.traffic import Traffic
 from shardwright.layout.zero import STAGES
-from shardwright.planner.job import DTYPE_BYTES
 from shardwright.planner.program import SHARDWRIGHT, Program
 from shardwright.planner.rank_bytes import holds, rank_elements, rules
 from shardwright.planner.states import split_dim

@@ -21,10 +21,11 @@ from shardwright.measure.outstanding import count_transfers, issued
 from shardwright.measure.record import device_facts, versions
 from shardwright.mesh.object_collectives import broadcast_object, gather_objects
 from shardwright.mesh.placement import Placement
-from shardwright.mesh.process_group import Connection, connect, second_store
+from shardwright.mesh.process_group import Connection, connect
 from shardwright.models.build import quiet_transformers
 from shardwright.planner.answer import layout_name
 from shardwright.planner.of_run import layout_of
+from shardwright.torch_private import second_store
 from shardwright.train.exhausted import explaining_exhaustion
 from shardwright.train.exported import export_arguments, export_directory, export_model
 from shardwright.train.loop import Trainer

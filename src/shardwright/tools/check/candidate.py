@@ -22,12 +22,13 @@ from shardwright.config.schema import RunFile
 from shardwright.data.loader import UpdateBatch
 from shardwright.launch import finish, worker_main
 from shardwright.layout.axes import AXES, resolve_axes
+from shardwright.layout.loss import IGNORE_INDEX
 from shardwright.measure import clock
 from shardwright.mesh.device_mesh import FLATTENED
 from shardwright.mesh.process_group import connect
 from shardwright.models.build import quiet_transformers
 from shardwright.models.model_parts import canonical_name
-from shardwright.tools.check.changes import IGNORE, Changes, silence_dropout
+from shardwright.tools.check.changes import Changes, silence_dropout
 from shardwright.tools.check.company import company
 from shardwright.tools.check.fault_injection import plant
 from shardwright.tools.check.force_float64 import float64_throughout
@@ -103,7 +104,7 @@ class Recorder:
         gap, name = self._replica_gap()
         self._write(number, "param", self._parameters())
         place = self.engine.axes.data_rank(self.engine.rank)
-        notes = [(place, m.index, m.row_ids, int((m.labels != IGNORE).sum())) for m in batch.microbatches]
+        notes = [(place, m.index, m.row_ids, int((m.labels != IGNORE_INDEX).sum())) for m in batch.microbatches]
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, (notes, result.loss, result.grad_norm, self.local_norm**0.5))
         if self.record is None:

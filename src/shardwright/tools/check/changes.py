@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-IGNORE = -100
+from shardwright.layout.loss import IGNORE_INDEX
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Changes:
 def thinned(labels: Tensor, row: int) -> Tensor:
     """`labels` [T] of row `row` without the first row % 4 of every 4 but the very first: rows then differ in targets."""
     place = torch.arange(len(labels))
-    return torch.where((place % 4 < row % 4) & (place > 0), IGNORE, labels)
+    return torch.where((place % 4 < row % 4) & (place > 0), IGNORE_INDEX, labels)
 
 
 def has_dropout(model: nn.Module) -> bool:

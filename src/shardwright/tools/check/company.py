@@ -17,8 +17,9 @@ from torch import Tensor
 from shardwright.attention.packed_rows import PackedRows
 from shardwright.data.loader import Microbatch, UpdateBatch
 from shardwright.layout.batch import row_multiple
+from shardwright.layout.loss import IGNORE_INDEX
 from shardwright.models.model_parts import is_transformers
-from shardwright.tools.check.changes import IGNORE, silence_dropout
+from shardwright.tools.check.changes import silence_dropout
 from shardwright.tools.check.record import Company
 from shardwright.train.update import Engine
 
@@ -116,7 +117,7 @@ def _cut(microbatch: Microbatch, rows: slice, start: int, end: int, width: int) 
     return replace(
         microbatch,
         input_ids=ids,
-        labels=cut(microbatch.labels, IGNORE),
+        labels=cut(microbatch.labels, IGNORE_INDEX),
         row_ids=microbatch.row_ids[rows],
         documents=None if numbers is None else cut(numbers, -1),
         weights=None if weights is None else cut(weights, 0),

@@ -14,7 +14,8 @@ from shardwright.config.schema import RunFile
 from shardwright.data.loader import Loader, Microbatch, UpdateBatch
 from shardwright.data.updates import open_updates
 from shardwright.layout.axes import Axes
-from shardwright.tools.check.changes import IGNORE, Changes, thinned
+from shardwright.layout.loss import IGNORE_INDEX
+from shardwright.tools.check.changes import Changes, thinned
 from shardwright.train.run_data import widths
 
 
@@ -51,7 +52,7 @@ class CheckedRows:
     def _thinned_counts(self, row: int) -> tuple[int, float]:
         """(targets that are left of a row, the sum of their weights)."""
         block = self.table.block([row], int(self.table.real_tokens(np.array([row]))[0]), 0)
-        kept = thinned(torch.from_numpy(block.labels[0]), row).numpy() != IGNORE
+        kept = thinned(torch.from_numpy(block.labels[0]), row).numpy() != IGNORE_INDEX
         weights = kept if block.weights is None else block.weights[0][kept]
         return int(kept.sum()), float(weights.sum(dtype=np.float64))
 
@@ -59,7 +60,7 @@ class CheckedRows:
         ids, labels = microbatch.input_ids, microbatch.labels
         if self.changes.vocabulary is not None:
             ids = ids % self.changes.vocabulary
-            labels = torch.where(labels == IGNORE, labels, labels % self.changes.vocabulary)
+            labels = torch.where(labels == IGNORE_INDEX, labels, labels % self.changes.vocabulary)
         if self.changes.thin:
             labels = torch.stack([thinned(own, row) for own, row in zip(labels, microbatch.row_ids)])
         return replace(microbatch, input_ids=ids, labels=labels)

@@ -34,8 +34,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from shardwright.dtypes import DTYPES
+
 FLOOR = 1e-3
-EPS = {"fp64": 2.0**-52, "fp32": 2.0**-23, "bf16": 2.0**-7}
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Tolerance:
 
 def float64_tolerance(relative: float = 1e-9) -> Tolerance:
     """float64 throughout: r = 1e-9, about 1e5 times what rounding leaves, about 1e5 times below any fault that matters."""
-    return Tolerance(relative, relative, EPS["fp64"], f"r = {relative:g} (float64)")
+    return Tolerance(relative, relative, DTYPES["fp64"].eps, f"r = {relative:g} (float64)")
 
 
 def run_dtype_tolerance(
@@ -75,9 +76,9 @@ def run_dtype_tolerance(
     """
     accumulate = "fp64" if param == "fp64" else "fp32"
     parts = ((param, 12 * blocks + microbatches), (accumulate, tokens), (reduce, ranks))
-    relative = 4 / math.sqrt(3) * sum(EPS[dtype] / 2 * math.sqrt(count) for dtype, count in parts)
+    relative = 4 / math.sqrt(3) * sum(DTYPES[dtype].eps / 2 * math.sqrt(count) for dtype, count in parts)
     formula = (
         f"r = 4 / sqrt(3) x [u({param}) sqrt(12 x {blocks} blocks + {microbatches} microbatches) + u({accumulate}) "
         f"sqrt({tokens} tokens) + u({reduce}) sqrt({ranks} ranks)] = {relative:.2g} with u = eps / 2; loss r / sqrt(tokens)"
     )
-    return Tolerance(relative, relative / math.sqrt(tokens), EPS[master], formula)
+    return Tolerance(relative, relative / math.sqrt(tokens), DTYPES[master].eps, formula)

@@ -15,7 +15,8 @@ from shardwright.launch import run_workers
 from shardwright.layout.legality import check_run
 from shardwright.layout.names import every_layout, with_layout
 from shardwright.models.build import build_model
-from shardwright.parallel.apply import DTYPES, check_model
+from shardwright.models.torch_dtypes import TORCH_DTYPES
+from shardwright.parallel.apply import check_model
 from shardwright.tools.drill.compare import ROWS, entries, first_difference, stored_state
 
 ROUNDINGS = 16
@@ -41,7 +42,7 @@ class Read:
 
 def possible_layouts(loaded: Loaded, ranks: int) -> list[str]:
     """Layouts of `ranks` ranks that this run's sizes and model allow."""
-    model = build_model(loaded.run.model, DTYPES[loaded.run.precision.master_dtype])
+    model = build_model(loaded.run.model, TORCH_DTYPES[loaded.run.precision.master_dtype])
     found = []
     for name in every_layout(ranks):
         try:
@@ -95,7 +96,7 @@ def _judge(read: Read, job: Loaded, checkpoint: Path, reference: Path) -> Read:
         read.problem = f"it trained {len(got)} of {len(metrics)} updates"
         return read
     read.updates = len(got)
-    eps = torch.finfo(DTYPES[job.run.precision.param_dtype]).eps
+    eps = torch.finfo(TORCH_DTYPES[job.run.precision.param_dtype]).eps
     over = [
         (
             abs(one["train/loss"] - other["train/loss"]) / abs(other["train/loss"]),
