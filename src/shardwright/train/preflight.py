@@ -17,7 +17,7 @@ from shardwright.console import say
 from shardwright.data.prepare import Prepared, prepare
 from shardwright.data.updates import make_order
 from shardwright.errors import ConfigError, DamagedCheckpointError, ShardwrightError
-from shardwright.launch import own_job
+from shardwright.launch import current_job
 from shardwright.layout.legality import notices
 from shardwright.loss.objective import own_loss
 from shardwright.measure.record import check_sinks
@@ -87,7 +87,7 @@ def _saved_position(loaded: Loaded) -> SavedPosition | None:
     run = loaded.run
     if run.checkpoint.storage == "per_host":
         return None
-    job, output_dir = own_job(), Path(run.checkpoint.output_dir)
+    job, output_dir = current_job(), Path(run.checkpoint.output_dir)
     setting = resume_setting(run.checkpoint.resume, read_choice(output_dir), job.name if job.again else "")
     path = find_checkpoint(output_dir, setting)
     if path is None:
