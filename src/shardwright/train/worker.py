@@ -17,8 +17,8 @@ from shardwright.launch import Heartbeat, Watchdog, answer_hang_reports, current
 from shardwright.launch.lock import PATIENCE_SECONDS, lock_of, owned, read_owner
 from shardwright.layout.legality import check_device, check_run
 from shardwright.measure import clock
-from shardwright.measure.outstanding import count_transfers, issued
-from shardwright.measure.record import device_facts, versions
+from shardwright.measure.environment import device_facts, versions
+from shardwright.measure.flight_recorder import count_transfers, issued
 from shardwright.mesh.object_collectives import broadcast_object, gather_objects
 from shardwright.mesh.placement import Placement
 from shardwright.mesh.process_group import Connection, connect

@@ -26,7 +26,7 @@ from tests.odd_models import OddModel
 from tests.started import LIMIT
 from torch import Tensor, nn
 
-from shardwright.arch.inventory import shape_from_config
+from shardwright.arch.config_json import shape_from_config
 from shardwright.checkpoint import saver
 from shardwright.checkpoint.directory import complete_checkpoints
 from shardwright.checkpoint.manifest import read_index, verify
@@ -253,7 +253,7 @@ def _rise(trainer: Trainer, live: LiveMemory, update: int) -> int:
     live.enter("save")
     trainer.checkpoints.start()
     trainer.checkpoints.saver.finish()
-    return live.timeline.by_phase["save"] - before
+    return live.peak_by_phase["save"] - before
 
 
 class Running(OddModel):

@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardwright.arch import shape_from_config
+from shardwright.arch.config_json import shape_from_config
 from shardwright.backends import facts
 from shardwright.config.load import load_run_file
 from shardwright.data.loader import Microbatch, UpdateBatch
