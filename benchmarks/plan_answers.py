@@ -20,15 +20,32 @@ from typing import Any
 
 QUESTIONS, SEED, CLOSE = 200, 15, 1e-6
 MODELS = (
-    "gpt2 gpt2-xl gemma-2-9b gemma-3-1b llama-2-7b llama-3-8b llama-3-70b llama-3.1-405b llama-3.2-1b megatron-22b "
-    "mistral-nemo-12b phi-4 pythia-6.9b qwen2.5-0.5b qwen2.5-32b qwen3-4b smollm2-135m smollm2-1.7b"
-).split()
-DEVICES = "h100 h200 a100 a100-40gb v100 b200 mi300x l40s rtx4090 cpu".split()
+    "gpt2",
+    "gpt2-xl",
+    "gemma-2-9b",
+    "gemma-3-1b",
+    "llama-2-7b",
+    "llama-3-8b",
+    "llama-3-70b",
+    "llama-3.1-405b",
+    "llama-3.2-1b",
+    "megatron-22b",
+    "mistral-nemo-12b",
+    "phi-4",
+    "pythia-6.9b",
+    "qwen2.5-0.5b",
+    "qwen2.5-32b",
+    "qwen3-4b",
+    "smollm2-135m",
+    "smollm2-1.7b",
+)
+DEVICES = ("h100", "h200", "a100", "a100-40gb", "v100", "b200", "mi300x", "l40s", "rtx4090", "cpu")
 COUNTS = (1, 2, 3, 4, 6, 8, 16, 24, 32, 64, 128)
 RUN_FILE = """\
 model: {{model_name_or_path: {model}, init: random}}
 data: {{train: [none.jsonl], max_length: {length}, batching: {batching}}}
-training: {{max_steps: 10, learning_rate: 1e-4, global_batch_size: {rows}, per_device_train_batch_size: 1, optimizer: {optimizer}}}
+training:
+  {{max_steps: 10, learning_rate: 1e-4, global_batch_size: {rows}, per_device_train_batch_size: 1, optimizer: {optimizer}}}
 precision: {{param_dtype: {param}, reduce_dtype: {reduce}, master_dtype: {master}}}
 memory: {{compile: {compiled}, loss_chunk_tokens: {chunk}, cpu_offload: {offload}}}
 hardware: {{device: {kind}}}
@@ -96,7 +113,7 @@ def answers() -> dict[str, Any]:
             arguments = question(draw, Path(directory), number)
             asked = " ".join(arguments).replace(arguments[0], Path(arguments[0]).name)
             if arguments[0].endswith(".yaml"):
-                asked += " | " + " ".join(Path(arguments[0]).read_text().split("\n"))
+                asked += " | " + " ".join(Path(arguments[0]).read_text().split())
             found[f"{number}: {asked}"] = answer(arguments)
             print(".", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
@@ -128,7 +145,7 @@ def compare(old: Path, new: Path) -> int:
         changed += 1
         print(f"\n{asked}")
         for where, was, now in found[:10]:
-            print(f"  {where:<44} {str(was):>24} -> {str(now):<24}"[:160])
+            print(f"  {where:<44} {was!s:>24} -> {now!s:<24}"[:160])
         if len(found) > 10:
             print(f"  and {len(found) - 10} more")
     print(f"{len(before)} answers, {changed} differ")

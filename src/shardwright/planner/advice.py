@@ -1,4 +1,4 @@
-"""Which path to test first, what it needs checking, what it will not fix, and what would make a job fit.
+"""Which path to test first, what it needs checking, what it will not fix, and what would make a problem fit.
 
 The situations and their paths are those of the project's notes on distributed training (October 2026), with
 one added for long rows: DDP when a useful batch fits; FSDP2 when replicated state does not; a ZeRO stage with
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from shardwright.arch.inventory import counts
 from shardwright.planner.catalogue import CATALOGUE
 from shardwright.planner.host import host_bytes
-from shardwright.planner.job import DTYPE_BYTES, Job, Layout
+from shardwright.planner.problem import DTYPE_BYTES, Layout, Problem
 from shardwright.planner.search import Choice, Found, Search, complexity
 from shardwright.planner.space import shells
 from shardwright.units import format_bytes_binary, format_seconds
@@ -84,7 +84,7 @@ def first_to_test(search: Search, found: Found) -> Choice | None:
     ranked = found.ranked()
     if not ranked:
         return None
-    if not search.job.global_batch_size % search.devices:
+    if not search.problem.global_batch_size % search.devices:
         for kind in {c.family for c in ranked if path_of(c.layout) == "context"}:
             plain = search.only(1, 1, 1, kind)
             ranked += [plain] if plain else []
@@ -98,7 +98,7 @@ def first_to_test(search: Search, found: Found) -> Choice | None:
 
 @dataclass(frozen=True)
 class Limits:
-    """What the path will not fix, as sentences with this job's numbers."""
+    """What the path will not fix, as sentences with this problem's numbers."""
 
     sentences: tuple[str, ...]
 
@@ -129,21 +129,21 @@ def useful_ranks(search: Search, choice: Choice) -> str:
     """The number of devices beyond which doubling the data ranks gives less than 1.5 times the speed, as a
     sentence.
     """
-    job, layout = search.job, choice.layout
+    problem, layout = search.problem, choice.layout
     devices, seconds = search.devices, choice.seconds
     while True:
         axes = _doubled(layout.axes)
         rows = layout.microbatch_rows
-        while rows > 1 and job.global_batch_size % (axes.data_ranks * rows):
+        while rows > 1 and problem.global_batch_size % (axes.data_ranks * rows):
             rows -= 1
-        if job.global_batch_size % (axes.data_ranks * rows):
+        if problem.global_batch_size % (axes.data_ranks * rows):
             return (
-                f"More than {devices:,} devices with these axes: {job.global_batch_size:,} rows per update "
+                f"More than {devices:,} devices with these axes: {problem.global_batch_size:,} rows per update "
                 f"do not divide over twice as "
                 "many data ranks, and the batch is part of the objective."
             )
         wider = replace(layout, axes=axes, microbatch_rows=rows)
-        if layout.schedule == "1f1b" and wider.microbatches(job) < axes.pp:
+        if layout.schedule == "1f1b" and wider.microbatches(problem) < axes.pp:
             return (
                 f"More than {devices:,} devices with these axes: fewer microbatches than pipeline stages would be left."
             )
@@ -167,7 +167,7 @@ def _doubled(axes: Axes) -> Axes:
 
 def _leanest(search: Search, kinds: tuple[str, ...], split: str | None = None) -> float | None:
     """Bytes on a device of the first layout that fits, of one way of splitting the model or of any; None for none."""
-    legal, _ = shells(search.job, search.devices)
+    legal, _ = shells(search.problem, search.devices)
     for shell in legal:
         for kind in kinds if split in (None, shell.family) else ():
             least = search.least(shell, kind)
@@ -180,7 +180,7 @@ def more_devices(search: Search, family: str) -> str:
     """How many devices the family needs, as a change: doubled until its leanest layout fits, 64 times at most."""
     kind, _, split = family.partition("+")
     for devices in (search.devices * 2**i for i in range(1, 7)):
-        wider = Search(search.job, search.device, devices, search.clock.software, search.program)
+        wider = Search(search.problem, devices)
         if _leanest(wider, (kind,), split) is not None:
             return f"{devices:,} devices instead of {search.devices:,}"
     return f"not on {64 * search.devices:,} devices either"
@@ -188,18 +188,18 @@ def more_devices(search: Search, family: str) -> str:
 
 def _try(
     search: Search,
-    job: Job,
+    problem: Problem,
     devices: int,
     device_name: str = "",
     kinds: tuple[str, ...] = ("zero3", "zero1", "ddp"),
 ) -> float | None:
-    device = CATALOGUE[device_name] if device_name else search.device
-    return _leanest(Search(job, device, devices, search.clock.software, search.program), kinds)
+    problem = replace(problem, device=CATALOGUE[device_name]) if device_name else problem
+    return _leanest(Search(problem, devices), kinds)
 
 
 def offloaded(search: Search) -> Choice | None:
     """The best layout with shards and optimizer on the host, if that fits."""
-    wide = Search(search.job, search.device, search.devices, search.clock.software, search.program, ("offload",))
+    wide = Search(search.problem, search.devices, ("offload",))
     ranked = wide.run().ranked()
     return ranked[0] if ranked else None
 
@@ -208,9 +208,9 @@ def what_would_fit(search: Search) -> list[str]:
     """Changes, nearest first, each of which alone would make some layout fit with all state on the
     devices.
     """
-    job, devices = search.job, search.devices
+    problem, devices = search.problem, search.devices
     lines = []
-    unit = largest_unit_bytes(job)
+    unit = largest_unit_bytes(problem)
     if 2 * unit > search.capacity:
         lines.append(
             f"Even one unit does not fit: the largest one gathers {format_bytes_binary(unit)} and makes a gradient "
@@ -218,7 +218,7 @@ def what_would_fit(search: Search) -> list[str]:
             "units, or tp_size, which splits the computation of a layer too."
         )
     for more in (devices * 2**i for i in range(1, 11)):
-        needed = _try(search, job, more)
+        needed = _try(search, problem, more)
         if needed is not None:
             lines.append(
                 f"{more:,} devices instead of {devices:,}: the states are then divided finely enough, "
@@ -229,34 +229,34 @@ def what_would_fit(search: Search) -> list[str]:
         (d for d in CATALOGUE.values() if d.memory_bytes > search.capacity and d.name != "cpu"),
         key=lambda d: d.memory_bytes,
     )
-    bigger = next((d for d in larger if _try(search, job, devices, d.name) is not None), None)
+    bigger = next((d for d in larger if _try(search, problem, devices, d.name) is not None), None)
     if bigger:
         lines.append(
             f"A device with {format_bytes_binary(bigger.memory_bytes)}, such as {bigger.name}, at the same number."
         )
-    length = job.max_length // 2
+    length = problem.max_length // 2
     while length >= 256:
-        if _try(search, replace(job, max_length=length), devices) is not None:
-            lines.append(f"max_length {length:,} instead of {job.max_length:,}: this changes the objective.")
+        if _try(search, replace(problem, max_length=length), devices) is not None:
+            lines.append(f"max_length {length:,} instead of {problem.max_length:,}: this changes the objective.")
             break
         length //= 2
     host = offloaded(search)
     if host is not None:
-        per_node = host_bytes(job, host.layout).peak * min(devices, search.device.node.devices)
+        per_node = host_bytes(problem, host.layout).peak * min(devices, search.device.node.devices)
         lines.append(
             f"memory.cpu_offload params: {format_bytes_binary(host.device_bytes)} on a device, "
             f"{format_bytes_binary(per_node)} on each host, {format_seconds(host.seconds)} per update."
         )
-    weights = counts(job.shape).total * DTYPE_BYTES[job.param_dtype] / devices
+    weights = counts(problem.shape).total * DTYPE_BYTES[problem.param_dtype] / devices
     lines.append(
-        f"Training fewer parameters (model.freeze, LoRA): frozen weights in {job.param_dtype} need "
+        f"Training fewer parameters (model.freeze, LoRA): frozen weights in {problem.param_dtype} need "
         f"{format_bytes_binary(weights)} a rank and no "
         "gradients or optimizer states. That is another objective."
     )
     return lines
 
 
-def largest_unit_bytes(job: Job) -> float:
+def largest_unit_bytes(problem: Problem) -> float:
     """Bytes that the largest block, embedding or head needs when it is gathered whole."""
-    number = counts(job.shape)
-    return max(number.block, number.embedding, number.head) * DTYPE_BYTES[job.param_dtype]
+    number = counts(problem.shape)
+    return max(number.block, number.embedding, number.head) * DTYPE_BYTES[problem.param_dtype]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shardwright.planner.device import Device, Efficiency, Node
+from shardwright.planner.device import Device, DeviceKind, Efficiency, Node
 from shardwright.units import GB, GIB
 
 TERA = 10**12
@@ -94,7 +94,8 @@ def _device(
     if measured:
         sources["matmul_measured"] = _MAMF
     best = measured * TERA if measured else None
-    return Device(name, memory, bandwidth * GB, rates, node, host * GB, best, efficiency, sources)
+    kind: DeviceKind = "cpu" if name == "cpu" else "cuda"
+    return Device(name, memory, bandwidth * GB, rates, node, host * GB, best, efficiency, sources, kind)
 
 
 _DEVICES = (

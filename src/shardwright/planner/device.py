@@ -6,8 +6,12 @@ Rates are dense (no 2:4 sparsity), bandwidths are in one direction, bytes are de
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from shardwright.errors import ConfigError
+
+DeviceKind = Literal["cuda", "cpu"]
+"""Decides which program is planned: GPUs use NCCL, CPUs use gloo, with other kernels, chunks and buffers."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,7 @@ class Device:
     matmul_measured: float | None
     efficiency: Efficiency
     sources: dict[str, str] = field(default_factory=dict)
+    kind: DeviceKind = "cuda"
 
     def peak(self, dtype: str) -> float:
         """Dense FLOP/s in `dtype`; fp16 and bf16 stand in for each other. Raises `ConfigError` for none."""

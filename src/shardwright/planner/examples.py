@@ -6,14 +6,52 @@ texts, so that what people learned elsewhere can be found here.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import prod
 
 from shardwright.layout.zero import STAGES
 from shardwright.planner.reliability import training_flops, training_seconds
-from shardwright.planner.states import ideal_states
 from shardwright.units import GB, TB
 
 ZERO = "Rajbhandari et al. 2019 (arXiv:1910.02054), section 3.1 and figure 1"
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes of one rank's model states."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        return self.parameters + self.gradients + self.optimizer
+
+
+def ideal_states(
+    parameter_count: float,
+    data_parallel: str,
+    degree: int,
+    *,
+    parameter_bytes: float = 2,
+    gradient_bytes: float = 2,
+    optimizer_bytes: float = 12,
+) -> StateBytes:
+    """Model states per rank by the ZeRO paper's account: each kind divides what `layout/zero.py` says by `degree`.
+
+    The defaults are mixed-precision Adam: 2 + 2 + 12 bytes per parameter (Rajbhandari et al. 2019, section 3.1).
+    """
+    stage = STAGES[data_parallel]
+
+    def part(size: float, sharded: bool) -> float:
+        return parameter_count * size / (degree if sharded else 1)
+
+    return StateBytes(
+        part(parameter_bytes, stage.shards_parameters),
+        part(gradient_bytes, stage.shards_gradients),
+        part(optimizer_bytes, stage.shards_optimizer),
+    )
 
 
 def _size(size_bytes: float, digits: int = 1) -> str:

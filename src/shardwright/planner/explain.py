@@ -14,19 +14,27 @@ from typing import TYPE_CHECKING
 from shardwright.arch.flops import model_flops, recompute_flops
 from shardwright.arch.inventory import counts
 from shardwright.errors import ConfigError, did_you_mean
-from shardwright.planner.activations import kept_tensors, loss_copies, total_per_token
-from shardwright.planner.block_bytes import in_chunks
-from shardwright.planner.job import DTYPE_BYTES
-from shardwright.planner.memory_timeline import Peak, short_peak
-from shardwright.planner.program import SHARDWRIGHT, Program
-from shardwright.planner.rank_bytes import Rules, holds, moments_of, rank_bytes, rank_elements, rules
+from shardwright.planner.activations import (
+    Activations,
+    in_chunks,
+    kept_tensors,
+    local_logits,
+    loss_bytes,
+    loss_copies,
+    total_per_token,
+)
+from shardwright.planner.memory_peak import short_peak
+from shardwright.planner.memory_timeline import Peak, sized_rank
+from shardwright.planner.optimizer import optimizer_of
+from shardwright.planner.rank_bytes import Holding, RankBytes, Rules, holding, rank_elements, rules
 from shardwright.planner.reliability import FAILURES_SOURCE, interruptions, training_flops
 from shardwright.planner.traffic import traffic
 from shardwright.units import format_bytes_binary, format_seconds
 
 if TYPE_CHECKING:
     from shardwright.planner.device import Device
-    from shardwright.planner.job import Job, Layout
+    from shardwright.planner.problem import Layout, Problem
+    from shardwright.planner.program import Program
     from shardwright.planner.step_time import StepTime
 
 KORTHIKANTI = "Korthikanti et al. 2022 (arXiv:2205.05198), section 4"
@@ -35,27 +43,38 @@ ZERO = "Rajbhandari et al. 2019 (arXiv:1910.02054), section 5"
 
 @dataclass(frozen=True)
 class Subject:
-    """What is explained: one layout of a job on devices, with its predicted time."""
+    """What is explained: one layout of a problem on devices, with its predicted time."""
 
-    job: Job
+    problem: Problem
     layout: Layout
-    device: Device
     devices: int
     time: StepTime | None = None
-    program: Program = SHARDWRIGHT
     tokens: float | None = None
 
     @property
+    def device(self) -> Device:
+        return self.problem.known_device
+
+    @property
+    def program(self) -> Program:
+        return self.problem.program
+
+    @property
     def microbatches(self) -> int:
-        return self.layout.microbatches(self.job)
+        return self.layout.microbatches(self.problem)
 
     @property
     def rules(self) -> Rules:
-        return rules(self.job, self.layout, self.program, self.microbatches)
+        return rules(self.problem, self.layout, self.microbatches)
+
+    def rank(self, rank: int) -> tuple[Holding, Activations, RankBytes]:
+        """What a pipeline rank holds, and its bytes."""
+        held = holding(self.problem, self.layout, rank)
+        return held, *sized_rank(self.problem, self.layout, self.rules, held)
 
     @cached_property
     def peak(self) -> Peak:
-        return short_peak(self.job, self.layout, self.program)
+        return short_peak(self.problem, self.layout)
 
 
 def _gib(size: float) -> str:
@@ -79,94 +98,95 @@ def _memory(s: Subject) -> list[str]:
 
 def _parameters(s: Subject) -> list[str]:
     rank = s.peak.pipeline_rank
-    blocks, first, last = holds(s.job, s.layout, rank)
+    held = holding(s.problem, s.layout, rank)
     rule, axes = s.rules, s.layout.axes
-    parts = rank_elements(s.job, s.layout, rule.degree, first >= 0, last >= 0)
+    parts = rank_elements(s.problem, s.layout, rule.degree, held.first >= 0, held.last >= 0)
     sharded = rule.sharded
     column = "shard" if sharded else "whole"
     block, embedding, head = (getattr(part, column) for part in parts)
-    count = sum(blocks)
+    count = sum(held.blocks)
     total = count * block + embedding + head
     size = rule.master if s.program.engine == "torch" else rule.compute
-    dtype = s.job.master_dtype if s.program.engine == "torch" else s.job.param_dtype
+    dtype = s.problem.master_dtype if s.program.engine == "torch" else s.problem.param_dtype
     over = f"tp {axes.tp}" + (f" and, along the first dim, {rule.degree} ranks (dp_shard x cp)" if sharded else "")
     return [
-        f"{counts(s.job.shape).total:,} parameters; each divided by {over}, rounded up  [{ZERO}; fully_shard]",
+        f"{counts(s.problem.shape).total:,} parameters; each divided by {over}, rounded up  [{ZERO}; fully_shard]",
         f"pipeline rank {rank}: {count} blocks x {block:,} + embedding {embedding:,} + head {head:,} = {total:,} elements",
         f"x {size} bytes ({dtype}) = {_gib(total * size)}",
     ]
 
 
 def _gradients(s: Subject) -> list[str]:
-    rule, b = s.rules, rank_bytes(s.job, s.layout, s.program, s.peak.pipeline_rank)
+    rule, held, b = s.rules, *s.rank(s.peak.pipeline_rank)[::2]
     if not rule.sharded:
         return [
-            f"whole on every rank, always there: {_gib(b.always)} ({s.job.master_dtype})  [gradient_as_bucket_view]"
+            f"whole on every rank, always there: {_gib(b.states.gradients)} ({s.problem.master_dtype})  "
+            "[gradient_as_bucket_view]"
         ]
-    lines = [f"reduced, they rest as shards in {s.job.master_dtype}: {_gib(b.at_rest)}"]
+    lines = [f"reduced, they rest as shards in {s.problem.master_dtype}: {_gib(b.at_rest)}"]
     if rule.late:
-        whole = sum(b.blocks) * b.accumulated[0] + (b.accumulated[1] if b.first >= 0 else 0)
-        whole += b.accumulated[2] if b.last >= 0 else 0
-        lines.append(f"until the last microbatch they stay whole in {s.job.reduce_dtype}: {_gib(whole)}")
+        whole = sum(held.blocks) * b.accumulated[0] + b.accumulated[1] + b.accumulated[2]
+        lines.append(f"until the last microbatch they stay whole in {s.problem.reduce_dtype}: {_gib(whole)}")
     lines.append(
         f"one unit on its way: {rule.compute} bytes as autograd made it + {rule.reduce} bytes to be reduced = "
-        f"{_gib(b.transient[0])}"
+        f"{_gib(b.sent[0])}"
     )
     return lines
 
 
 def _optimizer(s: Subject) -> list[str]:
-    b = rank_bytes(s.job, s.layout, s.program, s.peak.pipeline_rank)
-    what = "two moments" if moments_of(s.job.optimizer) == 2 else "one momentum"
+    _, _, b = s.rank(s.peak.pipeline_rank)
+    optimizer = optimizer_of(s.problem.optimizer)
+    what = "two moments" if optimizer.states == 2 else "one momentum"
+    if optimizer.matrix_states != optimizer.states:
+        what = "one momentum of a block's matrices, two moments of the rest,"
     shared = f"over {s.rules.degree} ranks" if s.rules.degree > 1 else "on every rank"
-    return [f"{s.job.optimizer}: {what} in {s.job.master_dtype} {shared}: {_gib(b.optimizer)}  [{ZERO}]"]
+    return [f"{s.problem.optimizer}: {what} in {s.problem.master_dtype} {shared}: {_gib(b.states.optimizer)}  [{ZERO}]"]
 
 
 def _activations(s: Subject) -> list[str]:
-    job, layout, axes = s.job, s.layout, s.layout.axes
-    width = DTYPE_BYTES[job.param_dtype]
-    tokens = layout.microbatch_rows * -(-job.max_length // axes.cp)
-    kept = kept_tensors(job.shape, s.program, width, job.attention, job.max_length, layout.recompute, axes.cp)
+    problem, layout, axes = s.problem, s.layout, s.layout.axes
+    tokens = layout.microbatch_rows * -(-problem.max_length // axes.cp)
+    kept = kept_tensors(problem, layout.recompute, axes.cp)
     sp = layout.sequence_parallel and axes.tp > 1
     lines = [
-        f"{layout.microbatch_rows} rows x {job.max_length} tokens / cp {axes.cp} = {tokens:,} tokens per microbatch and rank"
+        f"{layout.microbatch_rows} rows x {problem.max_length} tokens / cp {axes.cp} = {tokens:,} tokens "
+        "per microbatch and rank"
     ]
     for one in kept:
         share = total_per_token((one,), axes.tp, sp, s.program.keeps_gathered)
         cut = f" / {one.bytes_per_token / share:.0f}" if share != one.bytes_per_token else ""
         lines.append(f"  {one.name:<28}{one.bytes_per_token:>12,.0f}{cut} bytes per token")
     per_token = total_per_token(kept, axes.tp, sp, s.program.keeps_gathered)
-    b = rank_bytes(job, layout, s.program, s.peak.pipeline_rank)
-    coefficient = per_token / job.shape.hidden
+    held, sizes, _ = s.rank(s.peak.pipeline_rank)
+    coefficient = per_token / problem.shape.hidden
     lines += [
         f"  a block keeps {per_token:,.0f} bytes per token = {coefficient:.1f} s b h with recompute {layout.recompute}  "
         f"[{KORTHIKANTI}]",
-        f"  x {tokens:,} tokens = {_gib(b.activations.saved)} per block and microbatch; {sum(b.blocks)} blocks on this rank",
-        f"  in one block's backward besides: {_gib(b.activations.work)} (recomputed, and gradients of activations)",
+        f"  x {tokens:,} tokens = {_gib(sizes.saved)} per block and microbatch; {sum(held.blocks)} blocks on this rank",
+        f"  in one block's backward besides: {_gib(sizes.work)} (recomputed, and gradients of activations)",
     ]
     return lines
 
 
 def _logits(s: Subject) -> list[str]:
-    job, layout = s.job, s.layout
-    b = rank_bytes(job, layout, s.program, layout.axes.pp - 1)
-    copies = loss_copies(s.program, DTYPE_BYTES[job.param_dtype], layout.axes.tp > 1, layout.axes.pp > 1)
-    logits = b.activations.logits
-    tokens = layout.microbatch_rows * -(-job.max_length // layout.axes.cp)
-    lines = [f"{tokens:,} tokens x {job.shape.vocab:,} vocabulary / tp {layout.axes.tp} = {logits:,.0f} logits"]
+    problem, layout = s.problem, s.layout
+    copies, logits, loss = loss_copies(problem, layout), local_logits(problem, layout), loss_bytes(problem, layout)[0]
+    tokens = layout.microbatch_rows * -(-problem.max_length // layout.axes.cp)
+    lines = [f"{tokens:,} tokens x {problem.shape.vocab:,} vocabulary / tp {layout.axes.tp} = {logits:,.0f} logits"]
     lines += [f"  {name:<34}{size:g} bytes" for name, size in copies]
     total = sum(size for _, size in copies)
-    if in_chunks(job, s.program, logits, layout):
+    if in_chunks(problem, layout):
         own = "gradients of hidden states and head, and the logits" if s.program.own else "fp32 copies"
-        lines.append(f"  made in chunks of tokens: {own} of a part at a time: {_gib(b.loss)} at once")
+        lines.append(f"  made in chunks of tokens: {own} of a part at a time: {_gib(loss)} at once")
     else:
-        lines.append(f"  alive at once {total:g} bytes x {logits:,.0f} = {_gib(b.loss)}")
+        lines.append(f"  alive at once {total:g} bytes x {logits:,.0f} = {_gib(loss)}")
     return lines
 
 
 def _traffic(s: Subject) -> list[str]:
     lines = ["per update and device; a ring over N ranks sends (N - 1) / N of the tensor, an all-reduce twice that"]
-    for one in traffic(s.job, s.layout, 0, s.program):
+    for one in traffic(s.problem, s.layout):
         factor = (
             ""
             if one.collective == "send"
@@ -212,29 +232,29 @@ def _time(s: Subject) -> list[str]:
 
 
 def _utilisation(s: Subject, counts_recompute: bool) -> list[str]:
-    job, length = s.job, s.job.max_length
-    flops = model_flops(job.shape, job.attended)
+    problem, length = s.problem, s.problem.max_length
+    flops = model_flops(problem.shape, problem.attended)
     lines = [
         f"FLOPs per token: blocks {flops.blocks:.4g} + attention 12 L H d_h S = {flops.attention:.4g} "
-        f"(S {job.attended:,.0f}, full, not halved for causal) + head {flops.head:.4g} = {flops.total:.4g}; "
+        f"(S {problem.attended:,.0f}, full, not halved for causal) + head {flops.head:.4g} = {flops.total:.4g}; "
         "embedding lookup 0  [arch/flops.py]"
     ]
     total = flops.total
     if counts_recompute:
         # Selective recomputation keeps matrix products and attention: what it repeats has next to no FLOPs.
-        again = recompute_flops(job.shape, job.attended, "full") if s.layout.recompute == "full" else 0.0
+        again = recompute_flops(problem.shape, problem.attended, "full") if s.layout.recompute == "full" else 0.0
         total += again
         lines.append(f"+ recomputed ({s.layout.recompute}) {again:.4g} = {total:.4g}")
     if s.time is None:
         return lines
-    rate = job.global_batch_size * length / s.time.total
-    peak_flops = s.device.peak(job.param_dtype)
+    rate = problem.global_batch_size * length / s.time.total
+    peak_flops = s.device.peak(problem.param_dtype)
     share = total * rate / (s.devices * peak_flops)
     lines.append(
-        f"{job.global_batch_size:,} rows x {length:,} tokens / {s.time.total:.4g} s = {rate:,.0f} tokens/s of all devices"
+        f"{problem.global_batch_size:,} rows x {length:,} tokens / {s.time.total:.4g} s = {rate:,.0f} tokens/s of all devices"
     )
     lines.append(
-        f"{total:.4g} x {rate:,.0f} / ({s.devices:,} devices x {peak_flops:.4g} FLOP/s {job.param_dtype}) = {share:.1%}"
+        f"{total:.4g} x {rate:,.0f} / ({s.devices:,} devices x {peak_flops:.4g} FLOP/s {problem.param_dtype}) = {share:.1%}"
     )
     return lines
 
@@ -242,9 +262,9 @@ def _utilisation(s: Subject, counts_recompute: bool) -> list[str]:
 def _training(s: Subject) -> list[str]:
     if s.time is None or s.tokens is None:
         return ["training time needs the number of tokens (--tokens)"]
-    parameters = counts(s.job.shape).total
+    parameters = counts(s.problem.shape).total
     flops = training_flops(parameters, s.tokens)
-    rate = s.job.global_batch_size * s.job.max_length / s.time.total
+    rate = s.problem.global_batch_size * s.problem.max_length / s.time.total
     return [
         f"C = 6PD = 6 x {parameters:,} x {s.tokens:.4g} = {flops:.3g} FLOPs  [Kaplan et al. 2020 (arXiv:2001.08361)]",
         f"{s.tokens:.4g} tokens / {rate:,.0f} tokens/s = {format_seconds(s.tokens / rate)}",
@@ -253,7 +273,7 @@ def _training(s: Subject) -> list[str]:
 
 def _interruptions(s: Subject) -> list[str]:
     nodes = max(1, s.devices // s.device.node.devices)
-    size = counts(s.job.shape).total * 12
+    size = counts(s.problem.shape).total * 12
     i = interruptions(s.devices, size, nodes)
     return [
         f"{FAILURES_SOURCE}: one in {format_seconds(i.mtbf_seconds)} on {s.devices:,} devices, {i.failures_per_day:.3g} a day",

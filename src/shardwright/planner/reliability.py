@@ -33,7 +33,7 @@ def training_seconds(parameters: float, tokens: float, flops_per_second: float) 
 
 
 def mean_time_between_failures(devices: int, rate: float = FAILURES_PER_DEVICE_SECOND) -> float:
-    """Seconds between unexpected interruptions of a job on so many devices."""
+    """Seconds between unexpected interruptions of a problem on so many devices."""
     return 1.0 / (rate * devices)
 
 
@@ -51,14 +51,14 @@ def daly_interval(save_seconds: float, mtbf_seconds: float) -> float:
 
 
 def effective_fraction(interval: float, save_seconds: float, restart_seconds: float, mtbf_seconds: float) -> float:
-    """Training time over wall time with exponential failures: Daly's equation 20 for a long job, inverted."""
+    """Training time over wall time with exponential failures: Daly's equation 20 for a long problem, inverted."""
     m = mtbf_seconds
     return interval / (m * exp(restart_seconds / m) * (exp((interval + save_seconds) / m) - 1.0))
 
 
 @dataclass(frozen=True)
 class Interruptions:
-    """What failures cost a job. Seconds, except effective (a fraction) and failures_per_day."""
+    """What failures cost a problem. Seconds, except effective (a fraction) and failures_per_day."""
 
     mtbf_seconds: float
     failures_per_day: float
@@ -77,9 +77,9 @@ def interruptions(
     storage_bandwidth: float = STORAGE_BANDWIDTH,
     restart_seconds: float = RESTART_SECONDS,
 ) -> Interruptions:
-    """Failures, the checkpoint interval that loses least, and the effective training time of a job.
+    """Failures, the checkpoint interval that loses least, and the effective training time of a problem.
 
-    checkpoint_bytes: of the whole job. Every node writes its share at storage_bandwidth; training waits for
+    checkpoint_bytes: of the whole problem. Every node writes its share at storage_bandwidth; training waits for
     the save.
     """
     mtbf = mean_time_between_failures(devices, rate)

@@ -56,16 +56,16 @@ def parts_line(described: Described) -> str:
 
 
 def head(a: Answer) -> Iterator[str]:
-    job = a.job
-    name = job.shape.name or job.shape.family
+    problem = a.problem
+    name = problem.shape.name or problem.shape.family
     yield (
         f"{name}: {format_count(a.parameters)} parameters on {a.devices:,} x {a.device} ({gib(a.capacity_bytes)} each)"
     )
-    packed = f" in documents of {job.attended:,.0f}" if job.document_length else ""
+    packed = f" in documents of {problem.attended:,.0f}" if problem.document_length else ""
     yield (
-        f"Update: {job.global_batch_size:,} rows of {job.max_length:,} tokens{packed}; {job.param_dtype} compute, "
-        f"{job.reduce_dtype} reduction, "
-        f"{job.master_dtype} weights, {job.optimizer}"
+        f"Update: {problem.global_batch_size:,} rows of {problem.max_length:,} tokens{packed}; {problem.param_dtype} compute, "
+        f"{problem.reduce_dtype} reduction, "
+        f"{problem.master_dtype} weights, {problem.optimizer}"
     )
     yield f"{a.considered:,} legal layouts considered"
 

@@ -1,4 +1,4 @@
-"""Every legal layout of a job on a number of devices: what may be combined, and why the rest may not.
+"""Every legal layout of a problem on a number of devices: what may be combined, and why the rest may not.
 
 Words: a shell is (tp, cp, pp); a cell adds schedule, microbatch and recomputation to it. What is left are the
 data-parallel variants of a cell, which change neither kernels nor pipeline: they only add time, so a cell's
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from shardwright.layout.axes import Axes
 from shardwright.layout.combinations import FULLY_SHARD, SPLIT_BACKWARD, excluded
 from shardwright.layout.pipeline_schedules import legality
-from shardwright.planner.job import Job, Layout, Recompute
+from shardwright.planner.problem import Layout, Problem, Recompute
 
 if TYPE_CHECKING:
     from shardwright.arch.shape import Shape
@@ -91,7 +91,7 @@ def tensor_reason(shape: Shape, tp: int) -> str:
     return ""
 
 
-def shells(job: Job, devices: int) -> tuple[list[Shell], dict[str, int]]:
+def shells(problem: Problem, devices: int) -> tuple[list[Shell], dict[str, int]]:
     """The legal shells, and for each reason how many were refused."""
     legal: list[Shell] = []
     refused: dict[str, int] = {}
@@ -100,20 +100,20 @@ def shells(job: Job, devices: int) -> tuple[list[Shell], dict[str, int]]:
         refused[reason] = refused.get(reason, 0) + 1
 
     for tp in divisors(devices):
-        reason = tensor_reason(job.shape, tp)
+        reason = tensor_reason(problem.shape, tp)
         if reason:
             refuse("tp_size must divide heads, key/value heads and the MLP's width")
             continue
         for cp in divisors(devices // tp):
-            if cp > 1 and job.max_length % (2 * cp):
+            if cp > 1 and problem.max_length % (2 * cp):
                 refuse("2 x cp_size must divide max_length")
                 continue
             for pp in divisors(devices // (tp * cp)):
                 data = devices // (tp * cp * pp)
-                if pp > job.shape.layers:
-                    refuse(f"pp_size is more than the {job.shape.layers} blocks")
-                elif job.global_batch_size % data:
-                    refuse(f"the data ranks do not divide the {job.global_batch_size} rows of an update")
+                if pp > problem.shape.layers:
+                    refuse(f"pp_size is more than the {problem.shape.layers} blocks")
+                elif problem.global_batch_size % data:
+                    refuse(f"the data ranks do not divide the {problem.global_batch_size} rows of an update")
                 else:
                     legal.append(Shell(tp, cp, pp, data))
     return legal, refused
@@ -138,12 +138,12 @@ def recomputations(schedule: Schedule | None) -> tuple[Recompute, ...]:
     return tuple(kind for kind in RECOMPUTE if schedule is None or not excluded({schedule, kind}))
 
 
-def cells(job: Job, shell: Shell) -> Iterator[Cell]:
+def cells(problem: Problem, shell: Shell) -> Iterator[Cell]:
     """Every cell of a shell."""
-    rows = job.global_batch_size // shell.data
+    rows = problem.global_batch_size // shell.data
     for microbatch in divisors(rows):
         count = rows // microbatch
-        for schedule, chunks in schedules(shell.pp, job.shape.layers, count):
+        for schedule, chunks in schedules(shell.pp, problem.shape.layers, count):
             for recompute in recomputations(schedule):
                 yield Cell(shell, schedule, chunks, microbatch, count, recompute)
 
