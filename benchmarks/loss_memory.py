@@ -32,8 +32,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from shardwright.layout.loss import loss_chunk_tokens
 from shardwright.loss.chunked_loss import How, Targets, chunked_cross_entropy_sum
+from shardwright.models.torch_dtypes import TORCH_DTYPES
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 RECORDS = Path(__file__).with_name("results.jsonl")
 
 
@@ -57,7 +57,7 @@ def peak_bytes(step: Callable[[], Any]) -> int:
 
 def make_steps(args: argparse.Namespace, masked: float) -> dict[str, Callable[[], float]]:
     g = torch.Generator().manual_seed(0)
-    dtype = DTYPES[args.dtype]
+    dtype = TORCH_DTYPES[args.dtype]
     x = torch.randn(args.tokens, args.hidden, generator=g).to(dtype).requires_grad_()
     w = (torch.randn(args.vocabulary, args.hidden, generator=g) * args.hidden**-0.5).to(dtype).requires_grad_()
     labels = torch.randint(0, args.vocabulary, (args.tokens,), generator=g)
@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=128_000)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--chunk", type=int, default=0, help="0: as auto chooses")
-    parser.add_argument("--dtype", choices=DTYPES, default="fp32")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("-n", type=int, default=5)
     parser.add_argument("--short", action="store_true", help="without `recomputed`")

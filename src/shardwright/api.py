@@ -35,7 +35,7 @@ from shardwright.layout.names import parse_layout
 from shardwright.mesh.device_mesh import make_mesh
 from shardwright.mesh.process_group import connect
 from shardwright.models.build import build_model
-from shardwright.parallel.apply import DTYPES
+from shardwright.models.torch_dtypes import TORCH_DTYPES
 from shardwright.parallel.apply import parallelize as _parallelize
 from shardwright.parallel.ddp import Replicated
 from shardwright.parallel.fsdp import Sharded
@@ -197,7 +197,7 @@ def parallelize(
     loaded = _run(model, layout, _dotted(options))
     run = loaded.run
     mesh = make_mesh(check_run(loaded, dist.get_world_size()), torch.device(device))
-    built = build_model(run.model, DTYPES[run.precision.master_dtype])
+    built = build_model(run.model, TORCH_DTYPES[run.precision.master_dtype])
     split = _parallelize(built, run, mesh, torch.device(device))
     assert not isinstance(split, Pipelined), "refused by _run"
     return split

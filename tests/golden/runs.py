@@ -19,13 +19,13 @@ from tests.gloo.engine import FP64, GPT2, LLAMA, QWEN3, batches_for, make_engine
 from tests.gloo.ranks import run_ranks
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from shardwright.models.torch_dtypes import TORCH_DTYPES
 from shardwright.tools.check.force_float64 import Float64Throughout
 from shardwright.train.update import Engine
 
 FILE = Path(__file__).with_name("losses.json")
 UPDATES = 8
 FP32 = dict.fromkeys(FP64, "fp32")
-DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 SGD = {
     "training.optimizer": "sgd",
     "training.optimizer_kwargs": {"momentum": 0.9},
@@ -67,7 +67,7 @@ def _one(name: str, precision: str, disturb: bool = False) -> tuple[list[float],
                 gradient.copy_(tolerance.disturbed(gradient, generator))
         losses.append(engine.step().loss)
         targets = max(targets, int(batch.target_tokens))
-    return losses, tolerance.of_model(whole_weights(engine), targets, DTYPES[precision])
+    return losses, tolerance.of_model(whole_weights(engine), targets, TORCH_DTYPES[precision])
 
 
 def _losses(precisions: tuple[str, ...]) -> dict[str, tuple[list[float], float]]:

@@ -13,9 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.layout import attention
-
-_aten = torch.ops.aten
+from shardwright.backends.facts import backend_facts
+from shardwright.torch_private import (
+    flash_attention_cpu,
+    flash_attention_cpu_backward,
+    flash_attention_cuda,
+    flash_attention_cuda_backward,
+)
 
 
 @dataclass(frozen=True)
@@ -48,10 +52,10 @@ def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool
     """softmax(scale x query key^T) value, and its log-sum-exp. `causal` needs as many queries as keys: the same tokens."""
     how = kernel(query, key, value)
     if how == "cpu_flash":
-        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scale)
+        out, lse = flash_attention_cpu(query, key, value, 0.0, causal, scale=scale)
         return Attended(out, lse)
     if how == "cuda_flash":
-        found = _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, False, scale=scale)
+        found = flash_attention_cuda(query, key, value, 0.0, causal, False, scale=scale)
         return Attended(found[0], found[1], (found[6], found[7]))
     scores = _scores(query, key, scale, causal)
     lse = scores.logsumexp(-1)
@@ -69,14 +73,14 @@ def attend_backward(
     how, (out, lse) = kernel(query, key, value), (whole.out, whole.lse)
     if how == "cpu_flash":
         given = [grad, query, key, value, out]
-        if backward_is_wide(query):
+        if backward_in_float32(query):
             given = [t.float() for t in given]
-        found = _aten._scaled_dot_product_flash_attention_for_cpu_backward(*given, lse, 0.0, causal, scale=scale)
+        found = flash_attention_cpu_backward(*given, lse, 0.0, causal, scale=scale)
         given.clear()
         return tuple(g.to(query.dtype) for g in found)
     if how == "cuda_flash":
         sizes = (None, None, query.shape[2], key.shape[2])
-        return _aten._scaled_dot_product_flash_attention_backward(
+        return flash_attention_cuda_backward(
             grad, query, key, value, out, lse, *sizes, 0.0, causal, *whole.seeds, scale=scale
         )
     scores = _scores(query, key, scale, causal)
@@ -93,16 +97,17 @@ def attend_backward(
     return grads[0].to(query.dtype), grads[1].to(key.dtype), grads[2].to(value.dtype)
 
 
-def backward_is_wide(query: Tensor) -> bool:
+def backward_in_float32(query: Tensor) -> bool:
     """Whether `attend_backward` computes in float32 what came in bf16, since that is faster."""
     dtype = "bf16" if query.dtype == torch.bfloat16 else ""
-    return attention.backward_is_wide(query.device.type, dtype, query.shape[2], query.shape[3])
+    return backend_facts(query.device.type).backward_in_float32(dtype, query.shape[2], query.shape[3])
 
 
-def gains_from_wide(query: Tensor, key: Tensor, value: Tensor) -> bool:
+def own_backward_is_faster(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether `Attention` is faster for these than torch's own gradient. Compiled blocks are left to torch."""
-    wide = backward_is_wide(query) and kernel(query, key, value) == "cpu_flash"
-    return wide and not torch.compiler.is_compiling()
+    if torch.compiler.is_compiling():
+        return False
+    return backward_in_float32(query) and kernel(query, key, value) == "cpu_flash"
 
 
 class Attention(torch.autograd.Function):

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardwright.attention.core import Attention, gains_from_wide
+from shardwright.attention.core import Attention, own_backward_is_faster
 from shardwright.attention.packed_rows import PackedRows
 from shardwright.errors import ModelError
+from shardwright.torch_private import flash_attention_by_lengths
 
 NAME = "shardwright_documents"
 
@@ -97,7 +98,7 @@ def _causal(
     if written_out or (window is not None and window < length):
         mask = _band(length, window or length, query.device)
         key, value = (t.repeat_interleave(repeats, 1) if repeats > 1 else t for t in (key, value))
-    if mask is None and not dropout and gains_from_wide(query, key, value):
+    if mask is None and not dropout and own_backward_is_faster(query, key, value):
         return Attention.apply(query, key, value, scale, True).transpose(1, 2)
     if not written_out:
         out = F.scaled_dot_product_attention(
@@ -148,7 +149,7 @@ def flash_by_lengths(
 ) -> Tensor:
     """[R, N, H] of queries [R, N, H], keys and values [R, K, H]: one call for all documents, whatever their lengths."""
     ends, longest = documents.ends, documents.longest
-    out, *_ = torch.ops.aten._flash_attention_forward(
+    out, *_ = flash_attention_by_lengths(
         query,
         key,
         value,

@@ -27,9 +27,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed import distributed_c10d
 
-_ops = torch.ops._c10d_functional  # functional collectives: torch.compile traces them
+from shardwright.backends.backend import Backend, choose_backend
+from shardwright.torch_private import collectives, unsafe_view
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,13 @@ class Peers:
 
 def all_sum(x: Tensor, name: str, operation: str = "sum") -> Tensor:
     """`x` reduced over the group called `name`."""
-    return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), operation, name))
+    return collectives.wait_tensor(collectives.all_reduce(x.contiguous(), operation, name))
 
 
 def _gather(x: Tensor, dim: int, size: int, rank: int, name: str) -> Tensor:
-    pieces = _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), size, name))
+    pieces = collectives.wait_tensor(collectives.all_gather_into_tensor(x.contiguous(), size, name))
     joined = pieces.view(size, *x.shape).movedim(0, dim).flatten(dim, dim + 1)
-    return torch.ops.aten._unsafe_view(joined, joined.shape)  # no view of `pieces`: fully_shard warns of views
+    return unsafe_view(joined, joined.shape)  # no view of `pieces`: fully_shard warns of views
 
 
 def _cut(x: Tensor, dim: int, size: int, rank: int, name: str) -> Tensor:
@@ -68,15 +68,8 @@ def _sum(x: Tensor, dim: int, size: int, rank: int, name: str) -> Tensor:
 def _sum_and_cut(x: Tensor, dim: int, size: int, rank: int, name: str) -> Tensor:
     pieces = x.unflatten(dim, (size, x.size(dim) // size)).movedim(dim, 0)
     flat = pieces.flatten(0, 1).contiguous()
-    if x.device.type == "cpu" and not torch.compiler.is_compiling():
-        # gloo reduces everything on all ranks to scatter it: twice the bytes of an exchange that is summed here. It is no
-        # functional collective, whose lists of sizes gloo takes another way with: that way has broken the heap (docs/LOG.md).
-        come = torch.empty_like(flat)
-        group = distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type, attr-defined]
-        dist.all_to_all_single(come, flat, group=group)
-        return come.view(pieces.shape).sum(0, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
-    own = _ops.wait_tensor(_ops.reduce_scatter_tensor(flat, "sum", size, name))
-    return own.view(pieces.shape[1:])
+    backend = Backend() if torch.compiler.is_compiling() else choose_backend(x.device.type)
+    return backend.reduce_scatter(flat, size, name)
 
 
 def _keep(x: Tensor, dim: int, size: int, rank: int, name: str) -> Tensor:

@@ -20,9 +20,10 @@ import torch
 import xxhash
 from torch import Tensor
 
-from shardwright.checkpoint.parts import Box, Held, byte_view, local_part, pieces, rows_of
+from shardwright.checkpoint.parts import Box, Held, local_part, pieces, rows_of
 from shardwright.errors import CheckpointError, DamagedCheckpointError
-from shardwright.models.weights import DTYPES
+from shardwright.models.safetensors_io import byte_view, header_bytes
+from shardwright.models.torch_dtypes import SAFETENSORS_DTYPES
 
 MANIFEST, CONFIG, TENSORS, INDEX = "manifest.json", "config.yaml", "tensors", "index.json"
 _FILE = re.compile(r"rank-\d{5,}\.safetensors")
@@ -84,7 +85,7 @@ def write_text(path: Path, text: str) -> dict[str, Any]:
 
 def file_order(parts: Sequence[Held]) -> list[Held]:
     """The order of parts in a file: the widest dtype first, so that each begins at a multiple of its element's size."""
-    return sorted(parts, key=lambda held: -DTYPES[held.dtype].itemsize)
+    return sorted(parts, key=lambda held: -SAFETENSORS_DTYPES[held.dtype].itemsize)
 
 
 def _name(held: Held) -> str:
@@ -92,16 +93,6 @@ def _name(held: Held) -> str:
         return held.key
     ends = (f"{a}:{a + n}" for a, n in zip(held.box.start, held.box.shape))
     return f"{held.key}[{','.join(ends)}]"
-
-
-def _header(parts: Sequence[Held]) -> bytes:
-    entries, end = {}, 0
-    for held in parts:
-        begin, end = end, end + held.part_bytes
-        entries[_name(held)] = {"dtype": held.dtype, "shape": held.box.shape, "data_offsets": [begin, end]}
-    text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
 
 
 def _write_all(descriptor: int, data: memoryview | bytes) -> None:
@@ -122,7 +113,7 @@ def write_parts(path: Path, parts: Sequence[tuple[Held, Tensor]]) -> dict[str, A
 
     At most one piece is copied at a time, where a tensor is not contiguous or not on the CPU.
     """
-    header = _header([held for held, _ in parts])
+    header = header_bytes([(_name(held), SAFETENSORS_DTYPES[held.dtype], held.box.shape) for held, _ in parts])
     record: dict[str, Any] = {"file": path.name, "header": [len(header), checksum(header)], "parts": []}
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     try:
@@ -219,7 +210,7 @@ def _stored(key: str, entry: dict[str, Any]) -> Stored:
             raise ValueError(f"checksums of {key}")
     if sum(part.box.elements for part in parts) != Box(shape, shape).elements:
         raise ValueError(f"the parts of {key} are not all of it")
-    return Stored(DTYPES[entry["dtype"]], shape, tuple(parts))
+    return Stored(SAFETENSORS_DTYPES[entry["dtype"]], shape, tuple(parts))
 
 
 def read_piece(descriptor: int, path: Path, offset: int, into: memoryview, right: str, key: str) -> None:

@@ -10,15 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardwright.errors import CheckpointError
-from shardwright.models.weights import DTYPES
+from shardwright.models.torch_dtypes import SAFETENSORS_CODES, SAFETENSORS_DTYPES
 
 PIECE_BYTES = 4 * 2**20
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 Value = Tensor | int | float
 """What a state holds under one key: a tensor, or a number that an optimizer keeps."""
 
@@ -57,7 +55,7 @@ class Held:
 
     @property
     def part_bytes(self) -> int:
-        return self.box.elements * DTYPES[self.dtype].itemsize
+        return self.box.elements * SAFETENSORS_DTYPES[self.dtype].itemsize
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -102,11 +100,11 @@ def held_parts(state: Mapping[str, Value]) -> list[Held]:
     for key, tensor in state.items():
         if not isinstance(tensor, Tensor):
             continue
-        if tensor.dtype not in DTYPE_NAMES:
+        if tensor.dtype not in SAFETENSORS_CODES:
             raise CheckpointError(f"{key} is {tensor.dtype}, which safetensors cannot hold.")
         box = box_of(key, tensor)
         if box.elements or not tensor.numel():
-            found.append(Held(key, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), box))
+            found.append(Held(key, SAFETENSORS_CODES[tensor.dtype], tuple(tensor.shape), box))
     return found
 
 
@@ -158,8 +156,3 @@ def pieces(box: Box, rows: int) -> Iterator[Box]:
     for first in range(0, box.shape[0], rows):
         length = min(rows, box.shape[0] - first)
         yield Box((box.start[0] + first, *box.start[1:]), (length, *box.shape[1:]))
-
-
-def byte_view(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # numpy has buffers

@@ -32,11 +32,11 @@ import numpy.typing as npt
 from shardwright.data.order import FILLER, Int64
 from shardwright.data.rows import Cut, CutRows, Float64, cut_rows
 from shardwright.errors import DataError
+from shardwright.layout.loss import IGNORE_INDEX
 
 _T = TypeVar("_T", bound=np.generic)
 
 FORMAT = 3
-IGNORE = -100
 _BLOCK = 2**22  # weights hashed at a time
 
 
@@ -149,10 +149,7 @@ class Table:
         pieces, rows = (np.load(path / name, mmap_mode="r") for name in ("pieces.npy", "rows.npy"))
         weights = np.load(path / "weights.npy", mmap_mode="r") if (path / "weights.npy").is_file() else None
         return cls(
-            documents,
-            cut,
-            CutRows(pieces, rows, weights, meta["counts"], tuple(meta["bounds"])),
-            meta["fingerprint"],
+            documents, cut, CutRows(pieces, rows, weights, meta["counts"], tuple(meta["bounds"])), meta["fingerprint"]
         )
 
     def __len__(self) -> int:
@@ -190,18 +187,18 @@ class Table:
         ids = _spread(tokens.astype(np.int64), bounds, width, pad_id)
         labels = np.empty(len(tokens), np.int64)
         labels[:-1] = tokens[1:]
-        labels[ends - 1] = IGNORE
+        labels[ends - 1] = IGNORE_INDEX
         documents = weights = None
         if self._weights is not None:
             weight = np.zeros(len(tokens), np.float32)
             weight[:-1] = _joined(self._weights, inside)[1:]
             weight[ends - 1] = 0
-            labels[weight == 0] = IGNORE
+            labels[weight == 0] = IGNORE_INDEX
             weights = _spread(weight, bounds, width, 0) if self.weighted else None
         if self.packed:
             numbers = np.concatenate([np.arange(len(own), dtype=np.int32) for own in found])
             documents = _spread(np.repeat(numbers, pieces[:, 1]), bounds, width, -1)
-        return Block(ids, _spread(labels, bounds, width, IGNORE), documents, weights)
+        return Block(ids, _spread(labels, bounds, width, IGNORE_INDEX), documents, weights)
 
     def real_tokens(self, rows: Int64) -> Int64:
         """Tokens of each of `rows`."""

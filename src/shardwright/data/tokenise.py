@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from shardwright.arch.directory import TOKENIZER_FILES
+from shardwright.arch.model_files import TOKENIZER_FILES
 from shardwright.config.schema import Data
 from shardwright.data.encode import Encoded, Encoder
 from shardwright.data.files import DataFile
@@ -133,10 +133,7 @@ def _encoded(work: Iterator[tuple[Slice, str]], encoder: Encoder, num_proc: int)
         return
     waiting: deque[tuple[Slice, Future[Encoded]]] = deque()
     pool = ProcessPoolExecutor(
-        len(first),
-        multiprocessing.get_context("fork"),
-        initializer=_HERE.__setitem__,
-        initargs=("encoder", encoder),
+        len(first), multiprocessing.get_context("fork"), initializer=_HERE.__setitem__, initargs=("encoder", encoder)
     )
     try:
         for part, form in chain(first, work):

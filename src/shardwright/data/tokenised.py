@@ -17,6 +17,7 @@ from typing import Any
 
 from shardwright.data.sources import Record, kind_of
 from shardwright.errors import DataError
+from shardwright.layout.loss import IGNORE_INDEX
 
 MASKS = ("loss_mask", "completion_mask", "assistant_masks")
 COLUMNS = ("labels", *MASKS, "loss_weights", "attention_mask", "position_ids", "seq_lengths")
@@ -72,13 +73,13 @@ def _labelled(record: Record, ids: list[int], where: str) -> list[float]:
     labels = _numbers(record, "labels", int, where)
     _same_length(labels, ids, "labels", where)
     for position, (label, token) in enumerate(zip(labels, ids)):
-        if label not in (token, -100):
+        if label not in (token, IGNORE_INDEX):
             raise DataError(
                 f"{where}: `labels[{position}]` is {label} where `input_ids` has {token}.",
                 "A label is the token at its own position or -100; training shifts the labels itself.",
                 "Write labels that are not shifted.",
             )
-    return [float(label != -100) for label in labels]
+    return [float(label != IGNORE_INDEX) for label in labels]
 
 
 def _mask(record: Record, column: str, ids: list[int], where: str) -> list[float]:

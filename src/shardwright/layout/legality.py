@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from shardwright.config.load import Loaded, keys, sections
 from shardwright.config.rates import check_length
 from shardwright.config.schema import RunFile
+from shardwright.dtypes import DTYPES
 from shardwright.errors import ConfigError, did_you_mean
 from shardwright.layout.axes import Axes, resolve_axes
 from shardwright.layout.batch import accumulation_steps
@@ -18,8 +19,6 @@ from shardwright.layout.functions import names_function
 from shardwright.layout.rules_context import check_context
 from shardwright.layout.rules_pipeline import check_pipeline
 from shardwright.layout.rules_tensor import check_sequence
-
-_DTYPE_ORDER = {"bf16": 0, "fp32": 1, "fp64": 2}
 
 
 @dataclass(frozen=True)
@@ -176,13 +175,13 @@ def _check_stream(run: RunFile) -> None:
 
 def _check_precision(run: RunFile) -> None:
     p = run.precision
-    if _DTYPE_ORDER[p.param_dtype] > _DTYPE_ORDER[p.master_dtype]:
+    if DTYPES[p.param_dtype].eps < DTYPES[p.master_dtype].eps:
         raise ConfigError(
             f"precision.param_dtype {p.param_dtype} is wider than precision.master_dtype {p.master_dtype}.",
             "Compute cannot be more exact than the stored weights.",
             f"Set precision.master_dtype to {p.param_dtype}.",
         )
-    if _DTYPE_ORDER[p.reduce_dtype] > _DTYPE_ORDER[p.master_dtype]:
+    if DTYPES[p.reduce_dtype].eps < DTYPES[p.master_dtype].eps:
         raise ConfigError(
             f"precision.reduce_dtype {p.reduce_dtype} is wider than precision.master_dtype {p.master_dtype}.",
             "Gradients are kept in the master dtype, so the wider sum would be rounded again.",

@@ -24,21 +24,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shardwright.backends.facts import backend_facts
 from shardwright.backends.tp_collectives import Peers, all_sum, copy_in
 from shardwright.config.schema import RunFile
 from shardwright.errors import ModelError
 from shardwright.layout.axes import Axes
-from shardwright.layout.loss import chunk_tokens
+from shardwright.layout.loss import IGNORE_INDEX, chunk_tokens
 from shardwright.loss.output_head import Deferred, Step, apply_steps, steps_behind_head
 from shardwright.loss.vocab_parallel_loss import check_ids, vocabulary_range
 from shardwright.mesh.local_part import local_part
 from shardwright.models.model_parts import find_parts
+from shardwright.torch_private import own_parameters
 
-IGNORE = -100
-
-PREPARED = 64
-"""Targets are filled up to a multiple on a CPU in bf16: its products are compiled for each new shape, which takes longer than
-they do (`benchmarks/unequal_text.py --bf16`)."""
 PRODUCT_ELEMENTS = 2**21
 """Of the head's gradient in the compute dtype, made at a time and added to the sum in float32."""
 
@@ -73,7 +70,7 @@ class Targets:
         multiple: other positions of weight 0 fill up their number to it (or take in all), so that shapes come again.
         """
         labels = labels.flatten()
-        wanted = labels != IGNORE
+        wanted = labels != IGNORE_INDEX
         places = wanted.nonzero()[:, 0]
         total, count = len(labels), len(places)
         missing = min(-count % multiple, total - count)
@@ -279,7 +276,7 @@ def find_loss_chunks(model: nn.Module, run: RunFile, device: str) -> LossChunks:
     are whole then, for the reason given.
     """
     parts, p = find_parts(model), run.parallelism
-    weight = None if parts.head is None else model.get_submodule(parts.head)._parameters.get("weight")
+    weight = None if parts.head is None else own_parameters(model.get_submodule(parts.head)).get("weight")
     asked = run.memory.loss_chunk_tokens
     if weight is None and asked in ("auto", 0):
         return LossChunks(0)
@@ -326,8 +323,8 @@ class ChunkedHead:
         if labels.shape != x.shape[:-1]:
             raise ValueError(f"hidden states of shape {tuple(x.shape)} for labels {tuple(labels.shape)}")
         divided = self._peers is not None
-        prepared = x.device.type == "cpu" and x.dtype == torch.bfloat16 and not divided
-        multiple = PREPARED if prepared else 1
+        even = x.dtype == torch.bfloat16 and not divided
+        multiple = backend_facts(x.device.type).targets_multiple if even else 1
         targets = Targets.of(labels, weights, self._chunks.tokens, x.device, divided, multiple)
         if self._peers is not None:
             check_ids(targets.labels, self._chunks.vocabulary)

@@ -15,11 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwright.errors import ConfigError, ShardwrightError, did_you_mean
-from shardwright.layout.loss import CROSS_ENTROPY
+from shardwright.layout.loss import CROSS_ENTROPY, IGNORE_INDEX
 from shardwright.loss.output_head import Deferred
 from shardwright.loss.vocab_parallel_loss import vocabulary_cross_entropy_sum
-
-IGNORE = -100
 
 
 def logits_of(model_output: Any) -> Tensor | Deferred:
@@ -44,12 +42,12 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor, weights: Tensor | None = N
     parallelism): the sum is equal on all ranks.
     """
     if isinstance(logits, DTensor):
-        return vocabulary_cross_entropy_sum(logits, labels, IGNORE, weights)
+        return vocabulary_cross_entropy_sum(logits, labels, IGNORE_INDEX, weights)
     wide = logits if logits.dtype == torch.float64 else logits.float()
     flat, targets = wide.flatten(0, 1), labels.flatten()
     if weights is None:
-        return F.cross_entropy(flat, targets, ignore_index=IGNORE, reduction="sum")
-    losses = F.cross_entropy(flat, targets, ignore_index=IGNORE, reduction="none")
+        return F.cross_entropy(flat, targets, ignore_index=IGNORE_INDEX, reduction="sum")
+    losses = F.cross_entropy(flat, targets, ignore_index=IGNORE_INDEX, reduction="none")
     return (losses * weights.flatten()).sum()
 
 

@@ -8,6 +8,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwright.layout.axes import AXES, Axes
+from shardwright.torch_private import concatenate_meshes, flatten_mesh
 
 FLATTENED = {"dp_shard_cp": ("dp_shard", "cp"), "dp_replicate_cp": ("dp_replicate", "cp")}
 """Names of dimensions made of several axes: parameters are sharded over context-parallel ranks too."""
@@ -23,7 +24,7 @@ def make_mesh(axes: Axes, device: torch.device) -> DeviceMesh:
 
 def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """The one dimension `name` of `FLATTENED` over the axes that it is made of. Collective when first asked for."""
-    return mesh[FLATTENED[name]]._flatten(name)
+    return flatten_mesh(mesh[FLATTENED[name]], name)
 
 
 def replica_group(mesh: DeviceMesh) -> ProcessGroup:
@@ -42,7 +43,7 @@ def shard_mesh(mesh: DeviceMesh) -> DeviceMesh:
     if mesh["cp"].size() == 1:
         return mesh["dp_replicate", "dp_shard"] if hybrid else mesh["dp_shard"]
     shards = flattened(mesh, "dp_shard_cp")
-    return DeviceMesh._concatenate([mesh["dp_replicate"], shards]) if hybrid else shards
+    return concatenate_meshes([mesh["dp_replicate"], shards]) if hybrid else shards
 
 
 def axis_of_groups(mesh: DeviceMesh) -> dict[str, str]:

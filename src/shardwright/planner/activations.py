@@ -17,7 +17,8 @@ from shardwright.arch.shape import Shape
 from shardwright.layout.attention import backward_is_wide
 from shardwright.layout.combinations import SPLIT_BACKWARD
 from shardwright.layout.loss import loss_chunk_tokens, worthwhile
-from shardwright.planner.problem import DTYPE_BYTES, Layout, Problem, Recompute
+from shardwright.planner.problem import Layout, Problem, Recompute
+from shardwright.dtypes import DTYPE_BYTES
 from shardwright.planner.program import Program
 
 LOSS_CHUNKS = 16

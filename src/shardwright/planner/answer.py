@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardwright.arch.flops import model_flops, recompute_flops, utilisation
-from shardwright.arch.inventory import counts
+from shardwright.arch.parameters import counts
 from shardwright.planner.advice import (
     PATHS,
     first_to_test,
@@ -241,7 +241,7 @@ def answer(search: Search, shown: int = 5) -> Answer:
     own = describe(search, first) if first is not None else None
     limits: tuple[str, ...] = ()
     if first is not None and own is not None:
-        limits = will_not_fix(search, first, own.composition, own.allocated_bytes).sentences
+        limits = tuple(will_not_fix(search, first, own.composition, own.allocated_bytes))
     would_fit = () if ranked else tuple(what_would_fit(search))
     nodes = max(1, search.devices // search.device.node.devices)
     total = counts(search.problem.shape).total

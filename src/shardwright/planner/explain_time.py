@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from shardwright.arch.inventory import counts, matmuls
+from shardwright.arch.parameters import counts, matmuls
+from shardwright.dtypes import DTYPE_BYTES
 from shardwright.planner.kernels import attention_flops, attention_seconds, matmul_seconds
-from shardwright.planner.network import Group, gather_line, group_of, ring_bandwidth, step_latency
-from shardwright.planner.problem import DTYPE_BYTES
+from shardwright.planner.network import RankGroup, gather_line, group_of, ring_bandwidth, step_latency
 from shardwright.units import format_bytes, format_flops, format_seconds
 
 if TYPE_CHECKING:
@@ -48,9 +48,7 @@ def compute_lines(clock: Clock, layout: Layout) -> Iterator[str]:
         problem.attention,
         clock.program.attention_rate,
     )
-    flops = attention_flops(
-        layout.microbatch_rows, problem.max_length / a.cp, problem.attended, s.heads / a.tp, s.head_dim
-    )
+    flops = attention_flops(layout.microbatch_rows, problem.max_length / a.cp, problem.attended, s.heads / a.tp, s.head_dim)
     yield (
         f"  attention ({problem.attention}, causal): {format_flops(flops)} forward in "
         f"{format_seconds(forward)}, backward {format_seconds(backward)}"
@@ -71,7 +69,7 @@ def compute_lines(clock: Clock, layout: Layout) -> Iterator[str]:
     )
 
 
-def _line(clock: Clock, name: str, group: Group, payload: float) -> str:
+def _line(clock: Clock, name: str, group: RankGroup, payload: float) -> str:
     line = gather_line(clock.device, group)
     return (
         f"  {name}: {group.size} ranks ({group.local} in a node): {group.size - 1} steps x "
@@ -106,10 +104,7 @@ def collective_lines(clock: Clock, layout: Layout) -> Iterator[str]:
         if layout.data_parallel != "ddp":
             yield _line(clock, f"gather of one block in {problem.param_dtype}", group, block * size)
         yield _line(
-            clock,
-            f"reduction of one block in {problem.reduce_dtype}",
-            group,
-            block * DTYPE_BYTES[problem.reduce_dtype],
+            clock, f"reduction of one block in {problem.reduce_dtype}", group, block * DTYPE_BYTES[problem.reduce_dtype]
         )
         yield (
             f"  hidden under the block before where it fits; compute loses "

@@ -16,10 +16,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from shardwright.arch.inventory import counts
+from shardwright.arch.parameters import counts
 from shardwright.arch.shape import Shape
 from shardwright.planner.device import Device
-from shardwright.planner.problem import DTYPE_BYTES, Attention, Recompute
+from shardwright.planner.problem import Attention, Recompute
+from shardwright.dtypes import DTYPE_BYTES
 from shardwright.planner.program import Program
 
 HEAD_RAMP = 32
@@ -59,7 +60,7 @@ def matmul_seconds(device: Device, m: float, n: float, k: float, dtype: str) -> 
     """Seconds of one M x K times K x N product."""
     e = device.efficiency
     mn = m * n
-    matmul = e.matmul * (e.narrow if DTYPE_BYTES[dtype] == 2 else 1.0)
+    matmul = e.matmul * (e.matmul_16bit if DTYPE_BYTES[dtype] == 2 else 1.0)
     rate = device.peak(dtype) * matmul * (mn / (mn + e.wave)) * (k / (k + e.depth))
     moved = (m * k + n * k + mn) * DTYPE_BYTES[dtype]
     return max(2.0 * mn * k / rate, moved / (device.memory_bandwidth * e.bandwidth))

@@ -20,7 +20,7 @@ TREE_BANDWIDTH = 0.5
 
 
 @dataclass(frozen=True)
-class Group:
+class RankGroup:
     """The ranks of one collective: `size` of them, `local` in each node."""
 
     size: int
@@ -31,12 +31,12 @@ class Group:
         return self.size / self.local
 
 
-def group_of(size: int, stride: int, devices_per_node: int) -> Group:
+def group_of(size: int, stride: int, devices_per_node: int) -> RankGroup:
     """The group along an axis whose neighbours are `stride` ranks apart."""
-    return Group(size, max(1, min(size, devices_per_node // stride if stride <= devices_per_node else 1)))
+    return RankGroup(size, max(1, min(size, devices_per_node // stride if stride <= devices_per_node else 1)))
 
 
-def ring_bandwidth(device: Device, group: Group) -> float:
+def ring_bandwidth(device: Device, group: RankGroup) -> float:
     """Bytes/s that each rank of the ring sends."""
     node, e = device.node, device.efficiency
     link = node.link_bandwidth * e.link
@@ -46,7 +46,7 @@ def ring_bandwidth(device: Device, group: Group) -> float:
     return min(link, network) if group.local > 1 else network
 
 
-def step_latency(device: Device, group: Group) -> float:
+def step_latency(device: Device, group: RankGroup) -> float:
     """Seconds of one ring step: the slowest hop decides."""
     return device.node.link_latency if group.size <= group.local else device.node.network_latency
 
@@ -61,7 +61,7 @@ class Line(NamedTuple):
         return self.fixed + self.per_byte * payload_bytes
 
 
-def gather_line(device: Device, group: Group) -> Line:
+def gather_line(device: Device, group: RankGroup) -> Line:
     """An all-gather, or a reduce-scatter, by the bytes of the full tensor."""
     n = group.size
     if n == 1:
@@ -69,7 +69,7 @@ def gather_line(device: Device, group: Group) -> Line:
     return Line((n - 1) * step_latency(device, group), (n - 1) / n / ring_bandwidth(device, group))
 
 
-def all_reduce_lines(device: Device, group: Group) -> tuple[Line, Line]:
+def all_reduce_lines(device: Device, group: RankGroup) -> tuple[Line, Line]:
     """A ring (reduce-scatter and all-gather) and a tree; the faster of the two is what happens."""
     if group.size == 1:
         return Line(0.0, 0.0), Line(0.0, 0.0)
@@ -80,12 +80,12 @@ def all_reduce_lines(device: Device, group: Group) -> tuple[Line, Line]:
     return Line(2 * one.fixed, 2 * one.per_byte), Line(2 * steps, 2 / (ring_bandwidth(device, group) * TREE_BANDWIDTH))
 
 
-def gather_seconds(device: Device, group: Group, payload_bytes: float) -> float:
+def gather_seconds(device: Device, group: RankGroup, payload_bytes: float) -> float:
     """An all-gather, or a reduce-scatter, whose full tensor has `payload_bytes`."""
     return gather_line(device, group).seconds(payload_bytes)
 
 
-def all_reduce_seconds(device: Device, group: Group, payload_bytes: float) -> float:
+def all_reduce_seconds(device: Device, group: RankGroup, payload_bytes: float) -> float:
     """The faster of ring and tree."""
     ring, tree = all_reduce_lines(device, group)
     return min(ring.seconds(payload_bytes), tree.seconds(payload_bytes))

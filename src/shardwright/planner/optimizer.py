@@ -7,8 +7,8 @@ from math import prod
 from typing import NamedTuple
 
 from shardwright.arch.families import family_of
-from shardwright.arch.inventory import parameters
-from shardwright.arch.shape import Group, Shape
+from shardwright.arch.parameters import parameters
+from shardwright.arch.shape import ParameterGroup, Shape
 
 NEWTON_SCHULZ_STEPS = 5
 """Iterations of `train/muon.py`; each multiplies r x c by its transpose, r x r by r x r, and r x r by r x c."""
@@ -24,7 +24,7 @@ class Optimizer(NamedTuple):
     temporaries: int = 0  # values per element made while a parameter that is no matrix is updated, one at a time
     orthogonalises: bool = False  # gathers each whole matrix on every rank and makes it orthogonal there
 
-    def states_of(self, group: Group) -> int:
+    def states_of(self, group: ParameterGroup) -> int:
         """States per element of a parameter."""
         return self.matrix_states if is_matrix(group) else self.states
 
@@ -44,13 +44,13 @@ def optimizer_of(name: str) -> Optimizer:
     return OPTIMIZERS.get(name, OPTIMIZERS["adamw"])
 
 
-def is_matrix(group: Group) -> bool:
+def is_matrix(group: ParameterGroup) -> bool:
     """Whether Muon takes the parameter as a matrix: two dims, and no table that tokens or positions index."""
     return len(group.size) == 2 and group.part not in ("embedding", "positions", "head")
 
 
 @lru_cache(maxsize=256)
-def block_matrices(shape: Shape) -> tuple[Group, ...]:
+def block_matrices(shape: Shape) -> tuple[ParameterGroup, ...]:
     """The matrices of one block."""
     inside = family_of(shape.family).block + "."
     return tuple(group for group in parameters(shape) if group.name.startswith(inside) and is_matrix(group))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from shardwright.arch.of_model import Inventory, built_by, shape_of_model
+from shardwright.arch.model_shape import Inventory, built_by, shape_of_model
 from shardwright.layout.axes import Axes
 from shardwright.layout.loss import CROSS_ENTROPY
 from shardwright.layout.pipeline_schedules import chunks_of
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 Recompute = Literal["none", "selective", "full"]
 Attention = Literal["flash", "eager"]
 Loss = Literal["full", "chunked", "auto"]
-
-DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
 
 @dataclass(frozen=True)

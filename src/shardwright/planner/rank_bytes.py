@@ -12,12 +12,13 @@ from math import prod
 from typing import NamedTuple
 
 from shardwright.arch.families import family_of
-from shardwright.arch.inventory import matrix_weights, parameters
-from shardwright.arch.shape import Group, Shape
+from shardwright.arch.parameters import matrix_weights, parameters
+from shardwright.arch.shape import ParameterGroup, Shape
 from shardwright.layout.pipeline_schedules import head_blocks, rank_stages, split_blocks
 from shardwright.layout.zero import EXCHANGED, STAGES
 from shardwright.planner.optimizer import optimizer_of, orthogonalising_bytes
-from shardwright.planner.problem import DTYPE_BYTES, Layout, Problem
+from shardwright.planner.problem import Layout, Problem
+from shardwright.dtypes import DTYPE_BYTES
 
 BLOCK, EMBEDDING, HEAD, LOSS, STEP = range(5)
 """Where in an update a rank is. The first three are units too, whose gradients are counted apart."""
@@ -43,7 +44,7 @@ Parts = tuple[Elements, Elements, Elements]
 """A block, the embedding (with positions), and final norm and head of a rank."""
 
 
-def split_dim(group: Group, tp: int, in_first: bool) -> int | None:
+def split_dim(group: ParameterGroup, tp: int, in_first: bool) -> int | None:
     """The dim along which tensor parallelism cuts a parameter, None where every rank holds all of it."""
     if group.split is None or tp == 1:
         return None
@@ -53,7 +54,7 @@ def split_dim(group: Group, tp: int, in_first: bool) -> int | None:
     return 0 if rows != (in_first and group.split != "vocabulary") else 1
 
 
-def local_size(group: Group, tp: int, in_first: bool) -> tuple[int, ...]:
+def local_size(group: ParameterGroup, tp: int, in_first: bool) -> tuple[int, ...]:
     """The size of one parameter on one tensor-parallel rank, rounded up."""
     dim = split_dim(group, tp, in_first)
     return tuple(-(-size // tp) if axis == dim else size for axis, size in enumerate(group.size))
@@ -65,7 +66,7 @@ def _local_elements(shape: Shape, optimizer: str, tp: int, degree: int) -> tuple
     family, kept = family_of(shape.family), optimizer_of(optimizer)
     matrix, sums = 0, [NOTHING, NOTHING, NOTHING]
     for group in parameters(shape):
-        size = local_size(group, tp, family.matrix_in_first)
+        size = local_size(group, tp, family.transposed_weights)
         whole, shard, states = prod(size), -(-size[0] // degree) * prod(size[1:]), kept.states_of(group)
         if group.name.startswith(family.block + "."):
             part, matrix = BLOCK, max(matrix, whole)

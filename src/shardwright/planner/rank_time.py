@@ -9,12 +9,13 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardwright.arch.inventory import counts
+from shardwright.arch.parameters import counts
 from shardwright.layout.axes import Axes
 from shardwright.layout.pipeline_schedules import rank_stages
 from shardwright.planner.kernels import block_time, embedding_time, head_time
 from shardwright.planner.network import all_reduce_seconds, gather_seconds, group_of
-from shardwright.planner.problem import DTYPE_BYTES, Layout, Problem, Recompute
+from shardwright.planner.problem import Layout, Problem, Recompute
+from shardwright.dtypes import DTYPE_BYTES
 
 if TYPE_CHECKING:
     pass

@@ -14,11 +14,12 @@ from shardwright.planner.kernels import matmul_seconds
 from shardwright.planner.network import send_seconds
 from shardwright.planner.optimizer import NEWTON_SCHULZ_STEPS, block_matrices, optimizer_of
 from shardwright.planner.pipeline_simulator import StageSeconds, play
-from shardwright.planner.problem import DTYPE_BYTES, Layout, Problem
+from shardwright.planner.problem import Layout, Problem
+from shardwright.dtypes import DTYPE_BYTES
 from shardwright.planner.rank_time import RankKind, RankSeconds
 
 if TYPE_CHECKING:
-    from shardwright.arch.shape import Group
+    from shardwright.arch.shape import ParameterGroup
 
 PLAYED_ACTIONS = 2500
 """Longer action lists are played with fewer microbatches and continued at the pace of the busiest rank."""
@@ -78,7 +79,7 @@ class Clock(DataParallelClock):
         self._played: dict[tuple, float] = {}
         self._alone: dict[tuple, Alone] = {}
         self._optimizer_of, self._master_size = optimizer_of(problem.optimizer), DTYPE_BYTES[problem.master_dtype]
-        self._orthogonal: dict[tuple[int, int, Group], float] = {}
+        self._orthogonal: dict[tuple[int, int, ParameterGroup], float] = {}
 
     def alone(self, layout: Layout, stage_blocks: tuple[int, ...]) -> Alone:
         """The time of one update without what the data-parallel axes and the optimizer add; `stage_blocks` says how many
@@ -253,7 +254,7 @@ class Clock(DataParallelClock):
         orthogonal = blocks * sum(self._orthogonalising(layout.axes.tp, shards, group) for group in matrices)
         return moved / shards / self._speed + orthogonal
 
-    def _orthogonalising(self, tp: int, shards: int, group: Group) -> float:
+    def _orthogonalising(self, tp: int, shards: int, group: ParameterGroup) -> float:
         """Seconds of gathering one matrix and of making it orthogonal, on every rank alike (`train/muon.py`)."""
         found = self._orthogonal.get((tp, shards, group))
         if found is None:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwright.arch.inventory import generic_shape
-from shardwright.arch.of_model import Inventory, shape_of_model
+from shardwright.arch.model_shape import Inventory, shape_of_model
+from shardwright.arch.shape import generic_shape
 from shardwright.errors import ConfigError, ExitCode
 from shardwright.planner.advice import first_to_test
 from shardwright.planner.answer import answer, describe, layout_keys, layout_name
@@ -122,7 +122,6 @@ def make_search(request: Request) -> tuple[Search, Any]:
             raise ConfigError(f"{key} = {value}, but must be at least 1.")
     if request.document_length is not None and request.document_length <= 0:
         raise ConfigError(f"--document-length {request.document_length}, but must be above 0.")
-    on_cpu = bool(run and run.hardware.device == "cpu")
     given = {
         "max_length": needed["max_length"],
         "global_batch_size": needed["global_batch_size"],
@@ -131,6 +130,7 @@ def make_search(request: Request) -> tuple[Search, Any]:
         "master_dtype": request.master_dtype,
         "document_length": request.document_length,
     }
+    on_cpu = bool(run and run.hardware.device == "cpu")
     device = find_device(request.device or ("cpu" if on_cpu else "h100-sxm-80gb"))
     problem = problem_of_flags(_shape(request, run), device, run, request.compiled, given)
     offload = request.offload or bool(run and run.memory.cpu_offload != "none")

@@ -20,11 +20,12 @@ from shardwright.errors import ConfigError, DamagedCheckpointError, ShardwrightE
 from shardwright.launch import own_job
 from shardwright.layout.legality import notices
 from shardwright.loss.objective import own_loss
-from shardwright.measure.record import check_sinks
+from shardwright.measure.metrics_log import check_sinks
 from shardwright.mesh.placement import Placement
 from shardwright.models.build import build_model
 from shardwright.models.materialise import check_weights, weight_notices
-from shardwright.parallel.apply import DTYPES, check_model
+from shardwright.models.torch_dtypes import TORCH_DTYPES
+from shardwright.parallel.apply import check_model
 from shardwright.train.exported import export_lines
 from shardwright.train.optimizer import check_optimizer, learning_rate_factor
 from shardwright.train.positions import check_positions
@@ -48,7 +49,7 @@ def prepare_run(loaded: Loaded, console: Console, exported: bool = False) -> Pre
         say(console, notice)
     check_directory(Path(run.checkpoint.output_dir), "checkpoint.output_dir")
     check_programs(run)
-    model = build_model(run.model, DTYPES[run.precision.master_dtype])
+    model = build_model(run.model, TORCH_DTYPES[run.precision.master_dtype])
     check_weights(model, run.model)
     check_model(model, run)
     former = _former(loaded)

@@ -29,7 +29,8 @@ from shardwright.mesh.device_mesh import make_mesh
 from shardwright.models.build import build_model
 from shardwright.models.model_parts import find_parts, is_transformers
 from shardwright.models.rotary import follows_length
-from shardwright.parallel.apply import DTYPES, context_place, parallelize
+from shardwright.models.torch_dtypes import TORCH_DTYPES
+from shardwright.parallel.apply import context_place, parallelize
 from shardwright.parallel.ddp import Replicated
 from shardwright.parallel.fsdp import Sharded
 from shardwright.parallel.pipeline.schedule_runner import Pipelined
@@ -72,7 +73,7 @@ class Engine:
         self.run, self.axes, self.device, self.updates = run, axes, device, updates
         self.rank = dist.get_rank()
         self.mesh: DeviceMesh = make_mesh(axes, device)
-        model = build_model(run.model, DTYPES[run.precision.master_dtype])
+        model = build_model(run.model, TORCH_DTYPES[run.precision.master_dtype])
         self.parameters = sum(p.numel() for p in model.parameters())  # of the unsplit model
         self.loss_chunks = find_loss_chunks(model, run, device.type)
         self.parallel = parallelize(model, run, self.mesh, device, self.loss_chunks)

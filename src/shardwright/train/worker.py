@@ -18,13 +18,14 @@ from shardwright.launch import Heartbeat, OwnWatch, finish, listen_for_dumps, ow
 from shardwright.launch.lock import PATIENCE_SECONDS, lock_of, owned, read_owner
 from shardwright.layout.legality import check_device, check_run
 from shardwright.measure import clock
-from shardwright.measure.outstanding import count_transfers, issued
-from shardwright.measure.record import device_facts, versions
+from shardwright.measure.environment import device_facts, versions
+from shardwright.measure.flight_recorder import count_transfers, issued
 from shardwright.mesh.placement import Placement
-from shardwright.mesh.process_group import Connection, connect, second_store
+from shardwright.mesh.process_group import Connection, connect
 from shardwright.models.build import quiet_transformers
 from shardwright.planner.answer import layout_name
 from shardwright.planner.problem import layout_of
+from shardwright.torch_private import second_store
 from shardwright.train.exhausted import explaining_exhaustion
 from shardwright.train.exported import export_arguments, export_directory, export_model
 from shardwright.train.loop import Trainer

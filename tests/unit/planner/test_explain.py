@@ -7,7 +7,7 @@ import csv
 import pytest
 from tests.places import REFERENCE
 
-from shardwright.arch.known import known_shape
+from shardwright.arch.known_models import known_shape
 from shardwright.errors import ConfigError
 from shardwright.layout.axes import Axes
 from shardwright.planner.examples import ideal_states, worked_examples

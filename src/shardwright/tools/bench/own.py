@@ -14,9 +14,9 @@ from shardwright.config.load import Loaded
 from shardwright.data.loader import UpdateBatch
 from shardwright.layout.legality import check_run
 from shardwright.measure import clock
-from shardwright.measure.communication import CommunicationRecorder, compare
+from shardwright.measure.communication import CommunicationRecorder, compare_traffic
 from shardwright.measure.live_memory import LiveMemory
-from shardwright.measure.profile import Window, profiled
+from shardwright.measure.profile import TraceTimes, profiled
 from shardwright.mesh.device_mesh import all_groups, axis_of_groups
 from shardwright.train.planned import Planned, plan_of, shape_of, traffic_of
 from shardwright.train.run_data import open_data
@@ -113,8 +113,8 @@ class Own:
             "operator": peak.operator,
             "phase": peak.phase,
             "composition": peak.composition,
-            "by_phase": memory.timeline.by_phase,
-            "samples": memory.timeline.samples,
+            "by_phase": memory.peak_by_phase,
+            "samples": memory.samples,
         }
 
     def _optimizer_states(self) -> list[Tensor]:
@@ -132,10 +132,10 @@ class Own:
         else:
             planned = traffic_of(self.run, self.axes, self.shape, dist.get_rank())
         ddp = self.run.parallelism.data_parallel == "ddp"
-        rows = compare(planned, recorder.traffic(), buckets=ddp)
+        rows = compare_traffic(planned, recorder.traffic(), buckets=ddp)
         return [{**asdict(row), "equal": row.equal if planned else None} for row in rows]
 
-    def measure_communication(self, directory: Path | None) -> Window:
+    def measure_communication(self, directory: Path | None) -> TraceTimes:
         """Runs some updates under torch's profiler; per update, what this rank did. directory: where the trace stays."""
         path = None
         if directory is not None:

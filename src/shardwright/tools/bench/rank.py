@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from shardwright.launch import finish, worker_main
+from shardwright.measure.environment import versions
 from shardwright.measure.memory import peak_device_bytes, peak_host_bytes
-from shardwright.measure.record import versions
 from shardwright.mesh.process_group import Connection, connect
 from shardwright.models.build import quiet_transformers
 from shardwright.tools.bench.overhead import measuring_seconds

@@ -13,9 +13,9 @@ from statistics import median
 from typing import Any
 
 from shardwright.layout.axes import Axes
-from shardwright.measure.verdict import Figures, what_limits
-from shardwright.planner.memory_timeline import walked_actions
+from shardwright.measure.bottleneck import UpdateTimes, find_bottleneck
 from shardwright.planner.problem import Layout
+from shardwright.planner.memory_timeline import walked_actions
 from shardwright.tools.bench.turns import Spread, of_run, ratio
 from shardwright.train.anomaly import slow_rank
 
@@ -116,7 +116,7 @@ def _layout_part(loop: Mapping[str, Any], made: Mapping[str, Any]) -> Json:
         "communication": communication,
         "build_seconds": loop["build_seconds"],
     }
-    part["verdict"] = asdict(what_limits(_figures(made, part, loop)))
+    part["verdict"] = asdict(find_bottleneck(_times(made, part, loop)))
     return part
 
 
@@ -163,11 +163,11 @@ def _mean(ranks: Sequence[Mapping[str, Any]], key: str) -> float:
     return sum(rank["window"][key] for rank in ranks) / len(ranks)
 
 
-def _figures(made: Mapping[str, Any], part: Mapping[str, Any], loop: Mapping[str, Any]) -> Figures:
+def _times(made: Mapping[str, Any], part: Mapping[str, Any], loop: Mapping[str, Any]) -> UpdateTimes:
     axes, communication, predicted = Axes(**loop["axes"]), part["communication"], part["predicted"]
     stages = [axes.coordinates(rank)["pp"] for rank in range(axes.world_size)]
     slowest, factor = slow_rank([rank["own_seconds"] for rank in made["ranks"]], stages)
-    return Figures(
+    return UpdateTimes(
         made["step_seconds_p50"],
         made["wait_seconds"],
         made["padding_fraction"],

@@ -20,7 +20,7 @@ from shardwright.launch import inside_a_launcher, run_workers
 from shardwright.layout.legality import check_run
 from shardwright.layout.names import with_layout
 from shardwright.measure import clock
-from shardwright.measure.verdict import Verdict
+from shardwright.measure.bottleneck import Bottleneck
 from shardwright.mesh.process_group import device_kind
 from shardwright.planner.hardware import find_device
 from shardwright.planner.problem import layout_of, problem_of
@@ -235,7 +235,7 @@ def _finished(
         say(console, line)
     for one in entries:
         if one["kind"] == "layout":
-            say(console, f"{one['name']}: {Verdict(**one['verdict'])}")
+            say(console, f"{one['name']}: {Bottleneck(**one['verdict'])}")
     say(
         console,
         f"Host memory of a rank: {format_bytes(max(about['host_bytes']))} at most, all loops together.",

@@ -16,6 +16,7 @@ from torch import Tensor
 from shardwright.attention.packed_rows import PackedRows
 from shardwright.data.loader import Microbatch, UpdateBatch
 from shardwright.errors import ConfigError, did_you_mean
+from shardwright.layout.loss import IGNORE_INDEX
 from shardwright.models import find_parts
 from shardwright.parallel.ddp import Replicated
 from shardwright.parallel.pipeline.schedule_runner import Pipelined
@@ -66,7 +67,10 @@ def _scale_losses(factor: Callable[[Engine, Microbatch, UpdateBatch], float], va
 
 def _divisor(*microbatches: Microbatch) -> float:
     """What the loss of these microbatches alone would be divided by."""
-    each = (m.labels != -100 if m.weights is None else m.weights.double() * (m.labels != -100) for m in microbatches)
+    each = (
+        m.labels != IGNORE_INDEX if m.weights is None else m.weights.double() * (m.labels != IGNORE_INDEX)
+        for m in microbatches
+    )
     return sum(float(weights.sum()) for weights in each) or 1.0
 
 
@@ -74,7 +78,7 @@ def _shifted_again(engine: Engine) -> None:
     original = engine.targets_of
 
     def targets_of(microbatch: Microbatch) -> tuple[Tensor, Tensor | None]:
-        labels = torch.full_like(microbatch.labels, -100)
+        labels = torch.full_like(microbatch.labels, IGNORE_INDEX)
         labels[:, :-1] = microbatch.labels[:, 1:]
         return original(replace(microbatch, labels=labels))
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.checkpoint.parts import Box, Held, held_parts, local_part
-from shardwright.models.weights import DTYPES
+from shardwright.models.torch_dtypes import SAFETENSORS_DTYPES
 
 
 def whole_on_first_rank(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -50,7 +50,7 @@ def _message(tensors: Mapping[str, Tensor], parts: list[Held]) -> Tensor:
 def _put(whole: dict[str, Tensor], parts: list[Held], message: Tensor) -> None:
     """Writes the `parts` of one rank's `message` to where they belong in `whole`."""
     for held, piece in zip(parts, message.split([held.part_bytes for held in parts])):
-        dtype = DTYPES[held.dtype]
+        dtype = SAFETENSORS_DTYPES[held.dtype]
         if held.key not in whole:
             whole[held.key] = torch.empty(held.shape, dtype=dtype)
         place = held.box.within(Box((0,) * len(held.shape), held.shape))

@@ -19,21 +19,21 @@ from transformers import get_scheduler
 
 from shardwright.config.schema import RunFile, Training
 from shardwright.data.loader import Microbatch, UpdateBatch
+from shardwright.layout.loss import IGNORE_INDEX
 from shardwright.models import build_model, find_parts, materialise
 from shardwright.models.build import quiet_transformers
+from shardwright.models.dropout import has_dropout, silence_dropout
 from shardwright.models.model_parts import is_transformers
-from shardwright.tools.check.changes import IGNORE, Changes, has_dropout, silence_dropout
+from shardwright.models.torch_dtypes import TORCH_DTYPES
 from shardwright.tools.check.force_float64 import float64_throughout
 from shardwright.tools.check.record import MicrobatchNote, Notes, Record, Scalars
 from shardwright.tools.check.reference_documents import alone, mistaken_losses, target_weight, targets_inside
 from shardwright.tools.check.reference_muon import ReferenceMuon
-from shardwright.tools.check.rows import CheckedRows
+from shardwright.tools.check.rows import Changes, CheckedRows
 from shardwright.train.rng import seed_microbatch
 
 PROBE_ELEMENTS = 25_000_000
 """Elements of single-microbatch gradients that are kept for the diagnosis, over all microbatches: 200 MB."""
-
-_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def excluded_from_decay(name: str, dims: int, patterns: list[str]) -> bool:
@@ -47,7 +47,7 @@ class Reference:
     def __init__(self, run: RunFile, changes: Changes) -> None:
         self.run, self.training = run, run.training
         self.rows = CheckedRows(run, changes, data_rank=0, data_ranks=1)
-        self.model = build_model(run.model, _DTYPES[run.precision.master_dtype])
+        self.model = build_model(run.model, TORCH_DTYPES[run.precision.master_dtype])
         materialise(self.model, run.model, seed=run.training.seed, device=torch.device("cpu"))
         for p in self.model.parameters():
             p.data = p.data.double()
@@ -149,10 +149,10 @@ class Reference:
             return loss, float(count)
         each = torch.ones(labels.shape) if weights is None else weights
         rows = (
-            nn.functional.cross_entropy(own, targets, ignore_index=IGNORE, reduction="none") @ weight
+            nn.functional.cross_entropy(own, targets, ignore_index=IGNORE_INDEX, reduction="none") @ weight
             for own, targets, weight in zip(logits.double(), labels, each.double())
         )
-        return torch.stack(list(rows)).sum(), each.double()[labels != IGNORE].sum().item()
+        return torch.stack(list(rows)).sum(), each.double()[labels != IGNORE_INDEX].sum().item()
 
     def _gradients(
         self, batch: UpdateBatch, count: float
@@ -194,7 +194,7 @@ class Reference:
 
     def _update(self, record: Record, number: int) -> None:
         batch = targets_inside(self.rows.update(number))
-        targets = tuple(int((m.labels != IGNORE).sum()) for m in batch.microbatches)
+        targets = tuple(int((m.labels != IGNORE_INDEX).sum()) for m in batch.microbatches)
         total: dict[str, Tensor] = {name: torch.zeros_like(p) for name, p in self.trained.items()}
         probe: dict[int, dict[str, Tensor]] = {}
         chosen = self._probe_names(len(targets)) if number == 0 else set()
@@ -264,7 +264,7 @@ class Reference:
         for words, shift in (("shifted again", 1), ("not shifted", -1)):
             total = own = 0.0
             for microbatch in batch.microbatches:
-                labels = torch.full_like(microbatch.labels, IGNORE)
+                labels = torch.full_like(microbatch.labels, IGNORE_INDEX)
                 if shift > 0:
                     labels[:, :-1] = microbatch.labels[:, 1:]
                 else:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.data.loader import Microbatch, UpdateBatch
-from shardwright.tools.check.changes import IGNORE
+from shardwright.layout.loss import IGNORE_INDEX
 
 Logits = Callable[..., Tensor]
 """(ids [rows, tokens], keyword arguments of the model) -> [rows, tokens, V]."""
@@ -28,7 +28,7 @@ def spans(microbatch: Microbatch) -> list[Span]:
         return [(row, 0, length) for row, length in enumerate(microbatch.lengths) if length]
     for row, labels in enumerate(microbatch.labels.tolist()):
         if microbatch.documents is None:
-            last = max((t for t, label in enumerate(labels) if label != IGNORE), default=-1)
+            last = max((t for t, label in enumerate(labels) if label != IGNORE_INDEX), default=-1)
             if last >= 0:
                 found.append((row, 0, min(last + 2, len(labels))))
             continue
@@ -45,7 +45,7 @@ def targets_inside(batch: UpdateBatch) -> UpdateBatch:
     for microbatch in batch.microbatches:
         labels = microbatch.labels.clone()
         for row, _, end in spans(microbatch) if microbatch.documents is not None else ():
-            labels[row, end - 1] = IGNORE
+            labels[row, end - 1] = IGNORE_INDEX
         microbatches.append(replace(microbatch, labels=labels))
     return replace(batch, microbatches=tuple(microbatches))
 
@@ -90,14 +90,14 @@ def _together(microbatch: Microbatch, logits: Logits, run_on: bool) -> Tensor:
 
 def _loss(logits: Tensor, labels: Tensor, weights: Tensor | None) -> float:
     each = nn.functional.cross_entropy(
-        logits.double().flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="none"
+        logits.double().flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="none"
     )
     return (each if weights is None else each * weights.double().flatten()).sum().item()
 
 
 def target_weight(microbatch: Microbatch, labels: Tensor) -> float:
     """The sum of the weights of the targets in `labels` of a microbatch."""
-    targets = labels != IGNORE
+    targets = labels != IGNORE_INDEX
     return float(targets.sum() if microbatch.weights is None else microbatch.weights.double()[targets].sum())
 
 

@@ -23,12 +23,13 @@ from torch.nn import functional as F
 from shardwright.launch import finish, worker_main
 from shardwright.measure import clock
 from shardwright.mesh.process_group import Connection, connect
+from shardwright.models.torch_dtypes import TORCH_DTYPES
 from shardwright.tools.doctor.fit import Product, Transfer
 from shardwright.tools.doctor.spec import BLOCK, Measured
 
 SECONDS = 0.2
 """How long each item is repeated, at least five times."""
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+DTYPES = ("fp32", "bf16", "fp64")
 SHAPES = {
     "cpu": (
         (128, 128, 128),
@@ -91,8 +92,8 @@ def products(watch: Stopwatch) -> dict[str, list[Product]]:
     """Matrix products by dtype and size: a row of activations times a transposed weight, as in a linear layer."""
     found: dict[str, list[Product]] = {}
     kind = watch.device.type
-    for name, dtype in DTYPES.items():
-        found[name] = []
+    for name in DTYPES:
+        found[name], dtype = [], TORCH_DTYPES[name]
         for m, n, k in SHAPES[kind]:
             sets = max(2, min(16, COLD_BYTES[kind] // ((m * k + k * n) * dtype.itemsize)))
             operands = [
@@ -119,7 +120,7 @@ def blocks(watch: Stopwatch) -> dict[str, float]:
     """Seconds of forward and backward of some blocks without attention, by dtype: products as they run in a training step."""
     found = {}
     for name in ("fp32", "bf16"):
-        dtype, b = DTYPES[name], BLOCK[watch.device.type]
+        dtype, b = TORCH_DTYPES[name], BLOCK[watch.device.type]
         tensors = [
             [torch.randn(*size, device=watch.device).mul_(0.02).to(dtype).requires_grad_() for size in b.weights]
             for _ in range(b.count)

@@ -14,8 +14,10 @@ from shardwright.errors import ConfigError, ExitCode, ModelError
 from shardwright.launch import run_workers
 from shardwright.layout.legality import check_run
 from shardwright.layout.names import every_layout, with_layout
+from shardwright.measure import metric_names as names
 from shardwright.models.build import build_model
-from shardwright.parallel.apply import DTYPES, check_model
+from shardwright.models.torch_dtypes import TORCH_DTYPES
+from shardwright.parallel.apply import check_model
 from shardwright.tools.drill.compare import ROWS, entries, first_difference, stored_state
 
 ROUNDINGS = 16
@@ -41,7 +43,7 @@ class Read:
 
 def possible_layouts(loaded: Loaded, ranks: int) -> list[str]:
     """Layouts of `ranks` ranks that this run's sizes and model allow."""
-    model = build_model(loaded.run.model, DTYPES[loaded.run.precision.master_dtype])
+    model = build_model(loaded.run.model, TORCH_DTYPES[loaded.run.precision.master_dtype])
     found = []
     for name in every_layout(ranks):
         try:
@@ -88,17 +90,17 @@ def run_reshard(
 
 def _judge(read: Read, job: Loaded, checkpoint: Path, reference: Path) -> Read:
     directory, first = Path(job.run.checkpoint.output_dir), store.read_manifest(checkpoint).update
-    metrics = [e for e in entries(reference) if e["update"] >= first and "train/loss" in e]
+    metrics = [e for e in entries(reference) if e["update"] >= first and names.LOSS in e]
     own = directory / "metrics.jsonl"
-    got = [e for e in entries(directory) if "train/loss" in e] if own.exists() else []
+    got = [e for e in entries(directory) if names.LOSS in e] if own.exists() else []
     if [e["update"] for e in got] != [e["update"] for e in metrics]:
         read.problem = f"it trained {len(got)} of {len(metrics)} updates"
         return read
     read.updates = len(got)
-    eps = torch.finfo(DTYPES[job.run.precision.param_dtype]).eps
+    eps = torch.finfo(TORCH_DTYPES[job.run.precision.param_dtype]).eps
     over = [
         (
-            abs(one["train/loss"] - other["train/loss"]) / abs(other["train/loss"]),
+            abs(one[names.LOSS] - other[names.LOSS]) / abs(other[names.LOSS]),
             ROUNDINGS * eps * (number + 1),
         )
         for number, (one, other) in enumerate(zip(got, metrics))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from shardwright.data.prepare import Prepared
-from shardwright.data.table import IGNORE
+from shardwright.layout.loss import IGNORE_INDEX
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def read_sample(prepared: Prepared, row: int, decoder: Decoder, bucketed: bool) 
     block = table.block([row], width, prepared.pad_id)
     ids, labels = block.input_ids[0], block.labels[0]
     weights = np.zeros(width)
-    weights[1:] = labels[:-1] != IGNORE
+    weights[1:] = labels[:-1] != IGNORE_INDEX
     if block.weights is not None:
         weights[1:] *= block.weights[0][:-1]
     documents, at = [], 0

@@ -7,6 +7,7 @@ from functools import partial
 from statistics import median, quantiles
 from typing import Any
 
+from shardwright.measure import metric_names as names
 from shardwright.planner.traffic import sent_by_axis
 from shardwright.tools.report.charts import Bar, bars, ratios
 from shardwright.tools.report.figure import NA, Figure, Section, Table, duration, known, short_duration, size
@@ -30,7 +31,7 @@ def predicted_section(subjects: Sequence[Subject]) -> Section:
         for layout in directory.benched:
             pairs += [] if layout.peer else _benched(layout)
         if directory.updates:
-            host = not directory.largest("mem/peak_allocated_bytes")
+            host = not directory.largest(names.PEAK_ALLOCATED)
             pairs += _run(directory.name, found, directory.measured(), host)
     both = [
         (f"{name}, {quantity}", QUANTITIES[quantity], measured / predicted)

@@ -7,13 +7,10 @@ from functools import partial
 from statistics import median
 
 from shardwright.arch.flops import UTILISATION
-from shardwright.layout.axes import AXES
+from shardwright.measure.metric_names import GROUPS, PHASES
 from shardwright.tools.report.charts import Bar, bars
 from shardwright.tools.report.figure import NA, Figure, Section, Table, duration, known, short_duration, size
-from shardwright.tools.report.read import PHASES, Measured
-
-WHERE = (*AXES, "all ranks")
-"""The axes in the order of the page, and the group of every rank."""
+from shardwright.tools.report.read import Measured
 
 
 def utilisation_section(measured: Sequence[Measured]) -> Section:
@@ -69,7 +66,7 @@ def _exposed(measured: Sequence[Measured]) -> Figure:
         exposed, total = one.exposed, sum(one.exposed.values())
         used |= exposed.keys()
         parts = [
-            (f"axis-{axis}", exposed[axis], f"{axis} {duration(exposed[axis])}") for axis in WHERE if axis in exposed
+            (f"axis-{axis}", exposed[axis], f"{axis} {duration(exposed[axis])}") for axis in GROUPS if axis in exposed
         ]
         share = f" ({total / median(one.step_seconds):.0%})" if one.step_seconds else ""
         rows.append(Bar(one.name, parts, f"{duration(total)}{share}"))
@@ -89,7 +86,7 @@ def _exposed(measured: Sequence[Measured]) -> Figure:
         if least is most
         else f"From {least.value} ({least.name}) to {most.value} ({most.name}) of an update.",
         partial(bars, rows=rows, label=short_duration, title="time of an update, exposed"),
-        legend=tuple((f"axis-{axis}", axis) for axis in WHERE if axis in used),
+        legend=tuple((f"axis-{axis}", axis) for axis in GROUPS if axis in used),
         table=table,
         note="From a trace of few updates, scaled to the update as timed: of a bench the mean over ranks, of a run the slowest "
         "rank's. Axes at the same time count for each. On pp it is waiting for other stages.",

@@ -7,6 +7,7 @@ from functools import partial
 
 from shardwright.layout.axes import AXES
 from shardwright.layout.traffic import Traffic
+from shardwright.measure import metric_names as names
 from shardwright.planner.memory_timeline import PARTS
 from shardwright.planner.traffic import sent_by_axis
 from shardwright.tools.report.charts import STYLES, Bar, Series, bars, gantt, idle_seconds, stacked
@@ -48,7 +49,7 @@ def _memory(index: int, directory: Directory, found: Forecast | str) -> Figure:
     fullest = max(found.moments, key=lambda moment: moment.total)
     used = [i for i in range(len(PARTS)) if any(moment.alive[i] for moment in found.moments)]
     series = [Series(PARTS[i], slug(PARTS[i]), [moment.alive[i] for moment in found.moments]) for i in used]
-    measured = directory.largest("mem/peak_allocated_bytes")
+    measured = directory.largest(names.PEAK_ALLOCATED)
     rows = [(PARTS[i], size(fullest.alive[i]), f"{fullest.alive[i] / fullest.total:.1%}") for i in used]
     where = f" of pipeline rank {found.pipeline_rank}" if found.schedule else ""
     return Figure(
@@ -109,10 +110,10 @@ def _peaks(index: int, directory: Directory) -> Figure:
 
 def _measured_memory(directory: Directory, measured: float | None) -> str:
     if measured:
-        reserved = directory.largest("mem/peak_reserved_bytes")
+        reserved = directory.largest(names.PEAK_RESERVED)
         more = f", {size(reserved)} reserved" if reserved else ""
         return f"Measured: {size(measured)} allocated{more}, the maximum over ranks and updates."
-    host = directory.largest("mem/peak_host_bytes")
+    host = directory.largest(names.PEAK_HOST)
     rest = f" The process held {size(host)} at most, Python and libraries among them." if host else ""
     why = HOST_ONLY if host else directory.missing.get("metrics.jsonl", "the run recorded none")
     return f"Measured: {NA}, {why}.{rest}"

@@ -14,14 +14,12 @@ from shardwright.config.load import load_run_file
 from shardwright.config.schema import RunFile
 from shardwright.errors import ConfigError
 from shardwright.layout.pipeline_schedules import Action
+from shardwright.measure import metric_names as names
 
 WARMUP_UPDATES = 2
 """First entries of a run that no time is taken from, as in the training loop."""
-EXPOSED = "comm/exposed_seconds/"
 METRICS, RUN_FILE, ENVIRONMENT, BENCH = "metrics.jsonl", "config.yaml", "environment.json", "bench.json"
 
-
-PHASES = ("forward", "backward", "update", "evaluate", "save")
 Communicated = tuple[str, str, float, float]
 """(axis, collective, seconds that it runs in an update, seconds that no compute covers)."""
 
@@ -115,26 +113,26 @@ class Directory:
     @property
     def padding(self) -> float | None:
         """The fraction of the positions of all logged updates that is padding."""
-        pairs = zip(self.column("data/slots"), self.column("data/real_tokens"))
+        pairs = zip(self.column(names.SLOTS), self.column(names.REAL_TOKENS))
         counted = [(slots, real) for slots, real in pairs if slots is not None and real is not None]
         slots = sum(slots for slots, _ in counted)
         return 1 - sum(real for _, real in counted) / slots if slots else None
 
     def measured(self) -> Measured | None:
         """The run itself as one measured layout; None where no update was timed."""
-        timed = [entry for entry in self.steady if _number(entry.get("perf/step_seconds"))]
+        timed = [entry for entry in self.steady if _number(entry.get(names.STEP_SECONDS))]
         if not timed:
             return None
         return Measured(
             self.name,
             None,
-            tuple(float(entry["perf/step_seconds"]) for entry in timed),
-            tuple(rate for entry in timed if (rate := _number(entry.get("perf/target_tokens_per_s"))) is not None),
-            self.largest("mem/peak_allocated_bytes"),
+            tuple(float(entry[names.STEP_SECONDS]) for entry in timed),
+            tuple(rate for entry in timed if (rate := _number(entry.get(names.TARGETS_PER_SECOND))) is not None),
+            self.largest(names.PEAK_ALLOCATED),
             self.padding,
-            mfu=self._middle("perf/mfu"),
-            hfu=self._middle("perf/hfu"),
-            exposed=self._exposed([float(entry["perf/step_seconds"]) for entry in timed]),
+            mfu=self._middle(names.MFU),
+            hfu=self._middle(names.HFU),
+            exposed=self._exposed([float(entry[names.STEP_SECONDS]) for entry in timed]),
             phases=self._phases(),
         )
 
@@ -153,18 +151,18 @@ class Directory:
         """By axis, the median over profiled updates, each scaled to the usual one: a profiler slows what it looks at."""
         found: dict[str, list[float]] = {}
         for entry in self.updates:
-            for key in (key for key in entry if key.startswith(EXPOSED)):
-                share = float(entry[key]) / float(entry["perf/step_seconds"])
-                axis = key.removeprefix(EXPOSED).replace("all_ranks", "all ranks")
-                found.setdefault(axis, []).append(share * median(seconds))
-        return {axis: median(values) for axis, values in found.items()}
+            for group, key in names.EXPOSED_OF.items():
+                if key in entry:
+                    share = float(entry[key]) / float(entry[names.STEP_SECONDS])
+                    found.setdefault(group, []).append(share * median(seconds))
+        return {group: median(values) for group, values in found.items()}
 
     def _phases(self) -> dict[str, float]:
-        names = {f"mem/{phase}_peak_bytes": phase for phase in PHASES}
         found: dict[str, float] = {}
         for entry in (*self.updates, *self.others):
-            for key in names.keys() & entry.keys():
-                found[names[key]] = max(found.get(names[key], 0.0), _number(entry[key]) or 0.0)
+            for phase, key in names.PHASE_PEAK.items():
+                if key in entry:
+                    found[phase] = max(found.get(phase, 0.0), _number(entry[key]) or 0.0)
         return found
 
 
@@ -198,9 +196,9 @@ def read_directory(path: Path) -> Directory:
         path.resolve().name,
         run,
         text,
-        tuple(entry for entry in entries if "train/loss" in entry),
-        tuple(entry for entry in entries if "eval/loss" in entry),
-        tuple(entry for entry in entries if "train/loss" not in entry),
+        tuple(entry for entry in entries if names.LOSS in entry),
+        tuple(entry for entry in entries if names.EVAL_LOSS in entry),
+        tuple(entry for entry in entries if names.LOSS not in entry),
         environment,
         tuple(_measured(layout) for layout in bench.get("layouts", ())),
         _checkpoints(path),
@@ -237,7 +235,7 @@ def _metrics(path: Path, missing: dict[str, str]) -> tuple[list[dict[str, Any]],
             entries.append({"update": int((entry := json.loads(line))["update"]), **entry})
         except (ValueError, KeyError, TypeError):
             bad += 1
-    if not any("train/loss" in entry for entry in entries):
+    if not any(names.LOSS in entry for entry in entries):
         missing[METRICS] = f"{METRICS} holds no update"
     return entries, [f"Lines of {METRICS} that cannot be read and are left out: {bad}."] if bad else []
 

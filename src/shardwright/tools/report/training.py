@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from shardwright.measure import metric_names as names
 from shardwright.tools.report.charts import Series, histogram, lines, stacked, strips
 from shardwright.tools.report.figure import Figure, Section, Table, duration, known, short_duration
 from shardwright.tools.report.read import METRICS, Directory, percentiles
@@ -25,12 +26,12 @@ def style(index: int) -> str:
 def loss_section(directories: Sequence[Directory]) -> Section:
     """Loss and gradient norm of all runs, one under the other, on the same axis of updates."""
     figures = [
-        _over_updates(directories, "loss", "Loss", "train/loss", lambda v: f"{v:.4g}"),
+        _over_updates(directories, "loss", "Loss", names.LOSS, lambda v: f"{v:.4g}"),
         _over_updates(
             directories,
             "gradient-norm",
             "Gradient norm before clipping",
-            "train/grad_norm",
+            names.GRAD_NORM,
             lambda v: f"{v:.3g}",
         ),
     ]
@@ -57,7 +58,7 @@ def _over_updates(
         extremes = f", lowest {label(low)}" if low < min(first, last) else ""
         extremes += f", highest {label(high)}" if high > max(first, last) else ""
         parts.append(f"{prefix}{label(first)} at first, {label(last)} at last{extremes}{lost}")
-    note = _difference(shown, key) if key == "train/loss" else ""
+    note = _difference(shown, key) if key == names.LOSS else ""
     positions = [d.numbers for d in shown]
     return Figure(
         identity,
@@ -112,13 +113,13 @@ def _table(directories: Sequence[Directory], key: str, label: Callable[[float], 
 
 
 def _evaluation(directories: Sequence[Directory]) -> Figure:
-    shown = [d for d in directories if any(entry.get("eval/loss") is not None for entry in d.evaluations)]
+    shown = [d for d in directories if any(entry.get(names.EVAL_LOSS) is not None for entry in d.evaluations)]
     if not shown:
         return Figure("evaluation", "Evaluation loss", "", missing="no evaluation gave a finite loss.")
     series, positions = [], []
     for i, d in enumerate(directories):
         if d in shown:
-            series.append(Series(d.name, style(i), [entry.get("eval/loss") for entry in d.evaluations]))
+            series.append(Series(d.name, style(i), [entry.get(names.EVAL_LOSS) for entry in d.evaluations]))
             positions.append([int(entry["update"]) + 1 for entry in d.evaluations])
     last = [next(v for v in reversed(one.values) if v is not None) for one in series]
     rows = tuple(
@@ -216,7 +217,7 @@ def token_section(directories: Sequence[Directory]) -> Section:
 
 def _tokens(index: int, directory: Directory) -> Figure:
     title, identity = "Positions of each update", f"tokens-{index}"
-    slots, real, targets = (directory.column(f"data/{key}") for key in ("slots", "real_tokens", "target_tokens"))
+    slots, real, targets = (directory.column(key) for key in (names.SLOTS, names.REAL_TOKENS, names.TARGET_TOKENS))
     counted = [
         (update, s, r, t)
         for update, s, r, t in zip(directory.numbers, slots, real, targets)

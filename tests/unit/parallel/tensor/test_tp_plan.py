@@ -18,7 +18,7 @@ from shardwright.errors import ConfigError, ModelError, ShardwrightError
 from shardwright.layout.legality import check_run
 from shardwright.models.build import build_model
 from shardwright.models.model_parts import find_parts
-from shardwright.parallel.apply import DTYPES
+from shardwright.models.torch_dtypes import TORCH_DTYPES
 from shardwright.parallel.tensor.tp_plan import TensorPlan, plan_tensor
 
 PLAIN = "tests.divided_models:divided_model"
@@ -26,7 +26,7 @@ PLAIN = "tests.divided_models:divided_model"
 
 def planned(model: str, tp_size: int = 2, **options: Any) -> TensorPlan:
     run = run_file(model, parallelism__tp_size=tp_size, **options).run
-    built = build_model(run.model, DTYPES["fp32"])
+    built = build_model(run.model, TORCH_DTYPES["fp32"])
     return plan_tensor(built, find_parts(built), run)
 
 

@@ -12,9 +12,10 @@ from tests.places import ROOT
 from tests.tiny_models import FAMILIES
 
 from shardwright.config import load_run_file
+from shardwright.layout.loss import IGNORE_INDEX
+from shardwright.models.dropout import silence_dropout
 from shardwright.tools.check.adjust import adjust
-from shardwright.tools.check.changes import IGNORE, Changes, silence_dropout, thinned
-from shardwright.tools.check.rows import CheckedRows
+from shardwright.tools.check.rows import Changes, CheckedRows, masked_labels
 from shardwright.tools.check.shrink import Limits, Size, activation_width, shrunk_config
 
 
@@ -60,11 +61,11 @@ def test_equal_rows_are_thinned_and_counted(tmp_path: Path, monkeypatch: pytest.
     data = {"data__train": [str(tmp_path / "long.jsonl")], "data__max_length": 17}
     run = _run(tmp_path, monkeypatch, training__max_steps=2, **data)
     adjusted = adjust(run, dtype="fp64", data_ranks=2, device="cpu", updates=3)
-    assert adjusted.updates == 2 and adjusted.changes.thin
+    assert adjusted.updates == 2 and adjusted.changes.mask_labels
     assert "2 updates only" in adjusted.lines[0]
     whole = CheckedRows(adjusted.run, adjusted.changes, data_rank=0, data_ranks=1).update(0)
     parts = [CheckedRows(adjusted.run, adjusted.changes, data_rank=d, data_ranks=2).update(0) for d in range(2)]
-    counts = [int((m.labels != IGNORE).sum()) for m in whole.microbatches]
+    counts = [int((m.labels != IGNORE_INDEX).sum()) for m in whole.microbatches]
     assert whole.target_tokens == sum(counts) == parts[0].target_tokens == parts[1].target_tokens
     assert len(set(counts)) > 1
     for d, part in enumerate(parts):
@@ -73,9 +74,9 @@ def test_equal_rows_are_thinned_and_counted(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_thinning_masks_some_of_every_four_but_never_all() -> None:
-    labels = torch.tensor([5, 6, 7, 8, 9, IGNORE])
-    assert thinned(labels, 6).tolist() == [5, IGNORE, 7, 8, IGNORE, IGNORE]
-    assert thinned(labels, 8).tolist() == labels.tolist()
+    labels = torch.tensor([5, 6, 7, 8, 9, IGNORE_INDEX])
+    assert masked_labels(labels, 6).tolist() == [5, IGNORE_INDEX, 7, 8, IGNORE_INDEX, IGNORE_INDEX]
+    assert masked_labels(labels, 8).tolist() == labels.tolist()
 
 
 def test_dropout_can_be_silenced_wherever_it_stands() -> None:
@@ -176,9 +177,9 @@ def test_ids_and_labels_stay_in_a_shrunk_vocabulary(tmp_path: Path, monkeypatch:
     mapped = CheckedRows(run, Changes(vocabulary=50), data_rank=0, data_ranks=1).update(0)
     assert mapped.target_tokens == right.target_tokens and mapped.row_ids == right.row_ids
     for before, after in zip(right.microbatches, mapped.microbatches):
-        targets = before.labels != IGNORE
+        targets = before.labels != IGNORE_INDEX
         assert torch.equal(after.input_ids, before.input_ids % 50)
-        assert torch.equal(after.labels != IGNORE, targets)
+        assert torch.equal(after.labels != IGNORE_INDEX, targets)
         assert torch.equal(after.labels[targets], before.labels[targets] % 50)
         assert (before.labels[targets] >= 50).any()
 

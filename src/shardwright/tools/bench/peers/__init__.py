@@ -25,7 +25,7 @@ from shardwright.layout.loss import CROSS_ENTROPY
 from shardwright.measure import clock
 from shardwright.models.build import build_model
 from shardwright.models.materialise import materialise
-from shardwright.parallel.apply import DTYPES
+from shardwright.models.torch_dtypes import TORCH_DTYPES
 from shardwright.tools.bench.own import Counted
 from shardwright.train.run_data import open_data
 
@@ -130,7 +130,7 @@ class Peer:
 def make_peer(name: str, run: RunFile, device: torch.device) -> Peer:
     """The peer `name` (of `possible_peers`), after as many updates as our layouts have done. Collective."""
     program, _, kind = name.partition(" ")
-    model = build_model(run.model, DTYPES[run.precision.master_dtype])
+    model = build_model(run.model, TORCH_DTYPES[run.precision.master_dtype])
     materialise(model, run.model, seed=run.training.seed, device=device)
     model.train()
     axes = Axes(dp_replicate=dist.get_world_size())

@@ -17,7 +17,7 @@ from shardwright.data.loader import Microbatch, UpdateBatch
 from shardwright.layout.axes import Axes
 from shardwright.mesh.device_mesh import make_mesh
 from shardwright.models.model_parts import find_parts
-from shardwright.parallel.apply import DTYPES
+from shardwright.models.torch_dtypes import TORCH_DTYPES
 from shardwright.tools.bench.peers import UpdateLoop
 
 KINDS = ("ddp", "zero1", "zero2", "zero3")
@@ -25,13 +25,13 @@ KINDS = ("ddp", "zero1", "zero2", "zero3")
 
 def make(run: RunFile, kind: str, model: nn.Module, device: torch.device) -> UpdateLoop:
     """`kind` as torch has it: DDP, or `fully_shard` of each block with the schedule of gathering that the kind means."""
-    compute, ranks = DTYPES[run.precision.param_dtype], dist.get_world_size()
+    compute, ranks = TORCH_DTYPES[run.precision.param_dtype], dist.get_world_size()
     runner: Any = model
     if kind == "ddp":
         runner = DistributedDataParallel(model, gradient_as_bucket_view=True)
     else:
         mesh = make_mesh(Axes(dp_shard=ranks), device)["dp_shard"]
-        policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=DTYPES[run.precision.reduce_dtype])
+        policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=TORCH_DTYPES[run.precision.reduce_dtype])
         for name in find_parts(model).blocks:
             fully_shard(model.get_submodule(name), mesh=mesh, reshard_after_forward=kind == "zero3", mp_policy=policy)
         fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy)

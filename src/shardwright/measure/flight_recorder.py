@@ -1,7 +1,8 @@
-"""What this rank has given to its process groups so far: the evidence of which rank a run that hangs waits for.
+"""The collectives, sends and receives that this rank has issued: they tell which rank a hanging run waits for.
 
-Collectives are read from torch's flight recorder, which keeps the newest of every group, on gloo and on NCCL. Gloo's recorder
-leaves sends and receives out, so these are counted here. Nothing is synchronised, and a rank that hangs can be asked.
+Collectives are read from torch's flight recorder, which keeps the newest of every group, on gloo and on NCCL (torch 2.11 to
+2.14). Gloo's recorder leaves sends and receives out, so this module counts them. Reading synchronises nothing, so a rank that
+hangs can be asked too.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 
+from shardwright.torch_private import flight_recorders, group_of
+
 KEPT = 64
-"""Collectives of a group that are told: a rank is at most as far ahead of another as it can queue."""
+"""Collectives that are reported of each group; a rank is never further ahead of another than its queue is long."""
 
 _Transfer = tuple[str, int, int]
 """Name of the group, rank of the other side in it, tag."""
@@ -42,7 +44,7 @@ def _counting(transfer: Callable[..., Any], counter: Counter[_Transfer]) -> Call
 
 
 def issued() -> dict[str, Any]:
-    """What this rank has issued, as JSON holds it.
+    """The calls that this rank has issued, as plain data for JSON.
 
     `groups`: name -> its `ranks`, and its newest `collectives` as [number in the group, operation, sizes, whether it is done].
     `sent` and `received`: [rank of the other side, group, tag, how many]. `out_of_memory`: how often the device had none left.
@@ -68,17 +70,14 @@ def issued() -> dict[str, Any]:
 
 def _recorded() -> list[dict[str, Any]]:
     """The collectives in torch's flight recorders, of which gloo and NCCL have one each."""
-    entries: list[dict[str, Any]] = []
-    for dump in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
-        if hasattr(c10d, dump):
-            entries += json.loads(getattr(c10d, dump)(True, False)).get("entries", [])
+    entries = [entry for dump in flight_recorders() for entry in json.loads(dump).get("entries", [])]
     return [entry for entry in entries if not entry["is_p2p"]]
 
 
 def _ranks(name: str) -> list[int]:
     """The ranks of a group; none for one that is no longer there."""
     try:
-        return dist.get_process_group_ranks(c10d._resolve_process_group(name))  # type: ignore[arg-type]
+        return dist.get_process_group_ranks(group_of(name))
     except (RuntimeError, KeyError, ValueError):
         return []
 
