@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardwright.arch.model_shape import Inventory, shape_of_model
 from shardwright.arch.shape import generic_shape
@@ -21,8 +21,9 @@ from shardwright.planner.search import Choice, Search
 from shardwright.planner.show import bar, keys_line, layout_table, parts_line, text
 from shardwright.planner.space import KINDS, ON_DEVICE, tensor_reason
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # planning by flags loads no pydantic
     from shardwright.arch.shape import Shape
+    from shardwright.config.schema import RunFile
 
 PACKED = (
     "Rows are packed, and attention is counted over whole rows: more than their documents need. Give --document-length, which "
@@ -55,50 +56,31 @@ class Request:
     compiled: bool = False
     offload: bool = False
     overrides: tuple[str, ...] = ()
-    inventory: Inventory | None = (
-        None  # builds a model that is not read from its config.json; None: no model can be built
-    )
+    inventory: Inventory | None = None  # builds a model that is not read from its config.json; None: cannot be built
 
 
-def _generic(request: Request, layers: int) -> Shape:
-    hidden, heads, vocab = request.hidden, request.heads, request.vocab
-    if hidden is None or heads is None or vocab is None:
-        sizes = {"--hidden": hidden, "--heads": heads, "--vocab": vocab}
-        missing = ", ".join(name for name, value in sizes.items() if value is None)
-        raise ConfigError(f"--layers needs {missing} too.", "These sizes together give the shape of the model.")
-    return generic_shape(
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        vocab=vocab,
-        ffn=request.ffn,
-        kv_heads=request.kv_heads,
-        gated=request.gated,
-        tied=False,
-        biases=False,
-    )
-
-
-def _shape(request: Request, run: Any) -> Shape:
+def _shape(request: Request, run: RunFile | None) -> Shape:
+    sizes = {name: getattr(request, name) for name in ("layers", "hidden", "heads", "vocab")}
     if request.layers is not None:
-        return _generic(request, request.layers)
-    name = request.model or (run.model.model_name_or_path if run else None)
-    if name is None:
-        raise ConfigError(
-            "No model is given.",
-            "",
-            "Give a run file, --model (a known model, a config.json or its directory), or --layers --hidden --heads --vocab.",
-        )
-    if request.model or run is None:
-        return shape_of_model(name, request.inventory, {"attn_implementation": "eager"})
-    return shape_of_run(run, request.inventory)
+        missing = ", ".join(f"--{name}" for name, size in sizes.items() if size is None)
+        if missing:
+            raise ConfigError(f"--layers needs {missing} too.", "These sizes together give the shape of the model.")
+        rest = {name: getattr(request, name) for name in ("ffn", "kv_heads", "gated")}
+        return generic_shape(**sizes, **rest, tied=False, biases=False)
+    if request.model is not None:
+        return shape_of_model(request.model, request.inventory, {"attn_implementation": "eager"})
+    if run is not None:
+        return shape_of_run(run, request.inventory)
+    raise ConfigError(
+        "No model is given.",
+        "",
+        "Give a run file, --model (a known model, a config.json or its directory), or --layers --hidden --heads --vocab.",
+    )
 
 
-def make_search(request: Request) -> tuple[Search, Any]:
-    """The search of a request, and its run file if there is one. Raises `ConfigError` for what is missing or
-    unknown.
-    """
-    run = None
+def make_search(request: Request) -> tuple[Search, RunFile | None]:
+    """The search of a request, and its run file if there is one. Raises `ConfigError` for missing and unknown values."""
+    run: RunFile | None = None
     if request.run_file is not None:
         from shardwright.config.load import load_run_file, parse_overrides
         from shardwright.layout.legality import check_settings
@@ -123,19 +105,14 @@ def make_search(request: Request) -> tuple[Search, Any]:
             raise ConfigError(f"{key} = {value}, but must be at least 1.")
     if request.document_length is not None and request.document_length <= 0:
         raise ConfigError(f"--document-length {request.document_length}, but must be above 0.")
-    given = {
-        "max_length": needed["max_length"],
-        "global_batch_size": needed["global_batch_size"],
-        "param_dtype": request.param_dtype,
-        "reduce_dtype": request.reduce_dtype,
-        "master_dtype": request.master_dtype,
-        "document_length": request.document_length,
-    }
-    on_cpu = bool(run and run.hardware.device == "cpu")
+    devices = needed.pop("devices") or 0
+    kept = ("param_dtype", "reduce_dtype", "master_dtype", "document_length")
+    on_cpu = run is not None and run.hardware.device == "cpu"
     device = find_device(request.device or ("cpu" if on_cpu else "h100-sxm-80gb"))
+    given = {**needed, **{name: getattr(request, name) for name in kept}}
     problem = problem_of_flags(_shape(request, run), device, run, request.compiled, given)
-    offload = request.offload or bool(run and run.memory.cpu_offload != "none")
-    return Search(problem, int(needed["devices"] or 0), KINDS if offload else ON_DEVICE), run
+    offload = request.offload or (run is not None and run.memory.cpu_offload != "none")
+    return Search(problem, devices, KINDS if offload else ON_DEVICE), run
 
 
 def named(search: Search, name: str) -> Choice | None:
