@@ -24,7 +24,7 @@ from shardwright.mesh.placement import Placement
 from shardwright.mesh.process_group import Connection, connect
 from shardwright.models.build import quiet_transformers
 from shardwright.planner.answer import layout_name
-from shardwright.planner.of_run import layout_of
+from shardwright.planner.problem import layout_of
 from shardwright.torch_private import second_store
 from shardwright.train.exhausted import explaining_exhaustion
 from shardwright.train.exported import export_arguments, export_directory, export_model
