@@ -143,15 +143,15 @@ def test_bf16_against_float64() -> None:
     summed in float32 over chunks, so that many chunks are as exact as one."""
     x, w, _, labels = tensors(torch.bfloat16, False)
     right = plain(x, w, None, labels, None, ())
-    wide = F.cross_entropy(F.linear(x, w).double(), labels, ignore_index=-100, reduction="sum")
-    assert abs(right - wide) <= NARROW * wide
+    exact = F.cross_entropy(F.linear(x, w).double(), labels, ignore_index=-100, reduction="sum")
+    assert abs(right - exact) <= NARROW * exact
     logits = F.linear(x, w).detach().double().requires_grad_()
     loss = F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
     exact = torch.autograd.grad(loss, logits)[0].t() @ x.detach().double()
     errors = {}
     for chunk in (1, P):
         loss = chunked_cross_entropy_sum(x, w, None, Targets.of(labels, None, chunk, CPU, fixed=False), LossOptions())
-        assert loss.dtype == torch.float32 and abs(loss - wide) <= NARROW * wide
+        assert loss.dtype == torch.float32 and abs(loss - exact) <= NARROW * exact
         errors[chunk] = (torch.autograd.grad(loss, w)[0].double() - exact).norm() / exact.norm()
     assert errors[1] < 1.5 * errors[P] and errors[P] <= tolerance.in_norm(1, torch.bfloat16)
 
