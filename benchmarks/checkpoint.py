@@ -79,7 +79,7 @@ class Bench:
     def state(self) -> dict[str, Any]:
         from shardwright.checkpoint.restore import current_state
 
-        return current_state(self.engine.module, self.engine.optimizer, self.engine.locals)
+        return current_state(self.engine.module, self.engine.optimizer, self.engine.params)
 
     def manifest(self) -> Any:
         self.number += 1
@@ -176,7 +176,7 @@ class Bench:
         engine, path = self.engine, self.newest()
         engine.optimizer.state.clear()
         ctypes.CDLL(None).malloc_trim(0)  # what was freed goes back to the system, as if it had never been there
-        return self.timed(lambda: restore(path, engine.module, engine.optimizer, engine.locals))
+        return self.timed(lambda: restore(path, engine.module, engine.optimizer, engine.params))
 
     def dcp_load(self) -> float:
         from torch.distributed.checkpoint import load

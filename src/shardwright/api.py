@@ -37,12 +37,9 @@ from shardwright.mesh.process_group import connect
 from shardwright.models.build import build_model
 from shardwright.models.torch_dtypes import TORCH_DTYPES
 from shardwright.parallel.apply import parallelize as _parallelize
-from shardwright.parallel.ddp import Replicated
-from shardwright.parallel.fsdp import Sharded
-from shardwright.parallel.pipeline.schedule_runner import Pipelined
-from shardwright.train import update
+from shardwright.parallel.strategy import DataParallel
 from shardwright.train.optimizer import OPTIMIZER_KEYS, optimizer_change
-from shardwright.train.update import UpdateResult
+from shardwright.train.update import UpdateEngine, UpdateResult
 
 __all__ = ["Engine", "UpdateResult", "connect", "parallelize"]
 
@@ -58,7 +55,7 @@ class _Given:
     content: Any
 
 
-class _Engine(update.Engine):
+class _OwnLossEngine(UpdateEngine):
     """The engine of `train` with the caller's loss."""
 
     def __init__(self, loss_sum: LossSum, *arguments: Any) -> None:
@@ -66,7 +63,7 @@ class _Engine(update.Engine):
         self._given = loss_sum
 
     def loss_sum(self, microbatch: Microbatch) -> Tensor:
-        return self._given(self.parallel, cast(_Given, microbatch).content)
+        return self._given(self.strategy, cast(_Given, microbatch).content)
 
 
 class Engine:
@@ -95,7 +92,7 @@ class Engine:
         """
         loaded = _run(model, layout, {"training.max_steps": updates, **_dotted(options)})
         self._loaded, self._axes = loaded, check_run(loaded, dist.get_world_size())
-        self._engine = _Engine(loss_sum, loaded.run, self._axes, torch.device(device), updates)
+        self._engine = _OwnLossEngine(loss_sum, loaded.run, self._axes, torch.device(device), updates)
         self.update = 0
 
     @property
@@ -173,13 +170,13 @@ class Engine:
         refuse_unaccepted(str(found), changed, self._loaded.run.checkpoint.accept_changes)
         engine = self._engine
         kind = optimizer_change(changed, self._loaded.run.training.optimizer)
-        restored = restore(found, self.module, engine.optimizer, engine.locals, change=kind)
+        restored = restore(found, self.module, engine.optimizer, engine.params, change=kind)
         for line in restored.fitted.lines(found.name) if engine.rank == 0 else ():
             print(line)
         self.update = store.read_manifest(found).update
 
     def _state(self) -> dict[str, Value]:
-        return current_state(self.module, self._engine.optimizer, self._engine.locals)
+        return current_state(self.module, self._engine.optimizer, self._engine.params)
 
 
 def parallelize(
@@ -188,7 +185,7 @@ def parallelize(
     layout: str = "zero3",
     device: torch.device | str = "cpu",
     **options: Any,
-) -> Replicated | Sharded:
+) -> DataParallel:
     """A model split as `layout` says and filled, without optimizer or loop; arguments as of `Engine`.
 
     Call the result like the model, each microbatch within `with result.microbatch(last=...)`; after the last backward of
@@ -198,9 +195,8 @@ def parallelize(
     run = loaded.run
     mesh = make_mesh(check_run(loaded, dist.get_world_size()), torch.device(device))
     built = build_model(run.model, TORCH_DTYPES[run.precision.master_dtype])
-    split = _parallelize(built, run, mesh, torch.device(device))
-    assert not isinstance(split, Pipelined), "refused by _run"
-    return split
+    strategy = _parallelize(built, run, mesh, torch.device(device))
+    return cast(DataParallel, strategy)  # _run refuses pipelines
 
 
 def _dotted(options: Mapping[str, Any]) -> dict[str, Any]:

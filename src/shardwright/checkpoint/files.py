@@ -20,8 +20,9 @@ import torch
 import xxhash
 from torch import Tensor
 
-from shardwright.checkpoint.parts import Box, Held, local_part, pieces, rows_of
+from shardwright.checkpoint.parts import Held, local_part, pieces, rows_of
 from shardwright.errors import CheckpointError, DamagedCheckpointError
+from shardwright.mesh.shard_geometry import Box
 from shardwright.models.safetensors_io import byte_view, header_bytes
 from shardwright.models.torch_dtypes import SAFETENSORS_DTYPES
 

@@ -15,8 +15,9 @@ from torch import Tensor
 from shardwright.checkpoint.files import Index, damaged, read_piece
 from shardwright.checkpoint.manifest import Manifest, read_config, read_index, read_manifest
 from shardwright.checkpoint.multi_host.hosts import everyone
-from shardwright.checkpoint.parts import PIECE_BYTES, Box, Value, box_of, local_part, pieces
+from shardwright.checkpoint.parts import PIECE_BYTES, Value, local_part, pieces
 from shardwright.errors import CheckpointError, DamagedCheckpointError
+from shardwright.mesh.shard_geometry import Box, box_of
 from shardwright.models.safetensors_io import byte_view
 
 T = TypeVar("T")
@@ -183,7 +184,7 @@ def wanted_pieces(index: Index, tensors: Mapping[str, Tensor], partial: Sequence
         if stored is None or (stored.dtype, stored.shape) != (tensor.dtype, tuple(tensor.shape)):
             assert covers(partial, key), f"{key} was checked"
             continue
-        own, local = box_of(key, tensor), local_part(tensor)
+        own, local = box_of(tensor, key), local_part(tensor)
         for part in stored.parts:
             met = own.meet(part.box)
             if not met:

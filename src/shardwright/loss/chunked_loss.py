@@ -31,9 +31,10 @@ from shardwright.errors import ModelError
 from shardwright.layout.axes import Axes
 from shardwright.layout.loss import IGNORE_INDEX, chunk_tokens
 from shardwright.loss.output_head import Deferred, Step, apply_steps, steps_behind_head
-from shardwright.loss.vocab_parallel_loss import check_ids, vocabulary_range, widened
-from shardwright.mesh.local_part import local_part
-from shardwright.models.model_parts import find_parts
+from shardwright.loss.vocab_parallel_loss import check_ids, widened
+from shardwright.mesh.shard_geometry import chunk as shard_range
+from shardwright.mesh.shard_geometry import local_tensor
+from shardwright.models.model_parts import Parts
 from shardwright.models.torch_dtypes import accumulation_dtype
 from shardwright.torch_private import own_parameters
 
@@ -272,13 +273,13 @@ class LossChunks:
         return f"loss in chunks of {self.tokens} tokens" if self.tokens else f"loss on whole logits{why}"
 
 
-def find_loss_chunks(model: nn.Module, run: RunFile, device: str) -> LossChunks:
-    """How the loss of `model` (whole, on meta) is computed on a device of this kind.
+def find_loss_chunks(model: nn.Module, parts: Parts, run: RunFile, device: str) -> LossChunks:
+    """How the loss of `model` (whole, on meta, of `parts`) is computed on a device of this kind.
 
     Raises `ModelError` where the run file gives a number of tokens and the model's head allows no chunks. With `auto`,
     logits are whole then.
     """
-    parts, p = find_parts(model), run.parallelism
+    p = run.parallelism
     weight = None if parts.head is None else own_parameters(model.get_submodule(parts.head)).get("weight")
     asked = run.memory.loss_chunk_tokens
     if weight is None and asked in ("auto", 0):
@@ -306,7 +307,7 @@ class ChunkedHead:
     """
 
     def __init__(self, head: nn.Linear, chunks: LossChunks, peers: Peers | None, *, recompute: bool) -> None:
-        first = 0 if peers is None else vocabulary_range(chunks.vocabulary, peers.size, peers.rank)[0]
+        first = 0 if peers is None else shard_range(chunks.vocabulary, peers.size, peers.rank)[0]
         self.options = LossOptions(chunks.steps, recompute, first, None if peers is None else peers.name)
         self._head: Any = head
         self._chunks, self._peers, self._logits = chunks, peers, head.forward
@@ -332,8 +333,8 @@ class ChunkedHead:
         if self._peers is not None:
             check_ids(targets.labels, self._chunks.vocabulary)
             x = copy_in(x, self._peers)
-        weight, bias = local_part(self._head.weight), self._head.bias
-        bias = None if bias is None else local_part(bias)
+        weight, bias = local_tensor(self._head.weight), self._head.bias
+        bias = None if bias is None else local_tensor(bias)
         loss = chunked_cross_entropy_sum(x.flatten(0, -2), weight, bias, targets, self.options)
         return Deferred(loss, self.options.steps)
 

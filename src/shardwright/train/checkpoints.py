@@ -27,7 +27,7 @@ from shardwright.mesh.placement import Job
 from shardwright.mesh.process_group import transfer_group
 from shardwright.train.optimizer import optimizer_change
 from shardwright.train.rows_done import Former, accepts_other_data
-from shardwright.train.update import Engine
+from shardwright.train.update import UpdateEngine
 
 ORDER = {"training.global_batch_size", "training.seed", "data.shuffle", "data.bucket_updates"}
 """Keys that say which rows an update holds, beside the data."""
@@ -60,7 +60,7 @@ class Checkpoints:
     def __init__(
         self,
         loaded: Loaded,
-        engine: Engine,
+        engine: UpdateEngine,
         fingerprint: str,
         at: Progression,
         say: Callable[[str], None],
@@ -108,7 +108,7 @@ class Checkpoints:
 
     def state(self) -> dict[str, Value]:
         """Weights and optimizer as they are."""
-        return current_state(self._engine.module, self._engine.optimizer, self._engine.locals)
+        return current_state(self._engine.module, self._engine.optimizer, self._engine.params)
 
     def _row_order(self) -> str:
         t, data = self._loaded.run.training, self._loaded.run.data
@@ -287,7 +287,7 @@ class Checkpoints:
             source,
             engine.module,
             engine.optimizer,
-            engine.locals,
+            engine.params,
             self._settings.partial,
             optimizer_change(changed, engine.run.training.optimizer),
         )

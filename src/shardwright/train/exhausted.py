@@ -19,7 +19,7 @@ from shardwright.layout.axes import Axes
 from shardwright.layout.legality import check_device, check_run
 from shardwright.measure.memory import allocated_bytes, bytes_by_group, in_backward, is_out_of_memory
 from shardwright.train.planned import plan_of, shape_of
-from shardwright.train.update import Engine
+from shardwright.train.update import UpdateEngine
 from shardwright.units import format_bytes
 
 MARGIN = 0.95
@@ -38,7 +38,7 @@ class Watched:
     device: torch.device
     pulse: Heartbeat
     base_bytes: int
-    engine: Engine | None = None
+    engine: UpdateEngine | None = None
 
 
 @contextmanager
@@ -76,13 +76,13 @@ def _explained(watched: Watched, error: BaseException) -> MemoryExhausted:
     return MemoryExhausted(what, "\n".join(lines), _advice(watched, chunked, limit))
 
 
-def _groups(engine: Engine | None) -> dict[str, list[Tensor]]:
+def _groups(engine: UpdateEngine | None) -> dict[str, list[Tensor]]:
     """The tensors of a rank that can be listed, by the planner's categories."""
     if engine is None:
         return {}
     states = engine.optimizer.state.values()
     return {
-        "parameters": [tensor for local in engine.locals for tensor in (local.tensor, local.parameter)],
+        "parameters": [tensor for local in engine.params for tensor in (local.tensor, local.parameter)],
         "gradients": [gradient for _, gradient in engine.gradients()],
         "optimizer states": [v for state in states for v in state.values() if isinstance(v, Tensor)],
         "gathered parameters": list(engine.module.parameters()),

@@ -26,7 +26,7 @@ from shardwright.train.metrics import WARMUP_UPDATES, Metrics
 from shardwright.train.phase_memory import PhaseMemory
 from shardwright.train.run_data import RunData
 from shardwright.train.signals import StopFlag
-from shardwright.train.update import Engine, UpdateResult
+from shardwright.train.update import UpdateEngine, UpdateResult
 from shardwright.units import format_seconds
 
 
@@ -34,11 +34,11 @@ class Trainer:
     """One rank of a run. Collective throughout."""
 
     def __init__(
-        self, loaded: Loaded, engine: Engine, data: RunData, console: Console, pulse: Heartbeat | None = None
+        self, loaded: Loaded, engine: UpdateEngine, data: RunData, console: Console, pulse: Heartbeat | None = None
     ) -> None:
         self.loaded, self.run, self.engine, self.data = loaded, loaded.run, engine, data
         self.pulse = pulse or Heartbeat()
-        engine.enter = self.pulse.enter
+        engine.hooks.on_phase = self.pulse.enter
         self.output_dir = Path(self.run.checkpoint.output_dir)
         self.first = dist.get_rank() == 0
         self.at = Progression()

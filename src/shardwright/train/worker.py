@@ -32,7 +32,7 @@ from shardwright.train.loop import Trainer
 from shardwright.train.preflight import prepare_run_in_ranks
 from shardwright.train.run_data import open_data
 from shardwright.train.signals import StopFlag
-from shardwright.train.update import Engine
+from shardwright.train.update import UpdateEngine
 
 WATCHDOG_SECONDS = 5
 """How much longer than a phase a collective may take: the watchdog, which can name the rank, comes first."""
@@ -63,7 +63,7 @@ def run_rank(loaded: Loaded, alone: bool = False) -> int:
         data = open_data(run, axes, place.rank)
         exported = export_arguments(run) if place.rank == 0 and export_directory(run) else {}
         with explaining_exhaustion(loaded, axes, place.rank, connection.device, pulse) as watched:
-            engine = watched.engine = Engine(run, axes, connection.device, data.updates)
+            engine = watched.engine = UpdateEngine(run, axes, connection.device, data.updates)
             trainer = Trainer(loaded, engine, data, console, pulse)
             if place.rank == 0:
                 _describe(loaded, engine, connection, console)
@@ -105,7 +105,7 @@ def _own_directory(loaded: Loaded, place: Placement) -> Iterator[None]:
         yield
 
 
-def _describe(loaded: Loaded, engine: Engine, connection: Connection, console: Console) -> None:
+def _describe(loaded: Loaded, engine: UpdateEngine, connection: Connection, console: Console) -> None:
     """Says what is about to run; saves the resolved run file with the origin of every value, and the environment."""
     output_dir = Path(loaded.run.checkpoint.output_dir)
     output_dir.mkdir(parents=True, exist_ok=True)

@@ -79,7 +79,7 @@ class Flag:
 
     @property
     def requested(self) -> bool:
-        batch = self.engine._batch
+        batch = self.engine.batch
         return dist.get_rank() == self.rank and batch is not None and batch.update == self.update
 
 

@@ -43,7 +43,7 @@ from shardwright.errors import CheckpointError
 from shardwright.export import save_pretrained
 from shardwright.layout.pipeline_schedules import actions, chunks_of, communicate, deadlock, stage_rank
 from shardwright.layout.zero import STAGES
-from shardwright.train.update import Engine
+from shardwright.train.update import UpdateEngine
 
 pytestmark = [pytest.mark.gloo, pytest.mark.slow]
 MANIFEST = store.Manifest(1, 0, "", "", 2, "", torch.__version__)
@@ -130,9 +130,9 @@ def test_lengths_and_rows_that_change() -> None:
 # A66, A83: checkpoints and export
 
 
-def _state(engine: Engine) -> dict[str, torch.Tensor]:
+def _state(engine: UpdateEngine) -> dict[str, torch.Tensor]:
     model = checkpoint_state.model_state(engine.module)
-    return model | checkpoint_state.optimizer_state(engine.optimizer, list(engine.locals))
+    return model | checkpoint_state.optimizer_state(engine.optimizer, list(engine.params))
 
 
 def _resumed(loaded: Loaded, directory: Path) -> dict[str, Any]:
@@ -144,8 +144,8 @@ def _resumed(loaded: Loaded, directory: Path) -> dict[str, Any]:
     engine.forward_backward(batches_for(engine, 1))
     straight = (engine.step(), weights(engine))
     again = make_engine(loaded)
-    names = {local.name for local in again.locals}
-    checkpoint_state.materialise_optimizer_state(again.optimizer, list(again.locals), names)
+    names = {local.name for local in again.params}
+    checkpoint_state.materialise_optimizer_state(again.optimizer, list(again.params), names)
     store.load(path, _state(again))
     again.forward_backward(batches_for(again, 1))
     resumed = (again.step(), weights(again))
@@ -213,7 +213,7 @@ def _facts(cases: dict[str, Loaded], dropout: dict[str, Loaded]) -> dict[str, An
     found: dict[str, Any] = {}
     for name, loaded in cases.items():
         engine: Any = make_engine(loaded)
-        order = engine.parallel.torch_schedule(4, torch.zeros(1, T, dtype=torch.long)).pipeline_order
+        order = engine.strategy.torch_schedule(4, torch.zeros(1, T, dtype=torch.long)).pipeline_order
         found[name] = {rank: [str(a) for a in own if a is not None] for rank, own in order.items()}
     for name, loaded in dropout.items():
         both, second = make_engine(loaded), make_engine(loaded)

@@ -215,15 +215,15 @@ def _saved_and_loaded(path: str, saved: Any, others: dict[str, Any]) -> dict[str
     weights, moments = whole_weights(engine), whole_moments(engine)
 
     def tensors(of: Any) -> dict[str, Tensor]:
-        return state.model_state(of.module) | state.optimizer_state(of.optimizer, list(of.locals))
+        return state.model_state(of.module) | state.optimizer_state(of.optimizer, list(of.params))
 
     manifest = store.Manifest(2, 0, "", "", dist.get_world_size(), "", store.torch_version())
     written = store.save(Path(path), tensors(engine), manifest, "", None)
     differing = {}
     for name, other in others.items():
         fresh = make_engine(other)
-        names = {local.name for local in fresh.locals}
-        state.materialise_optimizer_state(fresh.optimizer, list(fresh.locals), names)
+        names = {local.name for local in fresh.params}
+        state.materialise_optimizer_state(fresh.optimizer, list(fresh.params), names)
         store.load(written, tensors(fresh))
         now, then = whole_weights(fresh), whole_moments(fresh)
         wrong = [key for key, value in weights.items() if not torch.equal(value, now[key])]

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from tests.checkpoints import TENSORS_OF, flip, forge, written
 
-from shardwright.checkpoint.parts import PIECE_BYTES, Box, Held, pieces, rows_of, writers
+from shardwright.checkpoint.parts import PIECE_BYTES, Held, pieces, rows_of, writers
 from shardwright.checkpoint.reader import covers, read_into
 from shardwright.checkpoint.retention import Retention, best_of, surplus
 from shardwright.checkpoint.store import (
@@ -27,6 +27,7 @@ from shardwright.checkpoint.store import (
     verify,
 )
 from shardwright.errors import CheckpointError, DamagedCheckpointError
+from shardwright.mesh.shard_geometry import Box
 
 FILES = ("manifest.json", "config.yaml", "tensors/index.json", "tensors/rank-00000.safetensors")
 

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.checkpoint.parts import Box, Held, held_parts, local_part
+from shardwright.checkpoint.parts import Held, held_parts, local_part
+from shardwright.mesh.shard_geometry import Box
 from shardwright.models.torch_dtypes import SAFETENSORS_DTYPES
 
 
