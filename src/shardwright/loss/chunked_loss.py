@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardwright.backends.facts import backend_facts
-from shardwright.backends.tp_collectives import Peers, all_sum, copy_in
+from shardwright.backends.tp_collectives import Peers, all_reduce, copy_to_tp
 from shardwright.config.schema import RunFile
 from shardwright.errors import ModelError
 from shardwright.layout.axes import Axes
@@ -119,7 +119,7 @@ def _reduced(x: Tensor, width: int, group: str | None, operation: str) -> Tensor
     """`x` [..., n] reduced over the group, sent as [..., width]."""
     if group is None:
         return x
-    return all_sum(F.pad(x, (0, width - x.size(-1))), group, operation)[..., : x.size(-1)]
+    return all_reduce(F.pad(x, (0, width - x.size(-1))), group, operation)[..., : x.size(-1)]
 
 
 class _Chunk:
@@ -332,7 +332,7 @@ class ChunkedHead:
         targets = Targets.of(labels, weights, self._chunks.tokens, x.device, divided, multiple)
         if self._peers is not None:
             check_ids(targets.labels, self._chunks.vocabulary)
-            x = copy_in(x, self._peers)
+            x = copy_to_tp(x, self._peers)
         weight, bias = local_tensor(self._head.weight), self._head.bias
         bias = None if bias is None else local_tensor(bias)
         loss = chunked_cross_entropy_sum(x.flatten(0, -2), weight, bias, targets, self.options)

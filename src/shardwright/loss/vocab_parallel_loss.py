@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from shardwright.backends.tp_collectives import all_sum
+from shardwright.backends.tp_collectives import all_reduce
 from shardwright.mesh.shard_geometry import chunk
 from shardwright.models.torch_dtypes import accumulation_dtype
 from shardwright.torch_private import assert_async
@@ -38,12 +38,12 @@ class _CrossEntropySum(torch.autograd.Function):
         ctx: Any, logits: Tensor, labels: Tensor, weights: Tensor | None, first: int, ignore: int, name: str
     ) -> Tensor:
         wide = widened(logits)
-        largest = all_sum(wide.amax(dim=-1), name, "max")
+        largest = all_reduce(wide.amax(dim=-1), name, "max")
         own = (labels >= first) & (labels < first + logits.size(-1))
         place = torch.where(own, labels - first, 0)
         target = torch.where(own, wide.gather(-1, place[:, None])[:, 0] - largest, 0.0)
         total = (wide - largest[:, None]).exp_().sum(dim=-1)
-        total, target = all_sum(torch.stack([total, target]), name)
+        total, target = all_reduce(torch.stack([total, target]), name)
         log_total = total.log()
         counted = (labels != ignore).to(wide.dtype)
         if weights is not None:
