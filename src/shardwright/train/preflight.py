@@ -14,8 +14,7 @@ from shardwright.config.places import check_directory
 from shardwright.config.rates import check_length
 from shardwright.config.schema import RunFile
 from shardwright.console import say
-from shardwright.data.prepare import Prepared, prepare
-from shardwright.data.updates import make_order
+from shardwright.data.prepare import Prepared, make_order, prepare
 from shardwright.errors import ConfigError, DamagedCheckpointError, ShardwrightError
 from shardwright.launch import own_job
 from shardwright.layout.legality import notices

@@ -11,7 +11,7 @@ from shardwright.config.load import read_settings
 from shardwright.config.rates import OPEN_ENDED
 from shardwright.config.schema import RunFile
 from shardwright.data.order import Cursor, Order, Stretch, stretches_of
-from shardwright.data.streaming.stream_rows import StreamOrder
+from shardwright.data.streaming.rows import StreamOrder
 
 _ONCE, _AGAIN = (
     "none of its rows comes again or is passed over",

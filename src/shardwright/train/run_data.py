@@ -9,10 +9,9 @@ from typing import TypedDict
 import torch
 
 from shardwright.config.schema import RunFile
-from shardwright.data.loader import Loader, UpdateBatch, evaluation_loader, prefetch
+from shardwright.data.loader import Loader, UpdateBatch, evaluation_order, prefetch
 from shardwright.data.order import Order
-from shardwright.data.prepare import prepare
-from shardwright.data.updates import open_updates
+from shardwright.data.prepare import open_updates, prepare
 from shardwright.layout.axes import Axes
 from shardwright.layout.batch import row_multiple
 from shardwright.train.rows_done import Former, go_on
@@ -64,8 +63,7 @@ def open_data(run: RunFile, axes: Axes, rank: int) -> RunData:
     evaluation = None
     if validation is not None:
         rows = t.per_device_eval_batch_size or rows
-        evaluation = evaluation_loader(
-            validation.table, microbatch_rows=rows, pad_id=validation.pad_id, **place, **shape
-        )
+        order = evaluation_order(validation.table, rows * axes.data_ranks, run.data.batching == "bucket")
+        evaluation = Loader(validation.table, order, microbatch_rows=rows, pad_id=validation.pad_id, **place, **shape)
     eval_fingerprint = validation.fingerprint if validation is not None else ""
     return RunData(run, train.order, loader, evaluation, train.fingerprint, eval_fingerprint)

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from shardwright.config import load_run_file
-from shardwright.data.bucketing import bucketed
-from shardwright.data.mixture import Mixture, mixed
-from shardwright.data.order import FILLER, Int64, Order
+from shardwright.data.arrays import FILLER, Int64
+from shardwright.data.mixture import Mixture
+from shardwright.data.order import Order
 from shardwright.train.rows_done import Former, go_on
 
 SETTINGS = {
@@ -28,8 +28,7 @@ def lengths(rows: Int64) -> Int64:
 
 def order_of(rows: int, size: int, window: int = 1, mixture: Mixture | None = None, **options: Any) -> Order:
     options = {"seed": 5} | options
-    plain = Order(rows, global_batch_size=size, bucket_updates=window, **options)
-    return bucketed(mixed(plain, mixture), lengths)
+    return Order(rows, global_batch_size=size, bucket_updates=window, mixture=mixture, lengths=lengths, **options)
 
 
 def after(order: Order, former: Order, update: int, trusted: bool = False) -> Order:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.byte_tokens import CHATML, CHATML_TOKENS, ready, shown, write_tokenizer
 
-from shardwright.data.special import trained_ends
+from shardwright.data.notices import trained_ends
 
 TALK = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]}
 TURN = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"

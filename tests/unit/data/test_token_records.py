@@ -60,7 +60,7 @@ def test_targets_of_packed_rows_do_not_cross_documents(tmp_path: Path) -> None:
         ({"position_ids": [1, 2, 3, 4, 5, 6]}, "`position_ids` begins with 1"),
         ({"seq_lengths": [3, 2]}, "`seq_lengths` adds up to 5 for 6"),
         ({"seq_lengths": [6, 0]}, "at least 1"),
-        ({"seq_lengths": [3, 3], "position_ids": [0, 1, 0, 1, 2, 3]}, "different places"),
+        ({"seq_lengths": [3, 3], "position_ids": [0, 1, 0, 1, 2, 3]}, "different positions"),
     ],
 )
 def test_columns_that_contradict_are_refused(more: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from shardwright.config.schema import Data, Source
-from shardwright.data import sources
+from shardwright.data import records as records_module
 from shardwright.data.files import find_files, sources_of
 from shardwright.data.formats import sample_of
-from shardwright.data.sources import columns, records, slices
+from shardwright.data.records import columns, records, slices
 from shardwright.errors import DataError
 
 
@@ -66,9 +66,15 @@ def test_parquet_gives_a_document_per_row(tmp_path: Path) -> None:
         ('{"text": null}', "`text` is null, not a string"),
         ('{"text": ["a"]}', "`text` is a list, not a string"),
         ('{"text": {"a": 1}}', "`text` is an object, not a string"),
-        ('{"txet": "x", "id": 3}', "there is no column `text`. data.text_column names it. Did you mean `txet`"),
-        ('{"prompt": "x", "id": 3}', "there is no column `text`. data.text_column names it. Columns here: prompt, id"),
-        ("{}", "there is no column `text`. data.text_column names it. It has no columns"),
+        (
+            '{"txet": "x", "id": 3}',
+            "there is no column `text`. data.text_column names this column. Did you mean `txet`",
+        ),
+        (
+            '{"prompt": "x", "id": 3}',
+            "there is no column `text`. data.text_column names this column. Columns here: prompt, id",
+        ),
+        ("{}", "there is no column `text`. data.text_column names this column. The record has no columns"),
         ('["x"]', "the line is a list, not an object"),
         ('[{"text": "x"},', "A JSON array is not JSON Lines"),
         ('{"text": "a\\ud800"}', "`text` holds half a surrogate pair at character 2"),
@@ -109,7 +115,7 @@ def test_patterns_that_are_refused(tmp_path: Path) -> None:
         ("b.jsonl", "names no file"),
         ("b*.jsonl", "names no file"),
         ("empty", "is a directory without data files"),
-        ("notes.md", "is not a data file of a known kind"),
+        ("notes.md", "is not a supported data file"),
     ):
         with pytest.raises(DataError, match=message):
             find_files(sources_of([str(tmp_path / pattern)]), "data.train")
@@ -122,7 +128,7 @@ def test_slices_join_to_the_file_and_count_its_lines(tmp_path: Path, monkeypatch
     lines = [json.dumps({"text": "x" * (number % 37)}) for number in range(100)]
     path = written(tmp_path / "a.jsonl", "\n".join([*lines[:50], "", *lines[50:]]))
     whole = read(path)
-    monkeypatch.setattr(sources, "_SLICE_BYTES", 40)
+    monkeypatch.setattr(records_module, "_SLICE_BYTES", 40)
     assert len(list(slices(0, str(path)))) > 20
     assert read(path) == whole == [("x" * (n % 37), n + 1 + (n >= 50)) for n in range(100)]
 

@@ -18,9 +18,9 @@ from tests.places import EXAMPLES
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from shardwright.config import RunFile, load_run_file
-from shardwright.data.masks import token_weights, with_whole_offsets
+from shardwright.data.encode import token_weights, with_whole_offsets
 from shardwright.data.prepare import Prepared, prepare
-from shardwright.data.tokenise import load_tokenizer
+from shardwright.data.tokenizer import load_tokenizer
 from shardwright.errors import ConfigError, DataError
 
 EOS = 256
@@ -98,7 +98,7 @@ def test_only_what_the_assistant_writes_is_trained(tmp_path: Path) -> None:
     found = ready(tmp_path, [{"messages": TALK}], PLAIN)
     assert documents(found) == [(TALK_BYTES, [(b"yes</>\n", 1.0), (b"no</>\n", 1.0)])]
     assert found.summary().startswith("train: 1 documents of messages, 59 tokens -> 1 rows")
-    assert found.path != marked.path, "another template is another cache entry"
+    assert found.table.documents.path != marked.table.documents.path, "another template is another cache entry"
     whole = ready(tmp_path, [{"messages": TALK}], PLAIN, assistant_only_loss=False)
     assert documents(whole) == [(TALK_BYTES, [(TALK_BYTES, 1.0)])]
     assert whole.table.documents.weights is None
@@ -131,7 +131,7 @@ def test_a_template_without_generation_prompt_is_exact_when_its_answer_has_no_he
         (
             "{% for m in messages %}<{{ m.role }}>{{ m.content if loop.last else m.content[:1] }}</>{% endfor %}"
             + PROMPT,
-            r"data\.jsonl:2: message 1 \(assistant\) is rendered otherwise when messages follow it",
+            r"data\.jsonl:2: message 1 \(assistant\) is rendered differently when messages follow it",
         ),
         (PLAIN.removesuffix(PROMPT), r"jsonl:1: message 1 .* has a header"),
         (PLAIN.replace("%}<assistant>{%", "%}<model>{%"), "jsonl:1: message 1 .* does not continue the messages"),
@@ -171,7 +171,7 @@ def test_a_token_across_the_boundary_of_a_message_is_refused(tmp_path: Path) -> 
     joined = ready(tmp_path, [{"prompt": "aq:", "completion": "yes"}], template)
     assert joined.table.documents.weights is not None
     assert joined.table.documents.weights.tolist() == [0, 0, 1, 1, 1]
-    assert joined.notices[-1].startswith("train: in 1 of 1 documents a token holds characters of the given text and")
+    assert joined.notices[-1].startswith("train: in 1 of 1 documents a token holds characters of the prompt and of the")
 
 
 def test_train_and_loss_weight_of_messages(tmp_path: Path) -> None:
@@ -217,10 +217,9 @@ def test_samples_without_a_trained_token_are_counted_and_named(tmp_path: Path) -
     assert len(documents(found)) == 1
     assert found.notices[1:] == (
         "train: 1 of 4 documents are empty and left out",
-        "train: 2 of 4 documents have no token that is trained and are left out; the first is "
-        f"{tmp_path / 'data.jsonl'}:2",
+        f"train: 2 of 4 documents have no trained token and are left out. First: {tmp_path / 'data.jsonl'}:2",
     )
-    with pytest.raises(DataError, match=r"none of 2 documents has a token that is trained \(2 are masked.*jsonl:1"):
+    with pytest.raises(DataError, match=r"none of 2 documents has a trained token \(2 are masked.*jsonl:1"):
         ready(tmp_path, [records[1], records[3]])
 
 
@@ -281,7 +280,7 @@ def test_the_template_of_the_run_file_is_used(tmp_path: Path) -> None:
     assert documents(found) == [(b"<user>hi$\n<assistant>yes$\n", [(b"yes$", 1.0)])]
     path.write_text(MARKED)
     assert documents(ready(tmp_path, [{"messages": TALK[:2]}], None, chat_template=str(path)))[0][1][0][0] == b"yes</>"
-    with pytest.raises(ConfigError, match="The tokenizer has no chat template"):
+    with pytest.raises(ConfigError, match="the tokenizer has no chat template"):
         ready(tmp_path, [{"messages": TALK}], None)
     with pytest.raises(ConfigError, match=r"data.chat_template: .*none.jinja cannot be read"):
         ready(tmp_path, [{"messages": TALK}], None, chat_template=str(tmp_path / "none.jinja"))

@@ -1,7 +1,7 @@
 """A conversation in the form that a chat template expects, and the parts that the template leaves out.
 
 Records write the same conversation in several forms: no content as null or as "", text as a string or as parts, the arguments
-of a call as an object or as JSON. A template knows one or two of these forms and, given another, prints `None`, quotes JSON
+of a call as an object or as JSON. A template knows one or two of these forms. Given another form, it prints `None`, quotes JSON
 twice or leaves the text out, without an error. So each doubtful value is rendered in both forms and the texts are compared. A
 key without which the text stays the same has no effect, and is counted.
 """
@@ -28,20 +28,19 @@ Text = tuple[str, list[tuple[int, int]]]
 """A text and its marked spans."""
 
 
-class Fitted:
-    """`chat` as the template expects it, without the keys that only say what is trained.
+class FittedChat:
+    """`chat` in the form that the template expects, without the keys that only say how a message is trained.
 
-    render: the text of a conversation; raises `DataError` where the template fails. text: of `chat`. changed: values that
-    are given in another form than in the record. idle: keys without effect on the text. silent: messages that leave no text.
+    render: the text of a conversation; raises `DataError` where the template fails. text: the text of `chat`. changed: values
+    whose form differs from the record. idle: keys without effect on the text. silent: messages that leave no text.
     """
 
     def __init__(self, chat: Chat, render: Callable[[Chat], Text]) -> None:
         self._render = render
         messages = [{k: v for k, v in message.items() if k not in WEIGHTS} for message in chat.messages]
-        self.chat = replace(chat, messages=[{"content": None, **message} for message in messages])
+        self.chat = given = replace(chat, messages=[{"content": None, **message} for message in messages])
         self.idle: set[str] = set()
         self._lost: set[int] = set()
-        given = self.chat
         self._rendered = self._try(self.chat)
         self._make_it_render()
         self._fit_missing_content()
@@ -66,10 +65,8 @@ class Fitted:
         return replace(self.chat, messages=messages)
 
     def _without(self, numbers: set[int], key: str) -> Chat:
-        messages = [
-            {k: v for k, v in message.items() if k != key or n not in numbers}
-            for n, message in enumerate(self.chat.messages)
-        ]
+        numbered = enumerate(self.chat.messages)
+        messages = [{k: v for k, v in message.items() if k != key or n not in numbers} for n, message in numbered]
         return replace(self.chat, messages=messages)
 
     def _take(self, chat: Chat) -> None:
@@ -79,8 +76,10 @@ class Fitted:
             self.chat, self._rendered = chat, text
 
     def _make_it_render(self) -> None:
-        """Where the template fails, takes the first combination of the other forms under which it does not fail."""
-        for changes in product((_same, _emptied), (_same, _joined), (_same, _with_objects, _with_json)):
+        """Where the template fails, takes the first combination of the other forms for which it does not fail."""
+        forms: list[list[Callable[[Message], Message]]]
+        forms = [[dict, _emptied], [dict, _joined], [dict, _with_objects, _with_json]]  # dict: as it is
+        for changes in product(*forms):
             if self._rendered is not None:
                 return
             messages = self.chat.messages
@@ -89,22 +88,21 @@ class Fitted:
             self._take(replace(self.chat, messages=messages))
 
     def _writes(self, number: int, content: Any) -> bool:
-        """Whether the template writes `content`, which is no text, as Python does."""
+        """Whether the template writes `content`, which is not text, in Python's notation."""
         return self._rendered == self._try(self._with(number, content=str(content)))
 
     def _fit_missing_content(self) -> None:
-        """Missing content is null, as templates of tool calls ask, unless the template prints `None`.
+        """Missing content is null, as templates with tool calls expect, unless the template prints `None`.
 
-        Empty text beside a call is null where the template else leaves the call out.
+        Empty text beside a call becomes null where the template otherwise leaves the call out.
         """
         for number, message in enumerate(self.chat.messages):
             if message["content"] is None and self._writes(number, None):
                 self._take(self._with(number, content=""))
             elif message["content"] == "" and message.get("tool_calls"):
                 null, bare = self._with(number, content=None), self._without({number}, "tool_calls")
-                if self._try(bare) == self._rendered and self._try(null) != self._try(
-                    self._with(number, content="None")
-                ):
+                printed = self._with(number, content="None")
+                if self._try(bare) == self._rendered and self._try(null) != self._try(printed):
                     self._take(null)
 
     def _fit_parts(self) -> None:
@@ -137,7 +135,7 @@ class Fitted:
                 self._lost.add(number)
 
     def _fit_arguments(self) -> None:
-        """Arguments of calls: JSON that is quoted again is given as an object, and an object that is printed as JSON."""
+        """Arguments of calls: JSON that is quoted again is given as an object; a printed object is given as JSON."""
         for number, message in enumerate(self.chat.messages):
             objects, as_json = _with_objects(message), _with_json(message)
             if objects != message and not self._holds(message["tool_calls"], "arguments"):
@@ -146,7 +144,7 @@ class Fitted:
                 self._take(self._with(number, **as_json))
 
     def _prints_objects(self, number: int, message: Message) -> bool:
-        """Whether the template writes the arguments of this message, all of them objects, as Python does."""
+        """Whether the template writes the arguments of this message, all of them objects, in Python's notation."""
         printed = self._try(self._with(number, **_in_calls(message, str)))
         return message == _with_objects(message) and printed == self._rendered
 
@@ -154,8 +152,7 @@ class Fitted:
         """Parameters of tools: JSON that is quoted again is given as an object."""
         tools = self.chat.tools or []
         if not self._holds(tools, "parameters"):
-            objects = [_in_call(tool, "parameters", _loaded) for tool in tools]
-            self._take(replace(self.chat, tools=objects))
+            self._take(replace(self.chat, tools=[_in_call(tool, "parameters", _loaded) for tool in tools]))
 
     def _holds(self, calls: list[Any], key: str) -> bool:
         """Whether each string in `key` of the calls stands in the text as it is, and not quoted once more."""
@@ -165,7 +162,7 @@ class Fitted:
         )
 
     def _find_idle(self) -> set[int]:
-        """Notes keys of messages, and columns beside them, without which the text is the same; the silent messages."""
+        """Notes the keys and columns without which the text is the same; returns the silent messages."""
         messages = self.chat.messages
         idle_of: dict[int, set[str]] = {number: set() for number in range(len(messages))}
         for key in dict.fromkeys(key for message in messages for key in _more(message)):
@@ -177,45 +174,36 @@ class Fitted:
                 idle_of[number].add(key)
                 self.idle.add(f"`{key}` of messages")
         kwargs = self.chat.template_kwargs or {}
-        beside = {
-            "`tools`": replace(self.chat, tools=None) if self.chat.tools else None,
-            "`documents`": replace(self.chat, documents=None) if self.chat.documents else None,
-            **{
-                f"`{key}` of `chat_template_kwargs`": replace(
-                    self.chat, template_kwargs={k: v for k, v in kwargs.items() if k != key}
-                )
-                for key in kwargs
-            },
+        beside: dict[str, Any] = {
+            f"`{name}`": {name: None} for name in ("tools", "documents") if getattr(self.chat, name)
         }
-        self.idle |= {name for name, rest in beside.items() if rest and self._try(rest) == self.text}
+        for key in kwargs:
+            rest = {k: v for k, v in kwargs.items() if k != key}
+            beside[f"`{key}` of `chat_template_kwargs`"] = {"template_kwargs": rest}
+        self.idle |= {name for name, change in beside.items() if self._try(replace(self.chat, **change)) == self.text}
         return {
             number
             for number, message in enumerate(messages)
             if not is_empty(message)
-            and (number in self._lost or not _said(message))
+            and (number in self._lost or not _has_text(message))
             and set(_more(message)) <= idle_of[number]
         }
 
 
 def is_empty(message: Message) -> bool:
-    """Whether a message has neither text nor anything else to say."""
-    return not _said(message) and not any(True for _ in _more(message))
+    """Whether a message has neither text nor any other key that holds something."""
+    return not _has_text(message) and not any(True for _ in _more(message))
 
 
-def _said(message: Message) -> bool:
+def _has_text(message: Message) -> bool:
     content = message.get("content")
     return bool(content.strip() if isinstance(content, str) else content)
 
 
 def _more(message: Message) -> Iterator[str]:
     """The keys of a message beside role and content that hold something."""
-    return (
-        key for key, value in message.items() if key not in ("role", "content", *WEIGHTS) and value not in ("", [], {})
-    )
-
-
-def _same(message: Message) -> Message:
-    return message
+    skipped = ("role", "content", *WEIGHTS)
+    return (key for key, value in message.items() if key not in skipped and value not in ("", [], {}))
 
 
 def _emptied(message: Message) -> Message:
@@ -232,7 +220,7 @@ def _with_objects(message: Message) -> Message:
 
 
 def _with_json(message: Message) -> Message:
-    return _in_calls(message, _dumped)
+    return _in_calls(message, lambda value: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
 
 
 def _in_calls(message: Message, change: Callable[[Any], Any]) -> Message:
@@ -244,7 +232,7 @@ def _in_calls(message: Message, change: Callable[[Any], Any]) -> Message:
 
 
 def _changes(given: Chat, taken: Chat) -> Iterator[str]:
-    """What was given in another form, as the lines before training name it."""
+    """The values whose form differs from the record, as the notices name them."""
     for before, after in zip(given.messages, taken.messages):
         kinds = (type(before["content"]), type(after["content"]))
         if before["content"] != after["content"] and kinds in _CONTENTS:
@@ -273,13 +261,9 @@ def _inside(call: Any, key: str) -> Any:
 
 
 def _loaded(value: Any) -> Any:
-    """The object that a string of JSON holds; all else as it is."""
+    """The object that a string of JSON holds; any other value as it is."""
     try:
         found = json.loads(value) if isinstance(value, str) else value
     except ValueError:
         return value
     return found if isinstance(found, dict) else value
-
-
-def _dumped(value: Any) -> Any:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

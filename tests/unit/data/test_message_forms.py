@@ -152,7 +152,7 @@ def test_what_a_template_leaves_out_is_said_or_refused(tmp_path: Path) -> None:
     ]
     call = calling({}, content="")
     with pytest.raises(
-        DataError, match=r"data-1\.jsonl:1: message 1 .*does not appear in the text: .*leaves `tool_calls` out"
+        DataError, match=r"data-1\.jsonl:1: message 1 .*does not appear in the text: .*leaves out `tool_calls`"
     ):
         rendered(tmp_path, CHATML, USER, call, {"role": "tool", "content": "sunny"}, answer)
     text, notices = rendered(tmp_path, CHATML, USER, {**call, "train": False}, answer)
