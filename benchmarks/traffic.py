@@ -42,7 +42,7 @@ def worker(task: dict[str, Any]) -> None:
     import torch
     import torch.distributed as dist
 
-    from shardwright.arch.inventory import shape_from_config
+    from shardwright.arch.config_json import shape_from_config
     from shardwright.config import load_run_file
     from shardwright.layout.legality import check_run
     from shardwright.layout.names import with_layout

@@ -26,7 +26,7 @@ from tests.odd_models import OddModel
 from tests.started import LIMIT
 from torch import Tensor, nn
 
-from shardwright.arch.inventory import shape_from_config
+from shardwright.arch.config_json import shape_from_config
 from shardwright.checkpoint import saver, store
 from shardwright.layout.names import with_layout
 from shardwright.measure.live_memory import LiveMemory

@@ -14,7 +14,7 @@ import pytest
 from tests.gloo.engine import GPT2, LLAMA, QWEN3, batches_for, make_engine, run_file
 from tests.gloo.ranks import run_ranks
 
-from shardwright.arch.inventory import shape_from_config
+from shardwright.arch.config_json import shape_from_config
 from shardwright.arch.shape import Shape
 from shardwright.config.load import Loaded
 from shardwright.layout.legality import check_run

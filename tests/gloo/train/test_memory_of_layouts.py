@@ -14,7 +14,7 @@ from tests.gloo.engine import LLAMA, batches_for, make_engine, run_file
 from tests.gloo.ranks import run_ranks
 from torch import Tensor
 
-from shardwright.arch.inventory import shape_from_config
+from shardwright.arch.config_json import shape_from_config
 from shardwright.config.load import Loaded
 from shardwright.layout.legality import check_run
 from shardwright.layout.names import with_layout
