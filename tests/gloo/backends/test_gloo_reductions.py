@@ -1,4 +1,4 @@
-"""Reductions of `fully_shard` that return at once: the same sums as its own, wide, in a fixed order, and few at a time.
+"""Reductions of `fully_shard` that return at once: the same sums as its own, in float32, in a fixed order, and few at a time.
 
 Against one process of plain torch they stand in test_parity.py and test_precision.py; what they send in test_traffic.py.
 """

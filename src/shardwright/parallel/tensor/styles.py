@@ -132,7 +132,7 @@ class Row(ParallelStyle):
 
     def run(self, module: nn.Module, x: Tensor) -> Tensor:
         if self.splits:
-            x = tp_collectives.cut(x, -1, self.peers)
+            x = tp_collectives.scatter_to_tp(x, -1, self.peers)
         y, bias = self.leave(product(module, x, with_bias=False)), _bias(module)
         return y if bias is None else y + bias
 
@@ -168,7 +168,7 @@ class Vocabulary(ParallelStyle):
             found = look_up(torch.where(other, 0, input - first))
         finally:
             own_parameters(module)["weight"] = stored
-        return tp_collectives.sum_out(found.masked_fill(other[..., None], 0.0), self.peers)
+        return tp_collectives.reduce_from_tp(found.masked_fill(other[..., None], 0.0), self.peers)
 
 
 def divided(module: nn.Module) -> bool:
