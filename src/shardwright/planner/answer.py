@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 from shardwright.arch.flops import model_flops, recompute_flops, utilisation
 from shardwright.arch.parameters import counts
 from shardwright.planner.advice import (
-    PATHS,
+    APPROACHES,
+    approach_of,
     first_to_test,
     more_devices,
-    path_of,
+    remaining_limits,
     what_would_fit,
-    will_not_fix,
 )
 from shardwright.planner.memory_peak import short_peak
 from shardwright.planner.reliability import CHECKPOINT_BYTES, Interruptions, interruptions
@@ -203,7 +203,7 @@ class Answer:
 
     def as_dict(self) -> dict[str, Any]:
         """Everything as plain data for --json."""
-        path = PATHS.get(self.path)
+        path = APPROACHES.get(self.path)
         return {
             "model": {
                 "name": self.problem.shape.name or self.problem.shape.family,
@@ -238,7 +238,7 @@ def answer(search: Search, shown: int = 5) -> Answer:
     own = describe(search, first) if first is not None else None
     limits: tuple[str, ...] = ()
     if first is not None and own is not None:
-        limits = tuple(will_not_fix(search, first, own.composition, own.allocated_bytes))
+        limits = tuple(remaining_limits(search, first, own.composition, own.allocated_bytes))
     would_fit = () if ranked else tuple(what_would_fit(search))
     nodes = max(1, search.devices // search.device.node.devices)
     total = counts(search.problem.shape).total
@@ -251,7 +251,7 @@ def answer(search: Search, shown: int = 5) -> Answer:
         considered=found.considered,
         ranked=tuple(described),
         first=own,
-        path=path_of(first.layout) if first else "",
+        path=approach_of(first.layout) if first else "",
         refused=tuple(_refusals(search, found)),
         illegal=found.refused,
         limits=limits,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from shardwright.planner.advice import PATHS
+from shardwright.planner.advice import APPROACHES
 from shardwright.planner.reliability import FAILURES_SOURCE, training_flops
 from shardwright.units import GIB, format_count, format_flops, format_seconds
 
@@ -96,14 +96,14 @@ def _first(a: Answer) -> Iterator[str]:
         yield "Nothing fits with all states on the devices. Each of these changes alone makes a layout fit, the smallest first:"
         yield from (f"  - {line}" for line in a.would_fit)
         return
-    path = PATHS[a.path]
-    yield f"Test first: {path.name} ({path.situation})"
+    approach = APPROACHES[a.path]
+    yield f"Test first: {approach.name} ({approach.situation})"
     yield f"  {d.name}: {keys_line(d)}"
     yield f"  {format_seconds(d.seconds)} per update: {parts_line(d)}"
     if d.sent_bytes:
         sent = ", ".join(f"{gib(size)} over {axis}" for axis, size in d.sent_bytes.items())
         yield f"  Each device sends per update: {sent}"
-    yield f"  Check before a long run: {path.checks}"
+    yield f"  Check before a long run: {approach.checks}"
     yield from bar(d, a.capacity_bytes)
     yield ""
     yield "Layouts that fit, the best of each kind, fastest first (of layouts within 2%, the simpler one first):"
