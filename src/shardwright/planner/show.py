@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 WIDTH = 60
 FILLS = "█▓▒░▚▞▤▥▦▧"
-MOST_REFUSED = 8
+MOST_REJECTED = 8
 
 
 def gib(size: float) -> str:
@@ -112,16 +112,16 @@ def _first(a: Answer) -> Iterator[str]:
     yield from layout_table(a.ranked if d.name in known else (*a.ranked, d))
 
 
-def _refused(a: Answer) -> Iterator[str]:
-    if a.refused:
+def _rejected(a: Answer) -> Iterator[str]:
+    if a.rejected:
         yield ""
         yield "Does not fit, even with one row per microbatch, everything recomputed and the finest sharding:"
-    shown = a.refused[:MOST_REFUSED]
+    shown = a.rejected[:MOST_REJECTED]
     for r in shown:
         name = f"{r.family:<{max(len(each.family) for each in shown) + 2}}"
         yield f"  {name}{gib(r.device_bytes):>12}, mostly {r.mostly}" + (f"  -> {r.change}" if r.change else "")
-    if len(a.refused) > MOST_REFUSED:
-        yield f"  and {len(a.refused) - MOST_REFUSED} more (--json lists all)"
+    if len(a.rejected) > MOST_REJECTED:
+        yield f"  and {len(a.rejected) - MOST_REJECTED} more (--json lists all)"
     if a.illegal:
         reasons = sorted(a.illegal.items(), key=lambda item: -item[1])
         yield "Not legal (how many sizes of tp, cp and pp): " + "; ".join(f"{reason} ({n})" for reason, n in reasons)
@@ -155,7 +155,7 @@ def text(a: Answer, tokens: float | None = None) -> Iterator[str]:
     """The whole answer, line by line. tokens: of the whole run, for its duration."""
     yield from _head(a)
     yield from _first(a)
-    yield from _refused(a)
+    yield from _rejected(a)
     if a.limits:
         yield ""
         yield "What this layout does not solve:"

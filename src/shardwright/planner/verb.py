@@ -180,7 +180,7 @@ def _explain(search: Search, field: str, tokens: float | None, write: Callable[[
     else:
         rejections = [(r.device_bytes, r.layout) for r in found.rejected.values() if r.layout is not None]
         if not rejections:
-            raise ConfigError("No layout is legal.", "; ".join(found.refused), "Change the devices or the batch.")
+            raise ConfigError("No layout is legal.", "; ".join(found.illegal), "Change the devices or the batch.")
         layout, time = min(rejections, key=itemgetter(0))[1], None
     lines = list(explain(name, Subject(search.problem, layout, search.devices, time, tokens)))
     if choice is None:

@@ -86,8 +86,8 @@ def test_considered_counts_every_layout_once() -> None:
 
 def test_all_layouts_keep_the_objective_and_use_all_devices() -> None:
     problem = Problem(known_shape("llama-3-8b"), 8192, 24)
-    legal, refused = shells(problem, 12)
-    assert any("rows of an update" in reason for reason in refused) or all(24 % s.data == 0 for s in legal)
+    legal, illegal = shells(problem, 12)
+    assert any("rows of an update" in reason for reason in illegal) or all(24 % s.data == 0 for s in legal)
     for shell in legal:
         assert shell.tp * shell.cp * shell.pp * shell.data == 12
         for cell in cells(problem, shell):
@@ -109,7 +109,7 @@ def test_fsdp_first_for_70b_on_64() -> None:
     assert a.fits and a.path == "fsdp" and a.first is not None
     assert a.first.keys["parallelism.data_parallel"] == "zero3" and a.first.device_bytes <= a.capacity_bytes
     assert 0.25 < a.first.mfu < 0.6
-    assert {r.family for r in a.refused} >= {"ddp", "zero1", "zero2"}
+    assert {r.family for r in a.rejected} >= {"ddp", "zero1", "zero2"}
     assert any("padding" in line for line in a.limits)
 
 
