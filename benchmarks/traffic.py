@@ -48,7 +48,7 @@ def worker(task: dict[str, Any]) -> None:
     from shardwright.layout.names import with_layout
     from shardwright.measure.communication import CommunicationRecorder, compare_traffic
     from shardwright.mesh.device_mesh import axis_of_groups
-    from shardwright.planner.problem import problem_of, layout_of
+    from shardwright.planner.problem import layout_of, problem_of
     from shardwright.planner.traffic import Place, traffic
     from shardwright.train.update import Engine
 

@@ -14,11 +14,11 @@ from typing import Literal, NamedTuple
 
 from shardwright.arch.families import family_of
 from shardwright.arch.shape import Shape
+from shardwright.dtypes import DTYPE_BYTES
 from shardwright.layout.attention import backward_is_wide
 from shardwright.layout.combinations import SPLIT_BACKWARD
 from shardwright.layout.loss import loss_chunk_tokens, worthwhile
 from shardwright.planner.problem import Layout, Problem, Recompute
-from shardwright.dtypes import DTYPE_BYTES
 from shardwright.planner.program import Program
 
 LOSS_CHUNKS = 16

@@ -15,7 +15,7 @@ from shardwright.arch.parameters import counts
 from shardwright.dtypes import DTYPE_BYTES
 from shardwright.planner.catalogue import CATALOGUE
 from shardwright.planner.host import host_bytes
-from shardwright.planner.problem import Problem, Layout
+from shardwright.planner.problem import Layout, Problem
 from shardwright.planner.search import Choice, Found, Search, complexity
 from shardwright.planner.space import shells
 from shardwright.units import format_bytes_binary, format_seconds

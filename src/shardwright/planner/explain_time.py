@@ -48,7 +48,9 @@ def compute_lines(clock: Clock, layout: Layout) -> Iterator[str]:
         problem.attention,
         clock.program.attention_rate,
     )
-    flops = attention_flops(layout.microbatch_rows, problem.max_length / a.cp, problem.attended, s.heads / a.tp, s.head_dim)
+    flops = attention_flops(
+        layout.microbatch_rows, problem.max_length / a.cp, problem.attended, s.heads / a.tp, s.head_dim
+    )
     yield (
         f"  attention ({problem.attention}, causal): {format_flops(flops)} forward in "
         f"{format_seconds(forward)}, backward {format_seconds(backward)}"

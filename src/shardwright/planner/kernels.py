@@ -18,9 +18,9 @@ from functools import lru_cache
 
 from shardwright.arch.parameters import counts
 from shardwright.arch.shape import Shape
+from shardwright.dtypes import DTYPE_BYTES
 from shardwright.planner.device import Device
 from shardwright.planner.problem import Attention, Recompute
-from shardwright.dtypes import DTYPE_BYTES
 from shardwright.planner.program import Program
 
 HEAD_RAMP = 32

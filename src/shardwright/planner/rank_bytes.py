@@ -14,11 +14,11 @@ from typing import NamedTuple
 from shardwright.arch.families import family_of
 from shardwright.arch.parameters import matrix_weights, parameters
 from shardwright.arch.shape import ParameterGroup, Shape
+from shardwright.dtypes import DTYPE_BYTES
 from shardwright.layout.pipeline_schedules import head_blocks, rank_stages, split_blocks
 from shardwright.layout.zero import EXCHANGED, STAGES
 from shardwright.planner.optimizer import optimizer_of, orthogonalising_bytes
 from shardwright.planner.problem import Layout, Problem
-from shardwright.dtypes import DTYPE_BYTES
 
 BLOCK, EMBEDDING, HEAD, LOSS, STEP = range(5)
 """Where in an update a rank is. The first three are units too, whose gradients are counted apart."""

@@ -10,12 +10,12 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardwright.arch.parameters import counts
+from shardwright.dtypes import DTYPE_BYTES
 from shardwright.layout.axes import Axes
 from shardwright.layout.pipeline_schedules import rank_stages
 from shardwright.planner.kernels import block_time, embedding_time, head_time
 from shardwright.planner.network import all_reduce_seconds, gather_seconds, group_of
 from shardwright.planner.problem import Layout, Problem, Recompute
-from shardwright.dtypes import DTYPE_BYTES
 
 if TYPE_CHECKING:
     pass

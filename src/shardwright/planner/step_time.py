@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from shardwright.dtypes import DTYPE_BYTES
 from shardwright.layout.pipeline_schedules import actions, legality, stage_rank
 from shardwright.planner.data_parallel_time import DataParallelClock
 from shardwright.planner.kernels import matmul_seconds
@@ -15,7 +16,6 @@ from shardwright.planner.network import send_seconds
 from shardwright.planner.optimizer import NEWTON_SCHULZ_STEPS, block_matrices, optimizer_of
 from shardwright.planner.pipeline_simulator import StageSeconds, play
 from shardwright.planner.problem import Layout, Problem
-from shardwright.dtypes import DTYPE_BYTES
 from shardwright.planner.rank_time import RankKind, RankSeconds
 
 if TYPE_CHECKING:

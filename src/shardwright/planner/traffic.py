@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardwright.arch.families import family_of
 from shardwright.arch.parameters import parameters
+from shardwright.dtypes import DTYPE_BYTES
 from shardwright.layout.context_traffic import context_traffic
 from shardwright.layout.data_traffic import Sharding, replica_traffic, shard_traffic
 from shardwright.layout.pipeline_traffic import pipeline_traffic
 from shardwright.layout.tensor_traffic import TensorWork, tensor_traffic, whole_widths
 from shardwright.layout.traffic import Traffic
 from shardwright.layout.zero import STAGES
-from shardwright.dtypes import DTYPE_BYTES
 from shardwright.planner.rank_bytes import holding, split_dim
 
 if TYPE_CHECKING:

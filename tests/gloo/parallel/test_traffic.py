@@ -21,7 +21,7 @@ from shardwright.layout.legality import check_run
 from shardwright.layout.traffic import Traffic
 from shardwright.measure.communication import CommunicationRecorder, compare_traffic
 from shardwright.mesh.device_mesh import axis_of_groups
-from shardwright.planner.problem import problem_of, layout_of
+from shardwright.planner.problem import layout_of, problem_of
 from shardwright.planner.traffic import Place, traffic
 
 pytestmark = [pytest.mark.gloo, pytest.mark.slow]

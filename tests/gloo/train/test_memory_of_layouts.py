@@ -20,7 +20,7 @@ from shardwright.layout.legality import check_run
 from shardwright.layout.names import with_layout
 from shardwright.measure.live_memory import LiveMemory, MemoryPeak
 from shardwright.planner.memory_peak import short_peak
-from shardwright.planner.problem import problem_of, layout_of
+from shardwright.planner.problem import layout_of, problem_of
 
 pytestmark = [pytest.mark.gloo, pytest.mark.slow]
 RANKS, LENGTH, VOCABULARY = 4, 64, 1024

@@ -12,6 +12,7 @@ from shardwright.errors import ConfigError
 from shardwright.layout.axes import Axes
 from shardwright.planner.examples import ideal_states, worked_examples
 from shardwright.planner.explain import FIELDS, Subject, explain
+from shardwright.planner.hardware import find_device
 from shardwright.planner.problem import Layout, Problem
 
 TEXT = "\n".join(worked_examples())

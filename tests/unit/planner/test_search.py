@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shardwright.arch.shape import generic_shape
 from shardwright.arch.known_models import known_shape
+from shardwright.arch.shape import generic_shape
 from shardwright.planner.advice import first_to_test, path_of, what_would_fit, will_not_fix
 from shardwright.planner.answer import answer
 from shardwright.planner.hardware import find_device
