@@ -1,7 +1,7 @@
-"""Host memory that one device's rank needs: offloaded states in pinned memory, and the copy that a save makes.
+"""Host memory that the rank of one device needs: offloaded states, and the copy that a save makes.
 
-torch's pinned allocator rounds every block up to a power of two, so many tensors of odd sizes can take up to twice their
-bytes (pytorch/pytorch#95823).
+torch's allocator of pinned memory rounds every block up to a power of two, so many tensors of odd sizes can take up to twice
+their bytes (pytorch/pytorch#95823, so in torch 2.11 to 2.14).
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HostBytes:
-    """Host bytes of one rank. pinned: parameters and gradients under offload. pageable: optimizer states under offload.
-    save: parameters and optimizer states once more, while a checkpoint is written."""
+    """Host bytes of one rank."""
 
-    pinned: int
-    pageable: int
-    save: int
+    pinned: int  # parameters and gradients, under offload
+    pageable: int  # optimizer states, under offload
+    save: int  # parameters and optimizer states once more, while a checkpoint is written
 
     @property
     def peak(self) -> int:
@@ -34,12 +33,12 @@ class HostBytes:
 
 
 def pinned_bytes(size_bytes: int) -> int:
-    """What a pinned block of so many bytes takes: the next power of two."""
+    """Bytes of the block that pinned memory of this size takes: the next power of two."""
     return 1 << (size_bytes - 1).bit_length() if size_bytes > 0 else 0
 
 
 def host_bytes(problem: Problem, layout: Layout, rank: int = 0) -> HostBytes:
-    """Host memory of a device of pipeline rank `rank`."""
+    """Host memory of a device on pipeline rank `rank`."""
     rule = rules(problem, layout, layout.microbatches(problem))
     _, blocks, first, last = holding(problem, layout, rank)
     family, optimizer = family_of(problem.shape.family), optimizer_of(problem.optimizer)

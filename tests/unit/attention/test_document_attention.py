@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from shardwright.attention import document_attention
 from shardwright.attention.core import Attention, backward_in_float32
 from shardwright.attention.document_attention import isolate_documents
-from shardwright.attention.document_rules import check_packed_model, check_padded_model
 from shardwright.attention.packed_rows import PackedRows
+from shardwright.attention.rules import check_packed_model, check_padded_model
 from shardwright.backends.gloo.attention import replace_attention
 from shardwright.config.schema import Model
 from shardwright.errors import ConfigError, ModelError
@@ -61,7 +61,7 @@ def drawn(seed: int, rows: int = 5, width: int = WIDTH) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
-def test_narrow_gradients_are_no_worse_than_torchs(kv_heads: int) -> None:
+def test_bf16_gradients_are_no_worse_than_torchs(kv_heads: int) -> None:
     """In bf16 on a CPU backward computes in float32: outputs are torch's, gradients as near to float64's or nearer."""
     torch.manual_seed(0)
     drawn = [torch.randn(3, heads, 50, 16) for heads in (4, kv_heads, kv_heads)]
@@ -91,9 +91,9 @@ def test_narrow_gradients_are_no_worse_than_torchs(kv_heads: int) -> None:
     assert all(
         own <= 1.05 * other and own <= tolerance.in_norm(2, torch.bfloat16) for own, other in zip(mine[1:], theirs[1:])
     ), errors
-    wide = run(torch.float64, lambda q, k, v: Attention.apply(q, k, v, 0.25, True).transpose(1, 2))
+    own = run(torch.float64, lambda q, k, v: Attention.apply(q, k, v, 0.25, True).transpose(1, 2))
     bound = tolerance.mixed(50, 50, 16)
-    assert all((a - b).abs().max() <= bound * b.abs().max() for a, b in zip(wide, exact))
+    assert all((a - b).abs().max() <= bound * b.abs().max() for a, b in zip(own, exact))
 
 
 def test_spans_positions_and_groups() -> None:
@@ -243,7 +243,7 @@ def test_flash_is_told_lengths_ends_and_window(window: int | None, monkeypatch: 
         return (written_out(*batch, one, left + 1 if left >= 0 else None, None, named["scale"])[0],)
 
     monkeypatch.setattr(document_attention, "flash_attention_by_lengths", flash)
-    monkeypatch.setattr(document_attention, "fits_flash", lambda query, value: True)
+    monkeypatch.setattr(document_attention, "fits_cuda_flash", lambda query, value: True)
     for mix in (ROWS, drawn(1), [[5, 7], [12]]):
         rows = packed(mix)
         q, k, v = heads(rows, 4), heads(rows, 2), heads(rows, 2)
@@ -367,7 +367,7 @@ def test_documents_reach_attention_in_these_families(family: str, tmp_path: Path
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (lambda: transformers.StableLmConfig(**SIZES), "is not told of documents (2 calls of attention)."),
+        (lambda: transformers.StableLmConfig(**SIZES), "does not get `documents` (2 calls of attention)."),
         (lambda: transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=4, pad_token_id=0),
          "BloomForCausalLM does not take position_ids, with data.batching pack."),
         (lambda: transformers.Lfm2Config(**SIZES, layer_types=["conv", "full_attention"]), "layers of type conv."),
@@ -472,7 +472,7 @@ def test_options_that_do_not_go_with_packing(overrides: dict[str, Any], message:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
-def test_rows_of_one_document_take_the_wide_backward(family: str) -> None:
+def test_rows_of_one_document_take_the_float32_backward(family: str) -> None:
     """A model that attends by sdpa does in bf16 on a CPU, with the same logits; a mask is left to Transformers."""
     config = FAMILIES[family]()
     torch.manual_seed(0)

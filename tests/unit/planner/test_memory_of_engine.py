@@ -27,7 +27,7 @@ from shardwright.layout.axes import Axes, resolve_axes
 from shardwright.planner.activations import activation_key, block_bytes
 from shardwright.planner.memory_timeline import peak
 from shardwright.planner.problem import Layout, Problem
-from shardwright.train.update import Engine
+from shardwright.train.update import UpdateEngine
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.slow
@@ -103,7 +103,7 @@ def measured(model: str, kind: str, recompute: str, dtype: str, microbatches: in
     own = tuple(Microbatch(index * RANKS, ids, ids, rows) for index in range(microbatches))
     slots = RANKS * ROWS * tokens * microbatches
     with Live() as live:
-        engine = Engine(run, resolve_axes(run.parallelism, RANKS), torch.device("cpu"), 2)
+        engine = UpdateEngine(run, resolve_axes(run.parallelism, RANKS), torch.device("cpu"), 2)
         for update in range(2):
             live.most = 0
             engine.forward_backward(UpdateBatch(update, own, slots, slots, slots, rows))

@@ -15,9 +15,8 @@ from shardwright.planner.kernels import attention_seconds, block_time, matmul_se
 from shardwright.planner.problem import Layout, Problem
 from shardwright.planner.program import COMPILED, EAGER, ON_CPU, own_program
 from shardwright.planner.step_time import Clock, StepTime
-from shardwright.tools.doctor.fit import Products, Transfer, fit_link
+from shardwright.tools.doctor.fit import Block, Products, Transfer, fit_link
 from shardwright.tools.doctor.hardware_file import in_a_step
-from shardwright.tools.doctor.spec import Block
 
 CPU, H100 = find_device("cpu"), find_device("h100-sxm-80gb")
 PROBLEM = Problem(known_shape("llama-3.2-1b"), 1024, 16)
