@@ -14,7 +14,7 @@ from shardwright.data.order import Order
 from shardwright.data.prepare import open_updates, prepare
 from shardwright.layout.axes import Axes
 from shardwright.layout.batch import row_multiple
-from shardwright.train.rows_done import Former, go_on
+from shardwright.train.rows_done import SavedPosition, resume_rows
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class RunData:
     def updates(self) -> int:
         return self.order.total_updates
 
-    def go_on(self, former: Former) -> list[str]:
-        """Goes on behind a checkpoint; see `rows_done.go_on`."""
-        return go_on(self.order, former, self.run, self.fingerprint)
+    def resume_rows(self, saved: SavedPosition) -> list[str]:
+        """Lets the rows begin after those that a checkpoint has done; see `rows_done.resume_rows`."""
+        return resume_rows(self.order, saved, self.run, self.fingerprint)
 
     def updates_from(self, first: int, device: torch.device) -> Iterator[UpdateBatch]:
         """This rank's part of update `first` (0-based) and of those after it, made while earlier ones run on `device`."""

@@ -187,9 +187,9 @@ def _reference(adjusted: Adjusted, directory: Path, console: Console) -> tuple[R
     model = build_model(adjusted.run.model, torch.float64)
     if sum(p.numel() for p in model.parameters()) <= ONE_THREAD_PARAMETERS:
         torch.set_num_threads(1)
-    record, limit, training = run_reference(adjusted.run, adjusted.changes, directory, adjusted.updates, adjusted.lines)
+    record, training = run_reference(adjusted.run, adjusted.changes, directory, adjusted.updates)
     torch.set_num_threads(threads)
-    for line in (*adjusted.lines, *_limit_line(adjusted, limit)):
+    for line in (*adjusted.lines, *_limit_line(adjusted, training.max_grad_norm)):
         say(console, line)
     first = record.scalars(1)
     targets = [note.targets for note in first.microbatches]
@@ -218,7 +218,7 @@ def _tolerance(adjusted: Adjusted, ranks: int) -> Tolerance:
 
 
 def _limit_line(adjusted: Adjusted, limit: float | None) -> list[str]:
-    """What to say when the gradient norm limit had to be lowered for clipping to be seen."""
+    """A line where there is no clipping, or where the limit was lowered so that clipping shows."""
     asked = adjusted.run.training.max_grad_norm
     if asked is None:
         return ["training.max_grad_norm is null: clipping is not part of this objective."]

@@ -27,7 +27,7 @@ from shardwright.data.streaming import record_stream
 from shardwright.data.streaming.rows import StreamOrder
 from shardwright.errors import CheckpointError, ConfigError, DataError
 from shardwright.layout.legality import check_run
-from shardwright.train.rows_done import Former, go_on
+from shardwright.train.rows_done import SavedPosition, resume_rows
 
 TEXTS = [f"{number:03d}" + "xyz"[: number % 4] for number in range(60)]
 
@@ -157,9 +157,9 @@ def test_any_update_is_a_place_to_go_on_from(tmp_path: Path, kind: str, batching
         assert [documents([batch]) for batch in prefetch(again, update)] == expected[update:]
 
 
-def _former(update: int, cursor: Any, **settings: Any) -> Former:
+def _former(update: int, cursor: Any, **settings: Any) -> SavedPosition:
     values = {"training.max_steps": 30, "training.global_batch_size": 4, "training.seed": 42, "data.shuffle": True}
-    return Former(update, cursor, "stream", values | settings)
+    return SavedPosition(update, cursor, "stream", values | settings)
 
 
 def test_a_stream_goes_on_with_another_batch_size(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_a_stream_goes_on_with_another_batch_size(tmp_path: Path) -> None:
     cursor = [first.update(number) for number in range(5)][-1].cursor
     run = run_file(tmp_path, entries, batch=3, steps=11)
     again = loader(run)
-    said = go_on(again.order, _former(5, json.loads(json.dumps(cursor))), run, "stream")
+    said = resume_rows(again.order, _former(5, json.loads(json.dumps(cursor))), run, "stream")
     assert [text for number in range(5, 11) for text in documents([again.update(number)])] == one_by_one[20:38]
     assert "20 rows are done, and update 5 begins in window 1 of the stream; none of its rows comes again" in said[0]
     assert said[1].startswith("The run has 11 updates where it had 30, and lr_scheduler_type linear follows")
@@ -184,7 +184,7 @@ def test_what_another_seed_repeats_of_a_window_is_counted(tmp_path: Path) -> Non
     batches = [first.update(number) for number in range(6)]
     run = run_file(tmp_path, entries, shuffle=False)
     again = loader(run)
-    (line,) = go_on(again.order, _former(6, batches[-1].cursor), run, "stream")
+    (line,) = resume_rows(again.order, _former(6, batches[-1].cursor), run, "stream")
     done = [text for batch in batches for text in documents([batch])]
     rest = [text for number in range(6, 15) for text in documents([again.update(number)])]
     twice = len(set(done) & set(rest))
@@ -195,7 +195,7 @@ def test_what_another_seed_repeats_of_a_window_is_counted(tmp_path: Path) -> Non
 def test_a_checkpoint_of_rows_on_disk_does_not_stand_in_a_stream(tmp_path: Path) -> None:
     run = run_file(tmp_path, write(tmp_path, "jsonl"), shuffle=False)
     again = loader(run)
-    (line,) = go_on(again.order, _former(3, {"rows": 12, "stretches": []}), run, "stream")
+    (line,) = resume_rows(again.order, _former(3, {"rows": 12, "stretches": []}), run, "stream")
     assert line == "The stream is read from its beginning: the checkpoint was trained on other data."
     assert documents([again.update(3)]) == TEXTS[:4]
 

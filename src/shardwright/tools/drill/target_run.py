@@ -1,9 +1,7 @@
-"""A run as one sees it from outside: started, watched through its pulses and files, broken, and started again."""
+"""The run into which a drill injects faults: started and observed from outside, through heartbeats and files."""
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,21 +10,21 @@ from pathlib import Path
 
 import psutil
 
-from shardwright.checkpoint import store
+from shardwright.checkpoint.manifest import read_manifest
+from shardwright.checkpoint.resume import find_checkpoint
 from shardwright.config.load import Loaded
 from shardwright.errors import CheckFailed
-from shardwright.launch.heartbeat import Beat, read_pulse
+from shardwright.launch.heartbeat import Beat, read_heartbeat
 from shardwright.measure import clock
 
 POLL_SECONDS = 0.0002
-FREEZE_SECONDS = 0.5
 RESTARTS = 1000
-PATIENCE_SECONDS = 300.0
-"""How long the drill waits for anything that must come, beside the run's own time limits."""
+WAIT_SECONDS = 300.0
+"""How long the drill waits for an expected event, in addition to the run's own time limits."""
 
 
-class Session:
-    """A run of `ranks` ranks in its own output directory, through all its launchers and starts."""
+class TargetRun:
+    """A run of `ranks` ranks in its own output directory, across all its launchers and starts."""
 
     def __init__(self, loaded: Loaded, ranks: int, output_dir: Path) -> None:
         self.loaded = loaded.replaced({"checkpoint.output_dir": str(output_dir)}, "drill")
@@ -36,62 +34,54 @@ class Session:
         self._file.write_text(self.loaded.to_json(), encoding="utf-8")
         self.output = output_dir / "launcher.log"
         self.launcher: subprocess.Popen | None = None
-        self.started_at = 0.0
 
     def start(self, restarts: int = RESTARTS) -> None:
-        """Starts a launcher, unless one runs."""
+        """Starts a launcher, unless one is running."""
         if self.running:
             return
-        command = [
-            sys.executable,
-            "-m",
-            "shardwright.tools.drill.start",
-            str(self._file),
-            str(self.ranks),
-            str(restarts),
-        ]
+        arguments = [str(self._file), str(self.ranks), str(restarts)]
+        command = [sys.executable, "-m", "shardwright.tools.drill.start", *arguments]
         with self.output.open("ab") as output:
             self.launcher = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
             )
-        self.started_at = clock.now()
 
-    def save_beside(self, beside: bool) -> None:
-        """Whether ranks that start from now on save beside training."""
-        changed = self.loaded.replaced({"checkpoint.async_save": beside}, "drill")
+    def set_async_save(self, async_save: bool) -> None:
+        """Whether ranks that start from now on save in the background."""
+        changed = self.loaded.replaced({"checkpoint.async_save": async_save}, "drill")
         part = self._file.with_suffix(".part")
         part.write_text(changed.to_json(), encoding="utf-8")
         part.replace(self._file)
 
     @property
     def running(self) -> bool:
-        """Whether the launcher is there."""
+        """Whether the launcher is running."""
         return self.launcher is not None and self.launcher.poll() is None
 
     def kill_launcher(self) -> None:
-        """SIGKILL; its guard ends the ranks."""
+        """Sends SIGKILL to the launcher; its guard process ends the ranks."""
         assert self.launcher is not None
         self.launcher.kill()
         self.launcher.wait()
 
     def close(self) -> None:
-        """Leaves no process."""
+        """Ends all processes."""
         if self.running:
             self.kill_launcher()
 
     @property
     def starts(self) -> int:
-        """How often ranks were started, by all launchers."""
+        """Number of starts of ranks, by all launchers."""
         logs = self.output_dir / "logs"
         return sum(1 for path in logs.iterdir() if path.name.isdecimal()) if logs.is_dir() else 0
 
     def beat(self, rank: int, start: int | None = None) -> Beat | None:
-        """What `rank` of the last start (or of start number `start`) last said."""
+        """The last beat of `rank` in start number `start`, by default the last start."""
         number = self.starts - 1 if start is None else start
-        return read_pulse(self.output_dir / "logs" / str(number) / f"rank_{rank}")
+        return read_heartbeat(self.output_dir / "logs" / str(number) / f"rank_{rank}")
 
     def process_of(self, rank: int) -> int | None:
-        """The process of a rank that runs, from the launcher's children: there before the rank says anything."""
+        """The process of a running rank, from the launcher's children: known before the first beat of the rank."""
         assert self.launcher is not None
         with suppress(psutil.NoSuchProcess):
             for child in psutil.Process(self.launcher.pid).children():
@@ -107,10 +97,10 @@ class Session:
 
     def newest(self) -> int:
         """Update of the checkpoint that a start would resume from; 0 for none."""
-        path = store.find(self.output_dir, "auto")
-        return store.read_manifest(path).update if path else 0
+        path = find_checkpoint(self.output_dir, "auto")
+        return read_manifest(path).update if path else 0
 
-    def wait_for_begin(self, start: int) -> tuple[int, float]:
+    def wait_for_first_update(self, start: int) -> tuple[int, float]:
         """(update, clock) at which start number `start` began to train."""
         for _ in self.polls(f"start {start} to begin"):
             beat = self.beat(0, start)
@@ -121,7 +111,7 @@ class Session:
         raise AssertionError
 
     def wait_for_end(self, start: int) -> int | None:
-        """Waits until start number `start` is over: the launcher's exit code, or None when it has started ranks again."""
+        """Waits for the end of start number `start`: the launcher's exit code, or None when it has restarted the ranks."""
         for _ in self.polls(f"start {start} to end"):
             if not self.running:
                 assert self.launcher is not None
@@ -130,30 +120,15 @@ class Session:
                 return None
         raise AssertionError
 
-    def polls(self, what: str, interval: float = 0.01, seconds: float = PATIENCE_SECONDS) -> Iterator[None]:
-        """Goes on until `seconds` are over; then raises `CheckFailed`."""
+    def polls(self, what: str, interval: float = 0.01, seconds: float = WAIT_SECONDS) -> Iterator[None]:
+        """Yields every `interval` seconds for `seconds` and the run's time limit; then raises `CheckFailed`."""
         end = clock.now() + seconds + self.loaded.run.hardware.timeout_seconds
         while clock.now() < end:
             yield
             clock.sleep(interval)
-        raise CheckFailed(f"The drill has waited in vain for {what}.", self.tail())
+        raise CheckFailed(f"The drill has waited too long for {what}.", self.tail())
 
     def tail(self, lines: int = 8) -> str:
-        """The last lines that the launchers wrote."""
+        """The last lines of the launchers' output."""
         text = self.output.read_text(encoding="utf-8", errors="replace") if self.output.exists() else ""
         return "\n".join(text.splitlines()[-lines:])
-
-
-def freeze(process_id: int) -> None:
-    """Stops a process, so that where it stands can be looked at and stays true; returns when it has stopped."""
-    with suppress(ProcessLookupError, psutil.NoSuchProcess):
-        os.kill(process_id, signal.SIGSTOP)
-        process, end = psutil.Process(process_id), clock.now() + FREEZE_SECONDS
-        while process.status() != psutil.STATUS_STOPPED and clock.now() < end:
-            clock.sleep(POLL_SECONDS)
-
-
-def thaw(process_id: int) -> None:
-    """Lets a stopped process go on."""
-    with suppress(ProcessLookupError):
-        os.kill(process_id, signal.SIGCONT)

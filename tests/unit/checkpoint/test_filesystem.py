@@ -14,8 +14,9 @@ import pytest
 from tests.checkpoints import written
 
 from shardwright.checkpoint import directory
-from shardwright.checkpoint.retention import Retention
-from shardwright.checkpoint.store import complete_checkpoints, find, verify
+from shardwright.checkpoint.directory import Retention, complete_checkpoints
+from shardwright.checkpoint.manifest import verify
+from shardwright.checkpoint.resume import find_checkpoint
 
 LIMIT = Retention(1)
 
@@ -83,7 +84,7 @@ def test_leftovers_of_one_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         (tmp_path / ".checkpoint-2.incomplete").mkdir()
         (tmp_path / ".checkpoint-2.incomplete" / "held").touch()
         written(tmp_path, 2, notes=(notes := []))
-        assert find(tmp_path, "auto") == tmp_path / "checkpoint-2" and notes
+        assert find_checkpoint(tmp_path, "auto") == tmp_path / "checkpoint-2" and notes
     assert len(left_over(tmp_path)) == 3
 
 
@@ -116,7 +117,7 @@ def test_latest_that_is_no_link(make: Callable[[Path], None], kind: str, tmp_pat
     written(tmp_path, 4, notes=(notes := []))
     assert len(notes) == 1 and f"latest is {kind}, not a link" in notes[0]
     assert sorted(path.name for path in tmp_path.rglob("latest/*")) == before
-    assert find(tmp_path, "auto") == tmp_path / "checkpoint-4"
+    assert find_checkpoint(tmp_path, "auto") == tmp_path / "checkpoint-4"
 
 
 def test_no_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +128,7 @@ def test_no_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written(tmp_path, 2, notes=(notes := []))
     written(tmp_path, 4, notes=(again := []))
     assert notes == again and len(notes) == 1 and "latest cannot be made" in notes[0]
-    assert find(tmp_path, "auto") == tmp_path / "checkpoint-4" and not (tmp_path / "latest").exists()
+    assert find_checkpoint(tmp_path, "auto") == tmp_path / "checkpoint-4" and not (tmp_path / "latest").exists()
 
 
 def test_links_that_cannot_be_renamed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,8 @@
-"""Which rank the others wait for, from what each has given to its process groups and where its main thread stands.
+"""Which rank the others wait for, from the collectives that each rank has issued and from the stack of its main thread.
 
-Pure functions. A rank waits for the ranks that have not issued its collective, that have issued another in its place, or that
-have not sent the message that it receives. The rank that others wait for, and that waits for nobody, is to blame. Work that a
-rank has begun without waiting looks like waiting too; where ranks so seem to wait in a circle, the place of the main thread
-decides.
+A rank waits for ranks that have not issued its collective, that have issued another in its place, or that have not sent the
+message that it receives. The culprit is the rank that others wait for and that waits for nobody. Work that a rank has begun
+without waiting looks like waiting too; where ranks so seem to wait in a circle, the stack of the main thread decides.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 STOPPED, OWN_CODE, BACKWARD, WAITING = range(4)
-"""Where a main thread stands, from the least to the most innocent."""
+"""What a main thread does, the most suspicious first."""
 
 _WAITS = re.compile(r"\b(wait|synchronize|item|tolist|cpu|numpy)\(")
 """Calls that wait for work given to a device or to other ranks. A wait for a thread ends in threading.py instead."""
@@ -34,8 +33,8 @@ _Key = tuple[str, tuple[int, ...], int]
 """Name of a group, its ranks, the number of a collective in it."""
 
 
-def place_of(stack: Sequence[str]) -> str:
-    """The first line of a stack that is of the user's or our code, and the innermost one where a library is behind it."""
+def own_frame(stack: Sequence[str]) -> str:
+    """The innermost frame of the user's or our code, with the innermost frame of all where that is in a library."""
     if not stack:
         return ""
     own = next((frame for frame in stack if _is_own(_split(frame)[0])), stack[0])
@@ -43,26 +42,29 @@ def place_of(stack: Sequence[str]) -> str:
 
 
 @dataclass(frozen=True)
-class Sight:
-    """One rank of a run that hangs.
-
-    doing: its phase, which `position` sorts. stack: frames of the main thread, innermost first: `file:line function`. issued:
-    as `measure.outstanding.issued` has it; None when the rank did not answer. note: the error that the rank handles.
-    """
+class RankSnapshot:
+    """One rank of a run that hangs."""
 
     rank: int
     world_size: int
     doing: str
+    """Its phase and update."""
     position: Sequence[int]
+    """Sorts ranks by progress."""
     seconds: float
+    """Since its last beat."""
     stack: tuple[str, ...] = ()
+    """Frames of the main thread, innermost first: `file:line function`."""
     issued: Mapping[str, Any] | None = None
+    """From `measure.outactivity.issued`; None when the rank did not answer."""
     stopped: bool = False
+    """By a signal."""
     ended: bool = False
     note: str = ""
+    """The error that the rank handles."""
 
     @cached_property
-    def standing(self) -> int:
+    def activity(self) -> int:
         """One of `STOPPED`, `OWN_CODE`, `BACKWARD` and `WAITING`."""
         if self.ended:
             return WAITING
@@ -74,9 +76,9 @@ class Sight:
         return BACKWARD if self.stack[0].endswith("_engine_run_backward") else OWN_CODE
 
     @property
-    def place(self) -> str:
-        """The line where the rank stands; empty where it is not known."""
-        return "" if self.ended else place_of(self.stack)
+    def frame(self) -> str:
+        """Where the main thread is; empty where that is not known."""
+        return "" if self.ended else own_frame(self.stack)
 
     @cached_property
     def collectives(self) -> dict[_Key, tuple[str, Any, bool]]:
@@ -96,7 +98,7 @@ class Sight:
 
 @dataclass
 class Wait:
-    """What one rank waits for: `what`, the ranks that have `not_begun` this, and what `others` do in its place."""
+    """One collective or message that a rank waits for: its description, ranks that have not begun it, ranks in another one."""
 
     what: str
     not_begun: list[int] = field(default_factory=list)
@@ -108,17 +110,19 @@ class Wait:
         return f"{self.what}: {', '.join(parts)}"
 
 
-def waits_of(sights: Sequence[Sight]) -> dict[int, list[Wait]]:
-    """Rank -> what it has begun that cannot end before other ranks come."""
-    by_rank = {sight.rank: sight for sight in sights if not sight.ended}
-    return {rank: [*_collectives(sight, by_rank), *_transfers(sight, by_rank)] for rank, sight in by_rank.items()}
+def waits_of(snapshots: Sequence[RankSnapshot]) -> dict[int, list[Wait]]:
+    """Rank -> its collectives and messages that cannot end before other ranks begin them."""
+    by_rank = {snapshot.rank: snapshot for snapshot in snapshots if not snapshot.ended}
+    return {
+        rank: [*_collectives(snapshot, by_rank), *_transfers(snapshot, by_rank)] for rank, snapshot in by_rank.items()
+    }
 
 
-def _collectives(sight: Sight, by_rank: Mapping[int, Sight]) -> Iterable[Wait]:
-    for key, (operation, sizes, done) in sight.collectives.items():
+def _collectives(snapshot: RankSnapshot, by_rank: Mapping[int, RankSnapshot]) -> Iterable[Wait]:
+    for key, (operation, sizes, done) in snapshot.collectives.items():
         name, ranks, number = key
         wait = Wait(f"{_text(operation, sizes)} of {_ranks(ranks)}")
-        for other in (by_rank[rank] for rank in ranks if rank in by_rank and rank != sight.rank and not done):
+        for other in (by_rank[rank] for rank in ranks if rank in by_rank and rank != snapshot.rank and not done):
             if found := other.collectives.get(key):
                 if not _same(operation, sizes, *found[:2]):
                     wait.others[other.rank] = _text(*found[:2])
@@ -128,74 +132,74 @@ def _collectives(sight: Sight, by_rank: Mapping[int, Sight]) -> Iterable[Wait]:
             yield wait
 
 
-def _transfers(sight: Sight, by_rank: Mapping[int, Sight]) -> Iterable[Wait]:
+def _transfers(snapshot: RankSnapshot, by_rank: Mapping[int, RankSnapshot]) -> Iterable[Wait]:
     for mine, theirs, text in (("received", "sent", "a message from"), ("sent", "received", "a message to")):
         behind: dict[int, None] = {}
-        for other, group, tag, count in (sight.issued or {}).get(mine, ()):
-            if other in by_rank and other != sight.rank:
+        for other, group, tag, count in (snapshot.issued or {}).get(mine, ()):
+            if other in by_rank and other != snapshot.rank:
                 answers = (by_rank[other].issued or {}).get(theirs, ())
-                done = sum(n for rank, g, t, n in answers if (rank, g, t) == (sight.rank, group, tag))
+                done = sum(n for rank, g, t, n in answers if (rank, g, t) == (snapshot.rank, group, tag))
                 if done < count:
                     behind[other] = None
         yield from (Wait(f"{text} rank {other}", [other]) for other in behind)
 
 
-def to_blame(sights: Sequence[Sight]) -> list[Sight]:
-    """The ranks that the others wait for; the first by `standing` and position where no rank waits for another."""
-    waits = waits_of(sights)
+def find_culprits(snapshots: Sequence[RankSnapshot]) -> list[RankSnapshot]:
+    """The ranks that the others wait for; the most suspicious by `activity` and position where no rank waits for another."""
+    waits = waits_of(snapshots)
     edges = {rank: {r for wait in found for r in (*wait.not_begun, *wait.others)} for rank, found in waits.items()}
-    awaited = [sight for sight in sights if any(sight.rank in targets for targets in edges.values())]
+    awaited = [snapshot for snapshot in snapshots if any(snapshot.rank in targets for targets in edges.values())]
     if not awaited:
-        first = min(sights, key=_innocence)
-        return [sight for sight in sights if _innocence(sight) == _innocence(first)]
-    roots = [sight for sight in awaited if not edges.get(sight.rank)]
-    # a rank too busy to answer seems to wait for nobody
-    roots = [s for s in roots if s.issued is not None or s.standing < WAITING] or roots
-    roots = roots or [sight for sight in awaited if sight.standing in (STOPPED, OWN_CODE)]
+        first = min(snapshots, key=_suspicion)
+        return [snapshot for snapshot in snapshots if _suspicion(snapshot) == _suspicion(first)]
+    roots = [snapshot for snapshot in awaited if not edges.get(snapshot.rank)]
+    # a rank that was too busy to answer seems to wait for nobody
+    roots = [s for s in roots if s.issued is not None or s.activity < WAITING] or roots
+    roots = roots or [snapshot for snapshot in awaited if snapshot.activity in (STOPPED, OWN_CODE)]
     return roots or _odd_ones(awaited, waits) or awaited
 
 
-def _odd_ones(awaited: Sequence[Sight], waits: Mapping[int, list[Wait]]) -> list[Sight]:
-    """Of ranks in different collectives: those in another than most, that handle an error, or that are in the user's code."""
+def _odd_ones(awaited: Sequence[RankSnapshot], waits: Mapping[int, list[Wait]]) -> list[RankSnapshot]:
+    """Of ranks in different collectives: those unlike most, else those that handle an error or are in the user's code."""
     seen = Counter({rank: sum(len(wait.others) for wait in found) for rank, found in waits.items()})
     most = max(seen.values(), default=0)
-    odd = [sight for sight in awaited if most and seen[sight.rank] == most]
+    odd = [snapshot for snapshot in awaited if most and seen[snapshot.rank] == most]
     if len(odd) < len(awaited):
         return odd
-    noted = [sight for sight in awaited if sight.note]
-    return noted or [sight for sight in awaited if sight.place and not sight.place.startswith(_PACKAGE)]
+    noted = [snapshot for snapshot in awaited if snapshot.note]
+    return noted or [snapshot for snapshot in awaited if snapshot.frame and not snapshot.frame.startswith(_PACKAGE)]
 
 
-def _innocence(sight: Sight) -> tuple[int, Sequence[int]]:
-    return sight.standing, sight.position
+def _suspicion(snapshot: RankSnapshot) -> tuple[int, Sequence[int]]:
+    return snapshot.activity, snapshot.position
 
 
-def describe(sights: Sequence[Sight]) -> list[str]:
-    """The lines of a report: who is stuck and where, then every rank with what it waits for."""
-    blamed, waits = to_blame(sights), waits_of(sights)
-    first, numbers = blamed[0], [sight.rank for sight in blamed]
-    alone = len(blamed) == 1
+def describe(snapshots: Sequence[RankSnapshot]) -> list[str]:
+    """The lines of a report: which rank is stuck and where, then every rank with what it waits for."""
+    culprits, waits = find_culprits(snapshots), waits_of(snapshots)
+    first, numbers = culprits[0], [snapshot.rank for snapshot in culprits]
+    alone = len(culprits) == 1
     lines = [
         f"shardwright: {_ranks(numbers)} of {first.world_size} {'is' if alone else 'are'} stuck in {first.doing} "
-        f"({first.seconds:.0f} s without progress){f', at {first.place}' if alone and first.place else ''}."
+        f"({first.seconds:.0f} s without progress){f', at {first.frame}' if alone and first.frame else ''}."
     ]
-    for sight in sorted(sights, key=lambda sight: sight.rank):
-        lines += _lines(sight, waits.get(sight.rank, []), sight in blamed)
+    for snapshot in sorted(snapshots, key=lambda snapshot: snapshot.rank):
+        lines += _lines(snapshot, waits.get(snapshot.rank, []), snapshot in culprits)
     if first.stack:
         lines += [f"Stack of rank {first.rank}, innermost first:", *(f"  | {f}" for f in first.stack[:12])]
     return lines
 
 
-def _lines(sight: Sight, waits: Sequence[Wait], blamed: bool) -> list[str]:
-    text = f"  rank {sight.rank}: {sight.doing} for {sight.seconds:.1f} s, "
-    if sight.ended:
+def _lines(snapshot: RankSnapshot, waits: Sequence[Wait], culprits: bool) -> list[str]:
+    text = f"  rank {snapshot.rank}: {snapshot.doing} for {snapshot.seconds:.1f} s, "
+    if snapshot.ended:
         return [f"{text}waited for others in a collective for too long"]
-    if sight.standing == STOPPED:
-        return [text + ("stopped by a signal" if sight.stopped else "not answering signals")]
-    standing = WAITING if waits and not blamed else sight.standing
-    doing = {OWN_CODE: "in", BACKWARD: "in backward at", WAITING: "waiting for others in"}[standing]
-    note = f", {sight.note}" if sight.note else ""
-    return [f"{text}{doing} {sight.place}{note}", *(f"    begun: {wait}" for wait in waits[:3])]
+    if snapshot.activity == STOPPED:
+        return [text + ("stopped by a signal" if snapshot.stopped else "not answering signals")]
+    activity = WAITING if waits and not culprits else snapshot.activity
+    doing = {OWN_CODE: "in", BACKWARD: "in backward at", WAITING: "waiting for others in"}[activity]
+    note = f", {snapshot.note}" if snapshot.note else ""
+    return [f"{text}{doing} {snapshot.frame}{note}", *(f"    begun: {wait}" for wait in waits[:3])]
 
 
 def _same(operation: str, sizes: Any, other_operation: str, other_sizes: Any) -> bool:

@@ -12,21 +12,20 @@ import torch
 from safetensors.torch import load_file
 from tests.checkpoints import TENSORS_OF, flip, forge, written
 
-from shardwright.checkpoint.parts import PIECE_BYTES, Box, Held, pieces, rows_of, writers
-from shardwright.checkpoint.reader import covers, read_into
-from shardwright.checkpoint.retention import Retention, best_of, surplus
-from shardwright.checkpoint.store import (
-    MANIFEST,
-    bring_back,
+from shardwright.checkpoint.directory import (
+    Retention,
+    best_of,
     complete_checkpoints,
-    find,
-    problems_of,
-    read_index,
-    read_manifest,
+    restore_replaced,
     skipped,
-    verify,
+    surplus,
 )
+from shardwright.checkpoint.manifest import MANIFEST, problems_of, read_index, read_manifest, verify
+from shardwright.checkpoint.parts import PIECE_BYTES, Held, pieces, rows_of, writers
+from shardwright.checkpoint.reader import covers, read_into
+from shardwright.checkpoint.resume import find_checkpoint
 from shardwright.errors import CheckpointError, DamagedCheckpointError
+from shardwright.mesh.shard_geometry import Box
 
 FILES = ("manifest.json", "config.yaml", "tensors/index.json", "tensors/rank-00000.safetensors")
 
@@ -38,14 +37,14 @@ def test_a_directory_without_manifest_never_counts(tmp_path: Path) -> None:
         written(tmp_path, update)
     (tmp_path / ".checkpoint-12.incomplete").mkdir()
     assert [path.name for path in complete_checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-10"]
-    assert find(tmp_path, "auto") == tmp_path / "checkpoint-10"
+    assert find_checkpoint(tmp_path, "auto") == tmp_path / "checkpoint-10"
     assert (tmp_path / "latest").resolve().name == "checkpoint-2", "the last one that was written"
     assert [(path.name, reason) for path, reason in skipped(tmp_path)] == [
         (".checkpoint-12.incomplete", "it was not completed"),
         ("checkpoint-9", "it has no manifest.json"),
     ]
     with pytest.raises(CheckpointError, match="no complete checkpoint"):
-        find(tmp_path, str(tmp_path / "checkpoint-9"))
+        find_checkpoint(tmp_path, str(tmp_path / "checkpoint-9"))
 
 
 def test_tensors_are_safetensors_that_others_read(tmp_path: Path) -> None:
@@ -94,18 +93,18 @@ def test_a_short_or_missing_file_gives_way_to_the_one_before(name: str, tmp_path
     older, newer = written(tmp_path, 3), written(tmp_path, 6)
     data = (newer / name).read_bytes()
     (newer / name).write_bytes(data[:-1] if name != MANIFEST else data[:-5])
-    assert find(tmp_path, "auto") == older
+    assert find_checkpoint(tmp_path, "auto") == older
     assert [path for path, _ in skipped(tmp_path)] == [newer]
     if name != MANIFEST:
         assert skipped(tmp_path)[0][1] == f"{newer / name} has {len(data) - 1:,} bytes where {len(data):,} were written"
     with pytest.raises(DamagedCheckpointError, match="is damaged"):
-        find(tmp_path, str(newer))
+        find_checkpoint(tmp_path, str(newer))
     (newer / name).unlink()
-    assert find(tmp_path, "auto") == older and len(skipped(tmp_path)) == 1
+    assert find_checkpoint(tmp_path, "auto") == older and len(skipped(tmp_path)) == 1
     for file in FILES[1:]:
         (older / file).unlink()
     with pytest.raises(CheckpointError, match="none of them is good"):
-        find(tmp_path, "auto")
+        find_checkpoint(tmp_path, "auto")
 
 
 def test_a_damaged_manifest_is_named(tmp_path: Path) -> None:
@@ -199,7 +198,7 @@ def test_what_is_kept_on_the_disk(tmp_path: Path) -> None:
     assert [path.name for path in complete_checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-5"]
     assert (tmp_path / "best").resolve().name == "checkpoint-2"
     (tmp_path / "checkpoint-5").rename(tmp_path / ".checkpoint-5.replaced")  # a crash while it was replaced
-    bring_back(tmp_path)
+    restore_replaced(tmp_path)
     assert verify(tmp_path / "checkpoint-5") == []
     written(tmp_path, 5)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
@@ -224,15 +223,17 @@ def test_pieces_are_runs_of_rows() -> None:
 
 def test_who_writes_what() -> None:
     """Replicas are written once and shared out; what is missing or ambiguous is refused."""
-    whole = [Held(f"model.{n}", "F32", (8,), Box((0,), (8,))) for n in range(4)]
-    halves = [Held("model.s", "F32", (6,), Box((start,), (3,))) for start in (0, 3)]
+    whole = [Held(f"model.{n}", torch.float32, (8,), Box((0,), (8,))) for n in range(4)]
+    halves = [Held("model.s", torch.float32, (6,), Box((start,), (3,))) for start in (0, 3)]
     first, second = writers([[*whole, halves[0]], [*whole, halves[1]]])
     assert sorted(h.key for h in first) == sorted(["model.s", "model.0", "model.2"])
     assert sorted(h.key for h in second) == sorted(["model.s", "model.1", "model.3"])
     with pytest.raises(CheckpointError, match="hold 3 elements of"):
         writers([[halves[0]], []])
-    other = Held("model.0", "BF16", (8,), Box((0,), (8,)))
-    with pytest.raises(CheckpointError, match=r"model.0 is BF16 \(8,\) on one rank and F32 \(8,\) on another"):
+    other = Held("model.0", torch.bfloat16, (8,), Box((0,), (8,)))
+    with pytest.raises(
+        CheckpointError, match=r"model.0 is torch.bfloat16 \(8,\) on one rank and torch.float32 \(8,\) on another"
+    ):
         writers([[whole[0]], [other]])
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from shardwright.launch import blame
-from shardwright.launch.blame import Sight, describe, to_blame
+from shardwright.launch import hang_analysis
+from shardwright.launch.hang_analysis import RankSnapshot, describe, find_culprits
 
 MINE = "/home/me/my_loss.py:12 my_loss"
-OURS = str(Path(blame.__file__).parents[1] / "train" / "loop.py")
+OURS = str(Path(hang_analysis.__file__).parents[1] / "train" / "loop.py")
 
 
 @pytest.fixture
@@ -30,15 +30,15 @@ def group(*collectives: Any, ranks: tuple[int, ...] = (0, 1)) -> dict[str, Any]:
     return {"ranks": list(ranks), "collectives": issued}
 
 
-def sight(rank: int, frame: str, groups: Any = None, ranks: int = 2, **options: Any) -> Sight:
+def sight(rank: int, frame: str, groups: Any = None, ranks: int = 2, **options: Any) -> RankSnapshot:
     issued = {"groups": groups or {}, "sent": [], "received": []}
     issued |= {name: options.pop(name) for name in ("sent", "received") if name in options}
     given = {"issued": issued, "stack": (frame,), **options}
-    return Sight(rank, ranks, "forward_backward of update 4", (4, 2), 12.0, **given)
+    return RankSnapshot(rank, ranks, "forward_backward of update 4", (4, 2), 12.0, **given)
 
 
-def named(*sights: Sight) -> list[int]:
-    return [one.rank for one in to_blame(sights)]
+def named(*sights: RankSnapshot) -> list[int]:
+    return [one.rank for one in find_culprits(sights)]
 
 
 DONE, LEFT = ("all_reduce", 8), ("all_reduce!", 9)
@@ -124,8 +124,8 @@ def test_sizes_that_may_differ_between_ranks_do(wait: str) -> None:
 
 
 def test_without_a_wait_the_place_and_the_position_decide(wait: str) -> None:
-    ahead = Sight(0, 2, "step of update 4", (4, 4), 9.0, (MINE,), {})
-    behind = Sight(1, 2, "data of update 4", (4, 1), 9.0, (MINE,), {})
+    ahead = RankSnapshot(0, 2, "step of update 4", (4, 4), 9.0, (MINE,), {})
+    behind = RankSnapshot(1, 2, "data of update 4", (4, 1), 9.0, (MINE,), {})
     assert named(ahead, behind) == [1]
-    assert named(ahead, Sight(1, 2, "data of update 4", (4, 1), 9.0, (wait,), {})) == [0]
-    assert named(ahead, Sight(1, 2, "reduce of update 4", (4, 3), 9.0, ended=True)) == [0]
+    assert named(ahead, RankSnapshot(1, 2, "data of update 4", (4, 1), 9.0, (wait,), {})) == [0]
+    assert named(ahead, RankSnapshot(1, 2, "reduce of update 4", (4, 3), 9.0, ended=True)) == [0]
