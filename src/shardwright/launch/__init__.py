@@ -8,7 +8,7 @@ docs/decisions/0002-own-supervisor.md.
 from shardwright.launch.hang import OwnWatch, listen_for_dumps
 from shardwright.launch.heartbeat import Heartbeat
 from shardwright.launch.lock import owned
-from shardwright.launch.rank import finish, inside_a_launcher, own_job, worker_main
+from shardwright.launch.rank import finish, inside_a_launcher, own_job, refuse_launcher, worker_main
 from shardwright.launch.start import run_workers
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "listen_for_dumps",
     "own_job",
     "owned",
+    "refuse_launcher",
     "run_workers",
     "worker_main",
 ]
