@@ -52,7 +52,7 @@ def ours(job: Job) -> tuple[Update, Any]:
     from shardwright.config.load import parse_overrides
     from shardwright.data.loader import Microbatch, UpdateBatch
     from shardwright.layout.legality import check_run
-    from shardwright.train.update import Engine
+    from shardwright.train.update import UpdateEngine
 
     ranks = dist.get_world_size()
     values: dict[str, Any] = {
@@ -74,7 +74,7 @@ def ours(job: Job) -> tuple[Update, Any]:
     if job.replicas > 1:
         values["parallelism.dp_replicate_size"] = job.replicas
     loaded = load_run_file(None, {**values, **parse_overrides([f"--{text}" for text in job.settings])})
-    engine = Engine(loaded.run, check_run(loaded, ranks), torch.device("cpu"), 1000)
+    engine = UpdateEngine(loaded.run, check_run(loaded, ranks), torch.device("cpu"), 1000)
 
     def update(number: int) -> float:
         made = []
@@ -89,8 +89,8 @@ def ours(job: Job) -> tuple[Update, Any]:
     return update, engine
 
 
-def unwired(job: Job) -> Update:
-    """`ours` as it would be without what is done for gloo: `fully_shard`'s own reductions, ddp in stretches of 25 MiB."""
+def stock(job: Job) -> Update:
+    """`ours` without the package `backends/gloo`: reductions of `fully_shard` itself, ddp in buckets of 25 MiB."""
     from unittest import mock
 
     if job.layout == "ddp":

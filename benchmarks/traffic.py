@@ -48,9 +48,9 @@ def worker(task: dict[str, Any]) -> None:
     from shardwright.layout.names import with_layout
     from shardwright.measure.communication import CommunicationRecorder, compare_traffic
     from shardwright.mesh.device_mesh import axis_of_groups
-    from shardwright.planner.of_run import job_of, layout_of
+    from shardwright.planner.problem import layout_of, problem_of
     from shardwright.planner.traffic import Place, traffic
-    from shardwright.train.update import Engine
+    from shardwright.train.update import UpdateEngine
 
     rank_of_task(task)
     values = {
@@ -67,7 +67,7 @@ def worker(task: dict[str, Any]) -> None:
     for name in task["layouts"]:
         loaded = with_layout(load_run_file(None, values), name)
         run, axes = loaded.run, check_run(loaded, task["ranks"])
-        engine = Engine(run, axes, torch.device("cpu"), 3)
+        engine = UpdateEngine(run, axes, torch.device("cpu"), 3)
         recorder = CommunicationRecorder(axis_of_groups(engine.mesh))
         for number in range(2):
             engine.forward_backward(update_batch(engine, number, vocabulary))
@@ -76,8 +76,8 @@ def worker(task: dict[str, Any]) -> None:
             engine.forward_backward(update_batch(engine, 2, vocabulary))
         at, ddp = axes.coordinates(engine.rank), run.parallelism.data_parallel == "ddp"
         place = Place(at["tp"], 0 if ddp else at["dp_shard"] * axes.cp + at["cp"])
-        job, layout = job_of(run, shape_from_config(task["model"])), layout_of(run, axes)
-        rows = compare_traffic(traffic(job, layout, at["pp"], place=place), recorder.traffic(), buckets=ddp)
+        problem, layout = problem_of(run, shape_from_config(task["model"])), layout_of(run, axes)
+        rows = compare_traffic(traffic(problem, layout, at["pp"], place=place), recorder.traffic(), buckets=ddp)
         own = [{**asdict(row), "equal": row.equal} for row in rows]
         gathered: list[Any] = [None] * task["ranks"]
         dist.all_gather_object(gathered, own)

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from loops import Job, Update, alone, bare, deepspeed_zero, ours, unwired
+from loops import Job, Update, alone, bare, deepspeed_zero, ours, stock
 
 from shardwright.measure.communication import CommunicationRecorder
 from shardwright.mesh.device_mesh import axis_of_groups
+from shardwright.mesh.shard_geometry import full_tensor
 
 SAME = {False: 2e-5, True: 2e-2}
 """Relative difference of the first losses that is accepted, by bf16."""
@@ -40,11 +41,11 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     first, engine = ours(job)
-    start = {name: engine.full(p.detach()).clone() for name, p in engine.module.named_parameters()}
+    start = {name: full_tensor(p.detach()).clone() for name, p in engine.module.named_parameters()}
     updates: dict[str, Update] = {"ours": first}
     for peer in task["peers"]:
-        if peer == "unwired":
-            updates[peer] = unwired(job)
+        if peer == "stock":
+            updates[peer] = stock(job)
         elif peer == "deepspeed":
             updates[peer] = deepspeed_zero(job, start)
         else:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from shardwright.layout.traffic import Traffic
-from shardwright.layout.zero import Stage
+from shardwright.layout.zero import ZeroStage
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Sharding:
     reshard_after_forward: of units; a number keeps shards on so many ranks. Bytes of the compute and the reduction dtype.
     """
 
-    stage: Stage
+    stage: ZeroStage
     axis: str
     degree: int
     replicas: int
@@ -36,7 +36,7 @@ def replica_traffic(axis: str, elements: int, ranks: int, reduce_bytes: int) -> 
 
 
 def shard_traffic(units: Iterable[int], once: Iterable[int], how: Sharding) -> tuple[Traffic, ...]:
-    """`zero*`: what the units of a rank gather and reduce; `once`: those that no microbatch gathers twice (`Stage.gathers`).
+    """`zero*`: what the units of a rank gather and reduce; `once`: units that no microbatch gathers twice.
 
     units, once: elements of the shard of each on a rank with the fullest ones (`fully_shard` pads the others to it).
     """

@@ -32,7 +32,7 @@ from shardwright.errors import ShardwrightError
 from shardwright.models.model_parts import Parts
 from shardwright.parallel.pipeline.stages import Stage
 from shardwright.parallel.tensor.styles import Column, Done, Entry, Head, Row, Vocabulary, change_input
-from shardwright.parallel.tensor.tp_plan import COLUMN, EMBEDDING, ROW, SUMMED, plan_tensor
+from shardwright.parallel.tensor.tp_plan import COLUMN, EMBEDDING, ROW, SUMMED, VOCABULARY, TensorPlan
 from shardwright.parallel.tensor.tp_rng import Streams, drops
 from shardwright.torch_private import REDISTRIBUTE_LOGGER
 
@@ -47,16 +47,18 @@ class TensorParallel:
         self,
         model: nn.Module,
         parts: Parts,
+        plan: TensorPlan,
         mesh: DeviceMesh,
         run: RunFile,
         stages: Sequence[Stage] = (),
         attention: Sequence[str] = (),
     ) -> None:
-        """Divides `model` (on meta) in place; raises as `plan_tensor`.
+        """Divides `model` (on meta) in place.
 
-        stages: what this rank has of a pipeline. attention: the modules that attend, of the unsplit model.
+        parts: of this model. plan, attention: of the unsplit model; attention: the modules that attend. stages: this rank's
+        pipeline stages.
         """
-        plan = plan_tensor(model, parts, run, whole=run.parallelism.pp_size == 1)
+        plan = plan.held_by(model)
         self.model, self.sequence = model, run.parallelism.sequence_parallel is not False
         self._undivided = self._attention_on_wholes(attention, plan.regions)
         self.peers = Peers(mesh.size(), mesh.get_local_rank(), mesh.get_group())
@@ -73,7 +75,7 @@ class TensorParallel:
         for name in sorted(plan.regions):
             self._on_input(name, self._enter)
         for name in self._undivided:
-            self._on_input(name, partial(tp_collectives.gather_same, dim=1, peers=self.peers))
+            self._on_input(name, partial(tp_collectives.gather_from_tp, dim=1, peers=self.peers))
             self.model.get_submodule(name).register_forward_hook(self._leave_undivided)
         for name in parts.blocks if self._streams is not None else ():
             block = model.get_submodule(name)
@@ -105,8 +107,8 @@ class TensorParallel:
     def _leave_undivided(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Whole [B, T, D], equal on all ranks, -> [B, T / tp, D]."""
         if isinstance(output, Tensor):
-            return tp_collectives.cut(output, 1, self.peers)
-        return (tp_collectives.cut(output[0], 1, self.peers), *output[1:])
+            return tp_collectives.scatter_to_tp(output, 1, self.peers)
+        return (tp_collectives.scatter_to_tp(output[0], 1, self.peers), *output[1:])
 
     def _in_block(self, name: str) -> bool:
         return any(name.startswith(f"{block}.") for block in self._blocks)
@@ -135,12 +137,12 @@ class TensorParallel:
             return Vocabulary(self.peers, done)
         inside = self._in_block(name)
         if style in ROW:
-            leave = self._leave if inside else partial(tp_collectives.sum_out, peers=self.peers)
+            leave = self._leave if inside else partial(tp_collectives.reduce_from_tp, peers=self.peers)
             return Row(self.peers, done, leave, splits=style == "rowwise_split_input")
-        entry: Entry | None = self._enter if inside else partial(tp_collectives.copy_in, peers=self.peers)
+        entry: Entry | None = self._enter if inside else partial(tp_collectives.copy_to_tp, peers=self.peers)
         if name.rpartition(".")[0] in regions:
             entry = None
-        if style == "vocabulary":
+        if style == VOCABULARY:
             return Head(self.peers, done, entry)
         return Column(self.peers, done, entry, self._whole if style == "colwise_gather_output" else None)
 
@@ -163,18 +165,24 @@ class TensorParallel:
     def _enter(self, x: Tensor) -> Tensor:
         """[B, T or T / tp, D] into divided work: [B, T, D]."""
         self._draw(divided=True)
-        return tp_collectives.gather_in(x, 1, self.peers) if self.sequence else tp_collectives.copy_in(x, self.peers)
+        return (
+            tp_collectives.gather_from_sequence_parallel(x, 1, self.peers)
+            if self.sequence
+            else tp_collectives.copy_to_tp(x, self.peers)
+        )
 
     def _whole(self, x: Tensor) -> Tensor:
         """A divided output made whole, for work that every rank does alike."""
         self._draw(divided=False)
-        return tp_collectives.gather_same(x, -1, self.peers)
+        return tp_collectives.gather_from_tp(x, -1, self.peers)
 
     def _leave(self, x: Tensor) -> Tensor:
         """Partial [B, T, D] out of divided work: [B, T or T / tp, D]."""
         self._draw(divided=self.sequence)
         return (
-            tp_collectives.sum_and_cut_out(x, 1, self.peers) if self.sequence else tp_collectives.sum_out(x, self.peers)
+            tp_collectives.reduce_scatter_to_sequence_parallel(x, 1, self.peers)
+            if self.sequence
+            else tp_collectives.reduce_from_tp(x, self.peers)
         )
 
     def _cut_sequence(self, x: Tensor) -> Tensor:
@@ -185,12 +193,12 @@ class TensorParallel:
                 "sequence_parallel gives each rank equally many positions.",
                 "Use a multiple, or set parallelism.sequence_parallel to false.",
             )
-        return tp_collectives.cut(x, 1, self.peers)
+        return tp_collectives.scatter_to_tp(x, 1, self.peers)
 
     def _cut_around(self, blocks: Sequence[str], first: bool, last: bool) -> None:
         """Makes `blocks` work on pieces; `first`, `last`: they are the model's first, its last."""
-        enter = self._cut_sequence if first else partial(tp_collectives.take_piece, dim=1, peers=self.peers)
-        leave = tp_collectives.gather_same if last else tp_collectives.fill_in
+        enter = self._cut_sequence if first else partial(tp_collectives.slice_of_rank, dim=1, peers=self.peers)
+        leave = tp_collectives.gather_from_tp if last else tp_collectives.pad_to_whole
         self._on_input(blocks[0], enter)
         self.model.get_submodule(blocks[-1]).register_forward_hook(partial(self._leave_blocks, leave))
 

@@ -23,7 +23,7 @@ from shardwright.measure import clock
 from shardwright.measure.bottleneck import Bottleneck
 from shardwright.mesh.process_group import device_kind
 from shardwright.planner.hardware import find_device
-from shardwright.planner.of_run import job_of, layout_of
+from shardwright.planner.problem import layout_of, problem_of
 from shardwright.tools.bench.peers import check_peers, kind_of_peer, possible_peers
 from shardwright.tools.bench.rank import Spec
 from shardwright.tools.bench.summary import entry, schedule_of
@@ -220,7 +220,7 @@ def _schedule(loaded: Loaded, ranks: int) -> list[list[list[Any]]]:
     if shape is None:
         return []
     layout = layout_of(loaded.run, check_run(loaded, ranks))
-    return schedule_of(layout, layout.microbatches(job_of(loaded.run, shape)))
+    return schedule_of(layout, layout.microbatches(problem_of(loaded.run, shape)))
 
 
 def _finished(
