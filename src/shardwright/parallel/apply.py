@@ -38,7 +38,7 @@ from shardwright.parallel.pipeline.schedule_runner import Pipeline
 from shardwright.parallel.pipeline.stages import PipelineSplit, Stage, build_stages, plan_split
 from shardwright.parallel.strategy import DataParallel, Ties
 from shardwright.parallel.tensor.apply_plan import TensorParallel
-from shardwright.parallel.tensor.styles import divided
+from shardwright.parallel.tensor.styles import is_vocab_parallel
 from shardwright.parallel.tensor.tp_plan import VOCABULARY, TensorPlan, attention_modules, plan_tensor
 
 
@@ -232,6 +232,6 @@ def shard_units(model: nn.Module, parts: Parts, unit: str | int) -> list[Unit]:
 def _looks_up(modules: Sequence[nn.Module]) -> bool:
     """Whether these are plain embeddings. Any other may compute with its weight, and its backward reads it then."""
     return all(
-        type(module).forward is nn.Embedding.forward and ("forward" not in vars(module) or divided(module))
+        type(module).forward is nn.Embedding.forward and ("forward" not in vars(module) or is_vocab_parallel(module))
         for module in modules
     )

@@ -20,7 +20,7 @@ from shardwright.errors import ModelError, did_you_mean
 from shardwright.layout.axes import Axes
 from shardwright.layout.rules_tensor import check_tensor
 from shardwright.models.model_parts import Parts
-from shardwright.parallel.tensor.styles import fan
+from shardwright.parallel.tensor.styles import features
 from shardwright.parallel.tensor.tp_rng import drops
 
 ALIASES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
@@ -173,13 +173,13 @@ def check_plan(model: nn.Module, parts: Parts, plan: Mapping[str, str], tp_size:
         if style == SUMMED:
             continue
         if style in (EMBEDDING, VOCABULARY):
-            rows = module.num_embeddings if isinstance(module, nn.Embedding) else fan(module)[1]
+            rows = module.num_embeddings if isinstance(module, nn.Embedding) else features(module)[1]
             if -(-rows // tp_size) * (tp_size - 1) >= rows:
                 raise ModelError(
                     f"{name} has {rows} rows, of which tp_size = {tp_size} ranks would leave one without any."
                 )
             continue
-        inputs, outputs = fan(module)
+        inputs, outputs = features(module)
         size, word = (outputs, "output") if style in COLUMN else (inputs, "input")
         if size % tp_size:
             raise ModelError(

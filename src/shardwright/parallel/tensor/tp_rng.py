@@ -17,8 +17,8 @@ _ODD = 0x9E3779B97F4A7C15
 """Times a rank, an odd number changes the low bits too, which are all that the CPU generator uses."""
 
 
-class Streams:
-    """Switches the generators of one rank between both streams; calls that change nothing do nothing."""
+class RNGStreams:
+    """Switches the generators of one rank between the two streams. A call for the current stream has no effect."""
 
     def __init__(self, rank: int, device_type: str) -> None:
         self._rank = rank
