@@ -70,9 +70,7 @@ class Trackio:
 
 def _missing(package: str) -> ConfigError:
     return ConfigError(
-        f"logging.report_to {package}: the package is not installed.",
-        "",
-        f"pip install 'shardwright[{package}]'.",
+        f"logging.report_to {package}: the package is not installed.", "", f"pip install 'shardwright[{package}]'."
     )
 
 
@@ -95,11 +93,7 @@ class MetricsLog:
     """
 
     def __init__(
-        self,
-        output_dir: Path,
-        report_to: list[Any],
-        first_update: int,
-        say: Callable[[str], None] = lambda text: None,
+        self, output_dir: Path, report_to: list[Any], first_update: int, say: Callable[[str], None] = lambda text: None
     ) -> None:
         output_dir.mkdir(parents=True, exist_ok=True)
         path = output_dir / METRICS

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.attention.document_attention import isolate_documents
-from shardwright.attention.document_rules import check_packed_model, check_padded_model
+from shardwright.attention.rules import check_packed_model, check_padded_model
 from shardwright.backends.backend import choose_backend
 from shardwright.backends.facts import backend_facts
 from shardwright.config.schema import RunFile

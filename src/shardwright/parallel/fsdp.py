@@ -110,10 +110,10 @@ class FSDP(DataParallel):
     def microbatch(self, last: bool) -> Iterator[None]:
         """Around forward and backward of one microbatch: the stage says whether it gathers, reduces and reshards."""
         stage = self.stage
-        self._reductions.begin(last)
         for module in self._modules:
             module.set_requires_gradient_sync(last or stage.reduces_each_microbatch, recurse=False)
             module.set_reshard_after_backward(last or stage.gathers_each_microbatch, recurse=False)
+        self._reductions.begin(last)  # behind set_requires_gradient_sync, which sets set_requires_all_reduce too
         yield
 
     def reduce_gradients(self) -> None:

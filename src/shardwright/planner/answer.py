@@ -18,7 +18,7 @@ from shardwright.planner.advice import (
     will_not_fix,
 )
 from shardwright.planner.memory_timeline import short_peak
-from shardwright.planner.reliability import Interruptions, interruptions
+from shardwright.planner.reliability import CHECKPOINT_BYTES, Interruptions, interruptions
 from shardwright.planner.search import Choice, Found, Search
 from shardwright.planner.space import KINDS
 from shardwright.planner.traffic import sent_by_axis, traffic
@@ -26,9 +26,6 @@ from shardwright.units import GIB
 
 if TYPE_CHECKING:
     from shardwright.planner.job import Job, Layout
-
-CHECKPOINT_BYTES = 12
-"""Per parameter: fp32 weights and two fp32 moments."""
 
 
 def layout_name(layout: Layout) -> str:

@@ -6,10 +6,20 @@ What is right does not rest on that package: it makes runs on CPUs faster. The r
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from tests.gloo.engine import LLAMA, SMALL, Outcome, assert_same_training, reference, run_file
+from tests.gloo.engine import (
+    LLAMA,
+    SMALL,
+    Outcome,
+    assert_same_training,
+    batches_for,
+    make_engine,
+    reference,
+    run_file,
+)
 from tests.gloo.pipelines import all_trained
 from tests.gloo.ranks import run_ranks
 from tests.stock_torch import without_gloo_package
@@ -17,6 +27,8 @@ from tests.stock_torch import without_gloo_package
 from shardwright.backends.backend import Backend, choose_backend
 from shardwright.backends.facts import GLOO, TORCH_FACTS, backend_facts
 from shardwright.config.load import Loaded
+from shardwright.measure.communication import CommunicationRecorder
+from shardwright.mesh.device_mesh import axis_of_groups
 
 pytestmark = [pytest.mark.gloo, pytest.mark.slow]
 
@@ -44,28 +56,51 @@ LAYOUTS = {
 }
 
 
-def on_torch_alone() -> tuple[dict[str, Outcome], list[str]]:
-    """(what each layout makes of the updates, modules of the package that were imported) of this rank."""
+@dataclass
+class Found:
+    """Of one rank.
+
+    outcomes: what each layout makes of the updates.
+    all_reduces: of one update of hsdp2.
+    imported: modules of the package.
+    """
+
+    outcomes: dict[str, Outcome]
+    all_reduces: int
+    imported: list[str]
+
+
+def on_torch_alone() -> Found:
     with without_gloo_package():
         assert type(choose_backend("cpu")) is Backend and backend_facts("cpu") is TORCH_FACTS
-        found = all_trained(LAYOUTS, length=LENGTH, updates=UPDATES)
-        return found, [name for name, module in sys.modules.items() if name.startswith(GLOO) and module is not None]
+        outcomes = all_trained(LAYOUTS, length=LENGTH, updates=UPDATES)
+        engine = make_engine(LAYOUTS["hsdp2 zero3"])
+        with CommunicationRecorder(axis_of_groups(engine.mesh)) as recorder:
+            engine.forward_backward(batches_for(engine, 0, length=LENGTH))
+        counts = [count for call, count in recorder.calls.items() if call.collective == "all-reduce" and call.size > 1]
+        imported = [name for name, module in sys.modules.items() if name.startswith(GLOO) and module is not None]
+        return Found(outcomes, sum(counts), imported)
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[tuple[dict[str, Outcome], list[str]]]:
+def ranks() -> list[Found]:
     return run_ranks(on_torch_alone, 2)
 
 
 @pytest.fixture(scope="module")
-def right(ranks: list[tuple[dict[str, Outcome], list[str]]]) -> Outcome:
-    return reference(layout("ddp"), ranks[0][0]["ddp"].start, length=LENGTH, updates=UPDATES)
+def right(ranks: list[Found]) -> Outcome:
+    return reference(layout("ddp"), ranks[0].outcomes["ddp"].start, length=LENGTH, updates=UPDATES)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_layout(name: str, ranks: list[tuple[dict[str, Outcome], list[str]]], right: Outcome) -> None:
-    assert_same_training(ranks[0][0][name], right)
+def test_layout(name: str, ranks: list[Found], right: Outcome) -> None:
+    assert_same_training(ranks[0].outcomes[name], right)
 
 
-def test_nothing_imports_the_package(ranks: list[tuple[dict[str, Outcome], list[str]]]) -> None:
-    assert [imported for _, imported in ranks] == [[], []]
+def test_replicas_are_summed_once_an_update(ranks: list[Found]) -> None:
+    """Four microbatches; four blocks, the embedding, and the final norm with the head."""
+    assert [rank.all_reduces for rank in ranks] == [6, 6]
+
+
+def test_nothing_imports_the_package(ranks: list[Found]) -> None:
+    assert [rank.imported for rank in ranks] == [[], []]

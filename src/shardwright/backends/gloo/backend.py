@@ -14,6 +14,7 @@ from shardwright.backends.backend import Backend, PipelineRuntime, Reductions
 from shardwright.backends.gloo.attention import replace_attention
 from shardwright.backends.gloo.pipeline_runtime import ActionList
 from shardwright.backends.gloo.reductions import ExchangedReductions
+from shardwright.models.torch_dtypes import accumulation_dtype
 from shardwright.torch_private import group_of
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b")
@@ -37,7 +38,7 @@ class GlooBackend(Backend):
         """
         received = torch.empty_like(pieces)
         dist.all_to_all_single(received, pieces, group=group_of(group))
-        wide = torch.promote_types(pieces.dtype, torch.float32)
+        wide = accumulation_dtype(pieces.dtype)
         return received.unflatten(0, (size, -1)).sum(0, dtype=wide).to(pieces.dtype)
 
     def pipeline_runtime(self, schedule: str) -> type[PipelineRuntime] | None:

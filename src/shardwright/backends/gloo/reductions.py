@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwright.backends.backend import Reductions
 from shardwright.backends.facts import GLOO_FACTS
+from shardwright.models.torch_dtypes import accumulation_dtype
 from shardwright.torch_private import fsdp_units
 
 
@@ -86,7 +87,7 @@ class ExchangedReductions(Reductions):
         oldest = self._exchanges.popleft()
         oldest.work.wait()
         output, pieces = oldest.output, oldest.received.view(-1, oldest.output.numel())
-        wide = torch.promote_types(pieces.dtype, torch.float32)
+        wide = accumulation_dtype(pieces.dtype)
         if output.dtype == wide:
             torch.sum(pieces, 0, dtype=wide, out=output)
         else:

@@ -30,6 +30,7 @@ from shardwright.backends.tp_collectives import Peers
 from shardwright.config.schema import RunFile
 from shardwright.errors import ShardwrightError
 from shardwright.mesh.shard_geometry import local_tensor
+from shardwright.models.dropout import has_dropout
 from shardwright.models.model_parts import Parts
 from shardwright.parallel.pipeline.stages import Stage
 from shardwright.parallel.tensor.styles import (
@@ -43,7 +44,7 @@ from shardwright.parallel.tensor.styles import (
     change_output,
 )
 from shardwright.parallel.tensor.tp_plan import COLUMN, EMBEDDING, ROW, SUMMED, VOCABULARY, TensorPlan
-from shardwright.parallel.tensor.tp_rng import RNGStreams, drops
+from shardwright.parallel.tensor.tp_rng import RNGStreams
 from shardwright.torch_private import REDISTRIBUTE_LOGGER
 
 GRADIENT_GAP = 0.02
@@ -76,7 +77,7 @@ class TensorParallel:
         self.model, self.sequence = model, run.parallelism.sequence_parallel is not False
         self.peers = Peers(mesh.size(), mesh.get_local_rank(), mesh.get_group())
         self._styles, self._regions, self._blocks = plan.styles, plan.regions, parts.blocks
-        self._rng = RNGStreams(mesh.get_local_rank(), mesh.device_type) if drops(model) else None
+        self._rng = RNGStreams(mesh.get_local_rank(), mesh.device_type) if has_dropout(model) else None
         undivided = self._undivided_attention(attention)
         self.partial = self._partial_parameters(undivided)
         replaced: Replaced = {}

@@ -14,14 +14,14 @@ from typing import Any
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from shardwright.attention.calls import blocks_without_attention, look_into
+from shardwright.attention.calls import blocks_without_attention, trace_forward
 from shardwright.config.schema import RunFile
 from shardwright.errors import ModelError, did_you_mean
 from shardwright.layout.axes import Axes
 from shardwright.layout.rules_tensor import check_tensor
+from shardwright.models.dropout import has_dropout
 from shardwright.models.model_parts import Parts
 from shardwright.parallel.tensor.styles import features
-from shardwright.parallel.tensor.tp_rng import drops
 
 ALIASES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
 VOCABULARY = "vocabulary"
@@ -74,7 +74,7 @@ def attention_modules(model: nn.Module, parts: Parts) -> tuple[str, ...]:
     Raises `ModelError` where blocks mix tokens in another way, which pieces of a sequence would cut off.
     """
     try:
-        calls = look_into(model).calls
+        calls = trace_forward(model).calls
     except ModelError:
         return ()
     convolutions = [
@@ -105,7 +105,7 @@ def _shape_of(config: Any) -> Any:
 
 def _check_compiled(model: nn.Module, run: RunFile) -> None:
     """Refuses dropout in compiled blocks: they switch random streams inside, which a graph does not carry."""
-    if run.memory.compile and drops(model):
+    if run.memory.compile and has_dropout(model):
         raise ModelError(
             f"{type(model).__name__} has dropout, with memory.compile and tp_size = {run.parallelism.tp_size}.",
             "Masks of divided tensors come from another random stream, which torch.compile cannot switch to.",

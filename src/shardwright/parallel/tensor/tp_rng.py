@@ -9,7 +9,7 @@ the same again.
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwright.models.generators import seed_generators
 
@@ -43,12 +43,3 @@ class RNGStreams:
         torch.set_rng_state(on_cpu)
         if self._device is not None:
             self._device.set_rng_state(on_device)
-
-
-def drops(module: nn.Module) -> bool:
-    """Whether `module` drops anything in training: an `nn.Dropout`, or a probability that an attribute is named after."""
-    for part in module.modules():
-        named = (v for k, v in vars(part).items() if "drop" in k and isinstance(v, float))
-        if (isinstance(part, nn.Dropout) and part.p > 0.0) or any(p > 0.0 for p in named):
-            return True
-    return False

@@ -46,14 +46,7 @@ class Adjusted:
 
 
 def adjust(
-    run: RunFile,
-    *,
-    dtype: str,
-    data_ranks: int,
-    device: str,
-    updates: int,
-    layouts: int = 1,
-    split: bool = False,
+    run: RunFile, *, dtype: str, data_ranks: int, device: str, updates: int, layouts: int = 1, split: bool = False
 ) -> Adjusted:
     """What is checked of `run` on `data_ranks` data ranks. dtype: fp64, or run for the run file's own.
 

@@ -74,11 +74,7 @@ class Reference:
         groups = [{"params": rest, "weight_decay": t.weight_decay}, {"params": skip, "weight_decay": 0.0}]
         groups = [group for group in groups if group["params"]]
         if t.optimizer == "adamw":
-            options: dict[str, Any] = {
-                "betas": (t.adam_beta1, t.adam_beta2),
-                "eps": t.adam_epsilon,
-                "foreach": False,
-            }
+            options: dict[str, Any] = {"betas": (t.adam_beta1, t.adam_beta2), "eps": t.adam_epsilon, "foreach": False}
             return torch.optim.AdamW(groups, lr=t.learning_rate, **{**options, **t.optimizer_kwargs})
         if t.optimizer == "sgd":
             return torch.optim.SGD(groups, lr=t.learning_rate, **{"foreach": False, **t.optimizer_kwargs})

@@ -47,13 +47,7 @@ class _Candidate:
 
 
 def run_check(
-    loaded: Loaded,
-    layouts: str,
-    nproc_per_node: int,
-    *,
-    dtype: str = "fp64",
-    updates: int = 3,
-    plant: str = "",
+    loaded: Loaded, layouts: str, nproc_per_node: int, *, dtype: str = "fp64", updates: int = 3, plant: str = ""
 ) -> int:
     """Checks each of `layouts` (names joined by commas, or all) on `nproc_per_node` ranks; returns the exit code.
 
@@ -94,13 +88,7 @@ def check_layouts(
     device = device_kind(loaded.run.hardware.device, ranks)
     names, data_ranks, split = possible_layouts(loaded, layouts, ranks, device, console)
     adjusted = adjust(
-        loaded.run,
-        dtype=dtype,
-        data_ranks=data_ranks,
-        device=device,
-        updates=updates,
-        layouts=len(names),
-        split=split,
+        loaded.run, dtype=dtype, data_ranks=data_ranks, device=device, updates=updates, layouts=len(names), split=split
     )
     with tempfile.TemporaryDirectory(prefix="shardwright-check-") as scratch:
         directory = Path(scratch)

@@ -1,4 +1,4 @@
-"""What a directory holds about a run or about measured layouts, and what is missing with the reason."""
+"""Reads the directory of a run or of a bench; what is missing is kept with the reason."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from shardwright.layout.pipeline_schedules import Action
 from shardwright.measure import metric_names as names
 
 WARMUP_UPDATES = 2
-"""First entries of a run that no time is taken from, as in the training loop."""
+"""Updates at the start of a run whose times do not count, as in the training loop."""
 METRICS, RUN_FILE, ENVIRONMENT, BENCH = "metrics.jsonl", "config.yaml", "environment.json", "bench.json"
 
-Communicated = tuple[str, str, float, float]
-"""(axis, collective, seconds that it runs in an update, seconds that no compute covers)."""
+CollectiveTime = tuple[str, str, float, float]
+"""(axis, collective, its seconds in an update, its seconds that no compute covers)."""
 
 
 @dataclass(frozen=True)
@@ -36,31 +36,34 @@ class Sent:
 
 @dataclass(frozen=True)
 class Measured:
-    """One layout, or a peer, as it was measured. step_seconds, targets_per_s: one of each update, warm-up left out.
-
-    proven: its objective was checked against a single process; None: not asked. peak_bytes: allocated, of the fullest rank,
-    composition what of at that moment. predicted: what the planner said when it was measured. schedule: the action lists of
-    the pipeline's ranks. verdict: what limits it, as a sentence. exposed: seconds of an
-    update by axis. phases: bytes at the peak of each.
-    """
+    """Measurements of one layout, one peer, or one run."""
 
     name: str
     proven: bool | None
+    """Whether `check` found the objective equal; None where nobody asked."""
     step_seconds: tuple[float, ...]
+    """Of each update after the warm-up, as the rates."""
     targets_per_s: tuple[float, ...]
     peak_bytes: float | None
+    """Allocated bytes of the fullest rank."""
     padding: float | None = None
     composition: Mapping[str, float] = field(default_factory=dict)
+    """Bytes at the peak, by category."""
     predicted: Mapping[str, Any] = field(default_factory=dict)
+    """The planner's prediction at the time of the measurement."""
     traffic: tuple[Sent, ...] = ()
     schedule: tuple[tuple[Action, ...], ...] = ()
+    """Action lists of the pipeline's ranks."""
     verdict: str = ""
+    """The bottleneck, as a sentence."""
     peer: bool = False
     mfu: float | None = None
     hfu: float | None = None
     exposed: Mapping[str, float] = field(default_factory=dict)
-    communication: tuple[Communicated, ...] = ()
+    """Seconds of an update by process group."""
+    communication: tuple[CollectiveTime, ...] = ()
     phases: Mapping[str, float] = field(default_factory=dict)
+    """Peak bytes by phase."""
 
     @property
     def by_axis(self) -> dict[str, float]:
@@ -73,24 +76,25 @@ class Measured:
 
 @dataclass(frozen=True)
 class Directory:
-    """One directory that is reported on.
-
-    updates: the entries of metrics.jsonl that are of an update, evaluations those with a loss of one, others all that are no
-    update, in order. missing: what is not there -> why. notices: lines about what was left out.
-    """
+    """One directory of the report."""
 
     path: Path
     name: str
     run: RunFile | None
     run_file: str
     updates: tuple[Mapping[str, Any], ...]
+    """Entries of metrics.jsonl for an update, in order."""
     evaluations: tuple[Mapping[str, Any], ...]
+    """Entries with an evaluation loss."""
     others: tuple[Mapping[str, Any], ...]
+    """Entries that are not for an update."""
     environment: Mapping[str, Any]
     benched: tuple[Measured, ...]
     checkpoints: tuple[tuple[int, str], ...]
     missing: Mapping[str, str]
+    """Name of a file -> why it is missing."""
     notices: tuple[str, ...]
+    """Lines about what was left out."""
 
     def column(self, key: str) -> list[float | None]:
         """One value of each update; None where it is not there or was not finite."""
@@ -103,7 +107,7 @@ class Directory:
 
     @property
     def steady(self) -> Sequence[Mapping[str, Any]]:
-        """The updates whose times count: without the first ones, unless there are no others."""
+        """The updates after the warm-up, or all updates where there are no more."""
         return self.updates[WARMUP_UPDATES:] or self.updates
 
     def largest(self, key: str) -> float | None:
@@ -148,7 +152,7 @@ class Directory:
         return median(found) if found else None
 
     def _exposed(self, seconds: Sequence[float]) -> dict[str, float]:
-        """By axis, the median over profiled updates, each scaled to the usual one: a profiler slows what it looks at."""
+        """By process group, the median over profiled updates, each scaled to the median update: a profiler slows an update."""
         found: dict[str, list[float]] = {}
         for entry in self.updates:
             for group, key in names.EXPOSED_OF.items():
@@ -173,7 +177,7 @@ def percentiles(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def read_directory(path: Path) -> Directory:
-    """Everything that `path` holds. Raises `ConfigError` where there is no such directory, or nothing of ours in it."""
+    """The contents of `path`. Raises `ConfigError` where there is no such directory, or no file of a run or a bench in it."""
     if not path.is_dir():
         raise ConfigError(
             f"{path} is no directory.", "report reads what a run or a bench has left.", "Give its output_dir."
