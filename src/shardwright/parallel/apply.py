@@ -29,8 +29,9 @@ from shardwright.models.model_parts import Parts, find_parts, is_transformers
 from shardwright.models.rotary import decide_by_document
 from shardwright.models.torch_dtypes import TORCH_DTYPES
 from shardwright.parallel.activation_checkpointing import compile_block, recompute_block
-from shardwright.parallel.context.attention import ContextShard, split_attention
+from shardwright.parallel.context.attention import replace_attention
 from shardwright.parallel.context.rules import check_context_model
+from shardwright.parallel.context.shard import ContextShard
 from shardwright.parallel.ddp import DDP
 from shardwright.parallel.fsdp import FSDP, ShardOptions, Unit
 from shardwright.parallel.mixed_precision import compute_in
@@ -117,7 +118,7 @@ def parallelize(
 def _replace_attention(model: nn.Module, parts: Parts, run: RunFile, mesh: DeviceMesh, device: torch.device) -> None:
     """Gives `model` the core attention of this layout: over pieces of rows, over documents, or the model's own."""
     if (shard := context_shard(run, mesh)) is not None:
-        split_attention(model, [model.get_submodule(name) for name in parts.blocks], shard)
+        replace_attention(model, [model.get_submodule(name) for name in parts.blocks], shard)
     elif run.data.batching == "pack" and is_transformers(model):
         isolate_documents(model)
     else:

@@ -31,7 +31,7 @@ from shardwright.layout.legality import check_run
 from shardwright.layout.rules_context import chunks
 from shardwright.models import build_model
 from shardwright.models.build import check_own_attention
-from shardwright.parallel.context.documents import as_one_row, as_rows, document_blocks
+from shardwright.parallel.context.shard import as_one_row, as_rows, document_blocks
 from shardwright.tools.check.force_float64 import Float64Throughout
 
 CPU = torch.device("cpu")
