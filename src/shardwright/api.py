@@ -22,9 +22,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwright.checkpoint import store
+from shardwright.checkpoint.manifest import Manifest, read_config, read_manifest
 from shardwright.checkpoint.parts import Value
 from shardwright.checkpoint.restore import current_state, restore
+from shardwright.checkpoint.resume import find_checkpoint
+from shardwright.checkpoint.saver import save
 from shardwright.checkpoint.settings import changes, refuse_unaccepted
 from shardwright.config.load import Loaded, load_run_file
 from shardwright.data.loader import Microbatch, UpdateBatch
@@ -158,22 +160,22 @@ class Engine:
     def save(self, directory: str | Path) -> Path:
         """Writes weights and optimizer as a checkpoint that any layout reads; returns `directory/checkpoint-{update}`."""
         layout = f"{self._loaded.run.parallelism.data_parallel} {self._axes}"
-        manifest = store.Manifest(self.update, 0, "", "", dist.get_world_size(), layout, store.torch_version())
-        return store.save(Path(directory), self._state(), manifest, self._loaded.to_yaml(), None)
+        manifest = Manifest(self.update, 0, "", "", dist.get_world_size(), layout, torch.__version__)
+        return save(Path(directory), self._state(), manifest, self._loaded.to_yaml(), None)
 
     def load(self, directory: str | Path) -> None:
         """Reads the newest checkpoint in `directory`, of any layout, and continues behind it."""
-        found = store.find(Path(directory), "auto")
+        found = find_checkpoint(Path(directory), "auto")
         if found is None:
             raise ConfigError(f"{directory} holds no complete checkpoint.")
-        changed = [change for change in changes(store.read_config(found), self._loaded) if change.key in OPTIMIZER_KEYS]
+        changed = [change for change in changes(read_config(found), self._loaded) if change.key in OPTIMIZER_KEYS]
         refuse_unaccepted(str(found), changed, self._loaded.run.checkpoint.accept_changes)
         engine = self._engine
         kind = optimizer_change(changed, self._loaded.run.training.optimizer)
-        restored = restore(found, self.module, engine.optimizer, engine.params, change=kind)
-        for line in restored.fitted.lines(found.name) if engine.rank == 0 else ():
+        _, optimizer_match = restore(found, self.module, engine.optimizer, engine.params, change=kind)
+        for line in optimizer_match.lines(found.name) if engine.rank == 0 else ():
             print(line)
-        self.update = store.read_manifest(found).update
+        self.update = read_manifest(found).update
 
     def _state(self) -> dict[str, Value]:
         return current_state(self.module, self._engine.optimizer, self._engine.params)

@@ -26,8 +26,9 @@ from tests.gloo.pipelines import moments, weights
 from tests.gloo.ranks import run_ranks
 from torch import Tensor
 
-from shardwright.checkpoint import store
+from shardwright.checkpoint.manifest import Manifest
 from shardwright.checkpoint.restore import current_state, restore
+from shardwright.checkpoint.saver import save
 from shardwright.config.load import Loaded
 from shardwright.layout.names import parse_layout
 from shardwright.train.update import UpdateEngine
@@ -103,8 +104,8 @@ def _saved(directory: Path, layouts: list[str]) -> dict[str, Saved]:
         for update in range(UPDATES - 1):
             _update(engine, update)
         state = current_state(engine.module, engine.optimizer, engine.params)
-        manifest = store.Manifest(UPDATES - 1, 0, "", "", dist.get_world_size(), layout, "")
-        path = store.save(directory / layout.replace(" ", "-"), state, manifest, "", None)
+        manifest = Manifest(UPDATES - 1, 0, "", "", dist.get_world_size(), layout, "")
+        path = save(directory / layout.replace(" ", "-"), state, manifest, "", None)
         found[layout] = Saved(path, digests(engine), _update(engine, UPDATES - 1))
     return found
 

@@ -10,11 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
+import torch
 from torch import Tensor
 
 from shardwright.errors import CheckpointError
 from shardwright.mesh.shard_geometry import Box, box_of, local_tensor
-from shardwright.models.torch_dtypes import SAFETENSORS_CODES, SAFETENSORS_DTYPES
+from shardwright.models.torch_dtypes import SAFETENSORS_CODES
 
 PIECE_BYTES = 4 * 2**20
 Value = Tensor | int | float
@@ -26,13 +27,13 @@ class Held:
     """One rank's part of the tensor `key`, with the dtype and shape of the unsplit tensor."""
 
     key: str
-    dtype: str
+    dtype: torch.dtype
     shape: tuple[int, ...]
     box: Box
 
     @property
     def part_bytes(self) -> int:
-        return self.box.elements * SAFETENSORS_DTYPES[self.dtype].itemsize
+        return self.box.elements * self.dtype.itemsize
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -50,7 +51,7 @@ def held_parts(state: Mapping[str, Value]) -> list[Held]:
             raise CheckpointError(f"{key} is {tensor.dtype}, which safetensors cannot hold.")
         box = box_of(tensor, key)
         if box.elements or not tensor.numel():
-            found.append(Held(key, SAFETENSORS_CODES[tensor.dtype], tuple(tensor.shape), box))
+            found.append(Held(key, tensor.dtype, tuple(tensor.shape), box))
     return found
 
 
@@ -76,7 +77,7 @@ def writers(everyone: Sequence[Sequence[Held]]) -> list[list[Held]]:
         if counts[key] != prod(held.shape):
             raise CheckpointError(
                 f"The ranks hold {counts[key]:,} elements of {key} {held.shape}; it has {prod(held.shape):,}.",
-                "It would be lost in part, or be ambiguous.",
+                "A part of the tensor would be lost, or stored twice.",
             )
     chosen: list[list[Held]] = [[] for _ in everyone]
     load = [0] * len(everyone)

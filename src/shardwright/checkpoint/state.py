@@ -2,24 +2,24 @@
 
 Keys are `model.<name>`, `optimizer.<name>.<entry>` and `optimizer_group.<name>.<entry>`, names being those of the unsplit
 model; values are DTensors where a parameter is sharded, plain tensors elsewhere, and numbers. So every data-parallel kind
-and every world size reads any other's. What an optimizer keeps for a whole group (schedule-free and D-adapting ones do)
-stands under each parameter of the group, since groups differ between layouts.
+and every world size reads the checkpoints of any other. What an optimizer keeps for a whole group (schedule-free and
+D-adapting optimizers do) stands under each parameter of the group, since groups differ between layouts.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwright.checkpoint.parts import Value
 from shardwright.errors import CheckpointError
+from shardwright.mesh.object_collectives import gather_objects
 
 STATE_MODEL, STATE_OPTIMIZER, STATE_GROUP = "model.", "optimizer.", "optimizer_group."
 FROM_THE_RUN_FILE = ("params", "lr", "weight_decay", "orthogonal")
@@ -28,7 +28,7 @@ Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 class LocalParameter(Protocol):
-    """What the state needs to know of a trainable parameter (see `train.optimizer.ShardedParam`)."""
+    """A trainable parameter as the state needs it (see `train.optimizer.ShardedParam`)."""
 
     name: str
     parameter: nn.Parameter
@@ -39,10 +39,20 @@ class LocalParameter(Protocol):
         ...
 
 
-def named(key: str, prefix: str) -> tuple[str, str]:
+def split_key(key: str, prefix: str) -> tuple[str, str]:
     """(parameter, entry) of a key of an optimizer's state."""
     name, _, entry = key.removeprefix(prefix).rpartition(".")
     return name, entry
+
+
+def entries_of(keys: Iterable[str]) -> dict[str, list[str]]:
+    """Parameter -> entries of its optimizer state, from the keys of a state."""
+    found: dict[str, list[str]] = {}
+    for key in keys:
+        if key.startswith(STATE_OPTIMIZER):
+            name, entry = split_key(key, STATE_OPTIMIZER)
+            found.setdefault(name, []).append(entry)
+    return found
 
 
 def model_state(module: nn.Module) -> dict[str, Tensor]:
@@ -64,7 +74,7 @@ def buffer_keys(module: nn.Module) -> set[str]:
 def check_buffers(module: nn.Module) -> None:
     """Raises `CheckpointError` on all ranks where ranks hold different values of a persistent buffer; collective.
 
-    One rank's are stored and all would go on from them: the resumed run would be another one. Running statistics of
+    The values of one rank are stored, and all ranks would resume from them: the resumed run would differ. Running statistics of
     BatchNorm, which each rank takes from its own rows, are such buffers.
     """
     own = {}
@@ -72,16 +82,14 @@ def check_buffers(module: nn.Module) -> None:
         if not isinstance(buffer, DTensor):
             data = buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             own[name] = hashlib.blake2b(data.numpy().tobytes(), digest_size=8).digest()
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, own)
     seen: dict[str, tuple[int, bytes]] = {}
-    for rank, digests in enumerate(everyone):
+    for rank, digests in enumerate(gather_objects(own)):
         for name, digest in digests.items():
             first, right = seen.setdefault(name, (rank, digest))
             if digest != right:
                 raise CheckpointError(
                     f"The buffer {name} differs between ranks {first} and {rank}.",
-                    "A checkpoint holds one value of it, so a resumed run would not be the one that was saved.",
+                    "A checkpoint holds one value of a buffer, so a resumed run would differ from the saved one.",
                     "Use a layer without running statistics, or one that takes them over all ranks (SyncBatchNorm).",
                 )
 
@@ -103,7 +111,7 @@ def optimizer_values(optimizer: torch.optim.Optimizer, parameters: Sequence[Loca
             elif value is not None:
                 raise CheckpointError(
                     f"{type(optimizer).__name__} keeps {entry} of {local.name} as {type(value).__name__}.",
-                    "A checkpoint holds tensors and numbers; without this value the run could not go on as it was.",
+                    "A checkpoint holds tensors and numbers; without this value the resumed run would differ.",
                     "Use an optimizer whose state is tensors and numbers.",
                 )
     names = {id(local.tensor): local.name for local in parameters}
@@ -159,7 +167,7 @@ def restore_numbers(
     of_parameter: dict[str, dict[str, int | float]] = {}
     for key, value in numbers.items():
         if key.startswith(STATE_GROUP):
-            name, entry = named(key, STATE_GROUP)
+            name, entry = split_key(key, STATE_GROUP)
             of_parameter.setdefault(name, {})[entry] = value
     for group in optimizer.param_groups:
         found = [of_parameter.get(names[id(tensor)], {}) for tensor in group["params"]]
@@ -167,7 +175,7 @@ def restore_numbers(
             raise CheckpointError(
                 f"The checkpoint has different numbers for parameters that {type(optimizer).__name__} steps as one group.",
                 "",
-                "Resume with the layout that wrote it.",
+                "Resume with the layout that wrote the checkpoint.",
             )
         for entry, value in found[0].items() if found else ():
             held = group.get(entry)
@@ -191,11 +199,7 @@ def allocate_optimizer_state(
     DTensors to the optimizer and it keeps other shapes (rows and columns), only the optimizer knows how these are divided:
     then it makes them in a step (`materialise_optimizer_state`).
     """
-    entries: dict[str, list[str]] = {}
-    for key in (*shapes, *numbers, *zeros):
-        if key.startswith(STATE_OPTIMIZER):
-            name, entry = named(key, STATE_OPTIMIZER)
-            entries.setdefault(name, []).append(entry)
+    entries = entries_of((*shapes, *numbers, *zeros))
     optimizer.state.clear()
     groups = {id(tensor): group for group in optimizer.param_groups for tensor in group["params"]}
     by_step = set()

@@ -224,9 +224,9 @@ def shard_units(model: nn.Module, parts: Parts, unit: str | int) -> list[Unit]:
     if tied_blocks:
         grouped = [[b for b in group if b not in tied_blocks] for group in grouped]
     return [
-        *(Unit(modules, looked_up=_looks_up(modules)) for modules in own(parts.embedding)),
+        *(Unit(modules, is_lookup=_looks_up(modules)) for modules in own(parts.embedding)),
         *(Unit(group) for group in grouped if group),
-        *(Unit(modules, ends=parts.head is not None) for modules in own(parts.norm, parts.head)),
+        *(Unit(modules, is_last=parts.head is not None) for modules in own(parts.norm, parts.head)),
     ]
 
 

@@ -15,7 +15,7 @@ from shardwright.arch.parameters import counts
 from shardwright.dtypes import DTYPE_BYTES
 from shardwright.planner.catalogue import CATALOGUE
 from shardwright.planner.host import host_bytes
-from shardwright.planner.job import Job, Layout
+from shardwright.planner.problem import Layout, Problem
 from shardwright.planner.search import Choice, Found, Search, complexity
 from shardwright.planner.space import shells
 from shardwright.units import format_bytes_binary, format_seconds
@@ -85,7 +85,7 @@ def first_to_test(search: Search, found: Found) -> Choice | None:
     ranked = found.ranked()
     if not ranked:
         return None
-    if not search.job.global_batch_size % search.devices:
+    if not search.problem.global_batch_size % search.devices:
         for kind in {c.family for c in ranked if path_of(c.layout) == "context"}:
             plain = search.only(1, 1, 1, kind)
             ranked += [plain] if plain else []
@@ -118,7 +118,7 @@ def will_not_fix(search: Search, choice: Choice, composition: dict[str, float], 
 
 def useful_ranks(search: Search, choice: Choice) -> str:
     """A sentence: the number of devices beyond which doubling the data ranks gives less than 1.5 times the speed."""
-    problem, layout = search.job, choice.layout
+    problem, layout = search.problem, choice.layout
     devices, seconds = search.devices, choice.seconds
     while True:
         axes, rows = _doubled(layout.axes), layout.microbatch_rows
@@ -155,7 +155,7 @@ def _doubled(axes: Axes) -> Axes:
 
 def _leanest(search: Search, kinds: tuple[str, ...], split: str | None = None) -> float | None:
     """Bytes on a device of the first layout that fits, of one way of splitting the model or of any; None: nothing fits."""
-    legal, _ = shells(search.job, search.devices)
+    legal, _ = shells(search.problem, search.devices)
     for shell in legal:
         for kind in kinds if split in (None, shell.family) else ():
             least = search.least(shell, kind)
@@ -168,22 +168,21 @@ def more_devices(search: Search, family: str) -> str:
     """How many devices layouts of `family` need: doubled until the leanest fits, 64 times as many at most."""
     kind, _, split = family.partition("+")
     for devices in (search.devices * 2**i for i in range(1, 7)):
-        wider = Search(search.job, search.device, devices, search.clock.software, search.program)
+        wider = Search(search.problem, devices)
         if _leanest(wider, (kind,), split) is not None:
             return f"{devices:,} devices instead of {search.devices:,}"
     return f"does not fit on {64 * search.devices:,} devices either"
 
 
-def _try(search: Search, problem: Job, devices: int, device_name: str = "") -> float | None:
+def _try(search: Search, problem: Problem, devices: int, device_name: str = "") -> float | None:
     """Bytes on a device of the first sharded or replicated layout that fits under a change; None: nothing fits."""
-    device = CATALOGUE[device_name] if device_name else search.device
-    changed = Search(problem, device, devices, search.clock.software, search.program)
-    return _leanest(changed, ("zero3", "zero1", "ddp"))
+    problem = replace(problem, device=CATALOGUE[device_name]) if device_name else problem
+    return _leanest(Search(problem, devices), ("zero3", "zero1", "ddp"))
 
 
 def what_would_fit(search: Search) -> Iterator[str]:
     """Changes, the smallest first, each of which alone would make some layout fit with all states on the devices."""
-    problem, devices = search.job, search.devices
+    problem, devices = search.problem, search.devices
     number, width = counts(problem.shape), DTYPE_BYTES[problem.param_dtype]
     unit = max(number.block, number.embedding, number.head) * width
     if 2 * unit > search.capacity:
@@ -216,7 +215,7 @@ def what_would_fit(search: Search) -> Iterator[str]:
             yield f"max_length {length:,} instead of {problem.max_length:,}. This changes the objective."
             break
         length //= 2
-    wide = Search(problem, search.device, devices, search.clock.software, search.program, ("offload",))
+    wide = Search(problem, devices, ("offload",))
     for host in wide.run().ranked()[:1]:
         per_node = host_bytes(problem, host.layout).peak * min(devices, search.device.node.devices)
         yield (

@@ -75,7 +75,7 @@ def layout_table(ranked: tuple[Described, ...]) -> Iterator[str]:
 
 
 def _head(a: Answer) -> Iterator[str]:
-    problem = a.job
+    problem = a.problem
     yield (
         f"{problem.shape.name or problem.shape.family}: {format_count(a.parameters)} parameters on {a.devices:,} x {a.device} "
         f"({gib(a.capacity_bytes)} each)"

@@ -36,17 +36,17 @@ class Watched:
     axes: Axes
     rank: int
     device: torch.device
-    pulse: Heartbeat
+    heartbeat: Heartbeat
     base_bytes: int
     engine: UpdateEngine | None = None
 
 
 @contextmanager
 def explaining_exhaustion(
-    loaded: Loaded, axes: Axes, rank: int, device: torch.device, pulse: Heartbeat
+    loaded: Loaded, axes: Axes, rank: int, device: torch.device, heartbeat: Heartbeat
 ) -> Iterator[Watched]:
     """A context in which memory that runs out becomes a `MemoryExhausted`; the caller gives it the engine when there is one."""
-    watched = Watched(loaded, axes, rank, device, pulse, allocated_bytes(device) or 0)
+    watched = Watched(loaded, axes, rank, device, heartbeat, allocated_bytes(device) or 0)
     try:
         yield watched
     except Exception as error:
@@ -56,7 +56,7 @@ def explaining_exhaustion(
 
 
 def _explained(watched: Watched, error: BaseException) -> MemoryExhausted:
-    beat = watched.pulse.last()
+    beat = watched.heartbeat.last()
     moment = str(beat)
     if beat.phase == "forward_backward":
         moment = moment.replace("forward_backward", "backward" if in_backward(error) else "forward")

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from shardwright.checkpoint.other_optimizer import OptimizerChange
+from shardwright.checkpoint.restore import OptimizerChange
 from shardwright.checkpoint.settings import Change
 from shardwright.config.schema import Training
 from shardwright.errors import ConfigError, did_you_mean

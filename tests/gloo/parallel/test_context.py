@@ -38,7 +38,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardwright.attention.packed_rows import PackedRows
-from shardwright.checkpoint import state, store
+from shardwright.checkpoint import state
+from shardwright.checkpoint.manifest import Manifest
+from shardwright.checkpoint.reader import Directory, load
+from shardwright.checkpoint.saver import save
 from shardwright.config.load import Loaded
 from shardwright.data.loader import Microbatch, UpdateBatch
 from shardwright.layout.context_traffic import context_traffic
@@ -239,14 +242,14 @@ def _resumed(directory: str, kind: str) -> dict[str, Any]:
         with torch.no_grad():
             for local in fresh.params:
                 local.tensor.fill_(7.0)
-        store.load(path, state_of(fresh))
+        load(Directory(path), state_of(fresh))
         return fresh
 
     for update in range(2):
         engine.forward_backward(batches_for(engine, update, length=LENGTH))
         engine.step()
-    manifest = store.Manifest(2, 0, "", "", 2, kind, store.torch_version())
-    path = store.save(Path(directory) / kind, state_of(engine), manifest, "", None)
+    manifest = Manifest(2, 0, "", "", 2, kind, torch.__version__)
+    path = save(Path(directory) / kind, state_of(engine), manifest, "", None)
     saved, moments = whole_weights(engine), whole_moments(engine)
     engines = [engine, loaded(cp_run(kind=kind), path)]
     without = loaded(run_file(LLAMA, parallelism__data_parallel="zero3"), path)

@@ -44,7 +44,7 @@ class Data:
     eval_fingerprint: str = ""
     validation: Any = None
 
-    def go_on(self, former: Any) -> list[str]:
+    def resume_rows(self, former: Any) -> list[str]:
         """Any update can be begun with."""
         return []
 

@@ -61,7 +61,7 @@ def drawn(seed: int, rows: int = 5, width: int = WIDTH) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
-def test_narrow_gradients_are_no_worse_than_torchs(kv_heads: int) -> None:
+def test_bf16_gradients_are_no_worse_than_torchs(kv_heads: int) -> None:
     """In bf16 on a CPU backward computes in float32: outputs are torch's, gradients as near to float64's or nearer."""
     torch.manual_seed(0)
     drawn = [torch.randn(3, heads, 50, 16) for heads in (4, kv_heads, kv_heads)]
@@ -91,9 +91,9 @@ def test_narrow_gradients_are_no_worse_than_torchs(kv_heads: int) -> None:
     assert all(
         own <= 1.05 * other and own <= tolerance.in_norm(2, torch.bfloat16) for own, other in zip(mine[1:], theirs[1:])
     ), errors
-    wide = run(torch.float64, lambda q, k, v: Attention.apply(q, k, v, 0.25, True).transpose(1, 2))
+    own = run(torch.float64, lambda q, k, v: Attention.apply(q, k, v, 0.25, True).transpose(1, 2))
     bound = tolerance.mixed(50, 50, 16)
-    assert all((a - b).abs().max() <= bound * b.abs().max() for a, b in zip(wide, exact))
+    assert all((a - b).abs().max() <= bound * b.abs().max() for a, b in zip(own, exact))
 
 
 def test_spans_positions_and_groups() -> None:
@@ -472,7 +472,7 @@ def test_options_that_do_not_go_with_packing(overrides: dict[str, Any], message:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
-def test_rows_of_one_document_take_the_wide_backward(family: str) -> None:
+def test_rows_of_one_document_take_the_float32_backward(family: str) -> None:
     """A model that attends by sdpa does in bf16 on a CPU, with the same logits; a mask is left to Transformers."""
     config = FAMILIES[family]()
     torch.manual_seed(0)

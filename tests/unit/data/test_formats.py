@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
-from tests.places import EXAMPLES
+from tests.data_runs import ready, run_over, written
 
 from shardwright.config import RunFile
-from shardwright.data.formats import find_format
-from shardwright.data.prepare import Prepared, prepare
+from shardwright.config.schema import Data, Format
+from shardwright.data import formats
+from shardwright.data.formats import FORMATS, Completion, Sample, find_format
+from shardwright.data.prepare import prepare
+from shardwright.data.records import text_of
 from shardwright.errors import ConfigError, DataError
 
 TALK = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -21,29 +23,10 @@ TEMPLATE = (
 )
 
 
-def run_file(directory: Path, **changes: Any) -> RunFile:
-    """A run file over `directory`, with the tiny tokenizer and a template; `changes` go into the section data."""
+def run_file(directory: Path, **data: Any) -> RunFile:
+    """A run file over a.jsonl with a template; `data` goes into the section data."""
     (directory / "template.jinja").write_text(TEMPLATE)
-    model = {"model_name_or_path": str(EXAMPLES / "tiny"), "init": "random"} | changes.pop("model", {})
-    return RunFile.model_validate(
-        {
-            "model": model,
-            "data": {"train": [str(directory / "a.jsonl")], "max_length": 64, "num_proc": 1} | changes,
-            "training": {"max_steps": 1, "global_batch_size": 1},
-            "checkpoint": {"output_dir": str(directory / "runs" / "a")},
-        }
-    )
-
-
-def written(path: Path, *records: dict[str, Any]) -> Path:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
-
-
-def ready(run: RunFile) -> Prepared:
-    found = prepare(run)
-    assert found is not None
-    return found
+    return run_over(directory, **{"train": [str(directory / "a.jsonl")], "max_length": 64} | data)
 
 
 @pytest.mark.parametrize(
@@ -68,11 +51,31 @@ def test_the_columns_say_the_format(record: dict[str, Any], form: str, tmp_path:
     assert find_format(str(both), run_file(tmp_path, text_column="text2").data) == "text"
 
 
+def test_a_format_is_one_entry_of_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run file knows the names of the table, and an entry suffices for a file whose columns it recognises."""
+    assert set(get_args(Format)) == {"auto", *FORMATS}
+
+    def read(record: dict[str, Any], data: Data, where: str) -> Sample:
+        return Completion(text_of(record, "question", where), text_of(record, "answer", where))
+
+    monkeypatch.setitem(FORMATS, "qa", formats.Format(("question", "answer"), read, ("id",), ("completion_only_loss",)))
+    written(tmp_path / "a.jsonl", {"question": "ab", "answer": "c", "id": 3})
+    found = ready(run_file(tmp_path, completion_only_loss=True))
+    assert found.formats == ["qa"] and not any("nothing reads" in line for line in found.notices)
+    assert found.table.documents.weights is not None
+    assert found.table.documents.weights.tolist() == [0, 0, 1, 1], "ab is given, c and the end are trained"
+    assert ready(run_file(tmp_path, max_length=3)).counts["truncated_documents"] == 1
+    with pytest.raises(ConfigError, match=r"data.append_eos has no effect here. data.train holds qa"):
+        prepare(run_file(tmp_path, append_eos=False))
+
+
 def test_unknown_columns_are_named(tmp_path: Path) -> None:
     data = run_file(tmp_path).data
     with pytest.raises(DataError, match=r"there is no column `messages`. Columns here: mesages, id"):
         find_format(str(written(tmp_path / "a.jsonl", {"mesages": TALK, "id": 1})), data)
-    with pytest.raises(DataError, match=r"no format has the columns q, z. Known are text: text; messages: messages"):
+    with pytest.raises(
+        DataError, match=r"no format has the columns q, z. The formats are text: text; messages: messages"
+    ):
         find_format(str(written(tmp_path / "a.jsonl", {"q": 1, "z": 2})), data)
     (tmp_path / "a.txt").write_text("x\n")
     assert find_format(str(tmp_path / "a.txt"), data) == "text"
@@ -119,7 +122,7 @@ def test_tokens_need_no_tokenizer(tmp_path: Path) -> None:
     stored = found.table.documents
     assert stored.tokens.tolist() == [9, 8, 7, 5, 6, 7] and stored.weights is not None
     assert stored.weights.tolist() == [1, 1, 1, 0, 0, 0.5]
-    assert found.formats == ("tokens",) and found.pad_id == 0
+    assert found.formats == ["tokens"] and found.pad_id == 0
     written(tmp_path / "a.jsonl", {"input_ids": [1, 300]})
     with pytest.raises(ConfigError, match=r"token id 300, but the model's vocab_size is 300.*vocab_size: 301"):
         prepare(run_file(tmp_path, model=model))
@@ -186,7 +189,7 @@ def test_every_setting_that_changes_tokens_or_weights_is_in_the_key_of_the_cache
         "format": ready(run_file(tmp_path, format="text")),
         "eos": ready(run_file(tmp_path, format="text", append_eos=False)),
     }
-    assert len({prepared.path for prepared in found.values()}) == len(found)
+    assert len({prepared.table.documents.path for prepared in found.values()}) == len(found)
     assert all(not prepared.cached for prepared in found.values())
     assert ready(run_file(tmp_path, **base, overlong="split", max_length=9)).cached
     weights = {name: np.asarray(prepared.table.documents.weights).tolist() for name, prepared in found.items()}

@@ -89,7 +89,7 @@ class TensorParallel:
             self._on_input(name, self._enter_region)
         for name in undivided:
             self._on_input(name, self._gather_sequence)
-            self._on_output(name, partial(tp_collectives.cut, dim=1, peers=self.peers))
+            self._on_output(name, partial(tp_collectives.scatter_to_tp, dim=1, peers=self.peers))
         for name in parts.blocks if self._rng is not None else ():
             block = model.get_submodule(name)
             block.forward = partial(self._run_block, block.forward)
@@ -136,9 +136,9 @@ class TensorParallel:
             return VocabParallelEmbedding(self.peers, replaced)
         inside = self._in_block(name)
         if style in ROW:
-            leave = self._leave_region if inside else partial(tp_collectives.sum_out, peers=self.peers)
+            leave = self._leave_region if inside else partial(tp_collectives.reduce_from_tp, peers=self.peers)
             return RowwiseParallel(self.peers, replaced, leave, splits=style == "rowwise_split_input")
-        entry: Change | None = self._enter_region if inside else partial(tp_collectives.copy_in, peers=self.peers)
+        entry: Change | None = self._enter_region if inside else partial(tp_collectives.copy_to_tp, peers=self.peers)
         if name.rpartition(".")[0] in self._regions:
             entry = None
         if style == VOCABULARY:
@@ -170,23 +170,27 @@ class TensorParallel:
     def _enter_region(self, x: Tensor) -> Tensor:
         """[B, T or T / tp, D] into divided work: [B, T, D]."""
         self._draw(divided=True)
-        return tp_collectives.gather_in(x, 1, self.peers) if self.sequence else tp_collectives.copy_in(x, self.peers)
+        return (
+            tp_collectives.gather_from_sequence_parallel(x, 1, self.peers)
+            if self.sequence
+            else tp_collectives.copy_to_tp(x, self.peers)
+        )
 
     def _leave_region(self, x: Tensor) -> Tensor:
         """Partial [B, T, D] out of divided work: [B, T or T / tp, D]."""
         self._draw(divided=self.sequence)
         if self.sequence:
-            return tp_collectives.sum_and_cut_out(x, 1, self.peers)
-        return tp_collectives.sum_out(x, self.peers)
+            return tp_collectives.reduce_scatter_to_sequence_parallel(x, 1, self.peers)
+        return tp_collectives.reduce_from_tp(x, self.peers)
 
     def _gather_features(self, x: Tensor) -> Tensor:
         """A divided output made whole, for work that every rank does alike."""
         self._draw(divided=False)
-        return tp_collectives.gather_same(x, -1, self.peers)
+        return tp_collectives.gather_from_tp(x, -1, self.peers)
 
     def _gather_sequence(self, x: Tensor) -> Tensor:
         """[B, T / tp, D] -> [B, T, D], for work that every rank does alike."""
-        return tp_collectives.gather_same(x, 1, self.peers)
+        return tp_collectives.gather_from_tp(x, 1, self.peers)
 
     def _cut_sequence(self, x: Tensor) -> Tensor:
         """[B, T, D] -> [B, T / tp, D]."""
@@ -196,12 +200,12 @@ class TensorParallel:
                 "sequence_parallel gives each rank equally many positions.",
                 "Use a multiple, or set parallelism.sequence_parallel to false.",
             )
-        return tp_collectives.cut(x, 1, self.peers)
+        return tp_collectives.scatter_to_tp(x, 1, self.peers)
 
     def _cut_around(self, blocks: Sequence[str], first: bool, last: bool) -> None:
         """Makes `blocks` work on pieces of sequences. first, last: they include the model's first or last block."""
-        enter = self._cut_sequence if first else partial(tp_collectives.take_piece, dim=1, peers=self.peers)
-        leave = self._gather_sequence if last else partial(tp_collectives.fill_in, dim=1, peers=self.peers)
+        enter = self._cut_sequence if first else partial(tp_collectives.slice_of_rank, dim=1, peers=self.peers)
+        leave = self._gather_sequence if last else partial(tp_collectives.pad_to_whole, dim=1, peers=self.peers)
         self._on_input(blocks[0], enter)
         self._on_output(blocks[-1], leave)
 

@@ -125,7 +125,7 @@ class RowwiseParallel(ParallelStyle):
         return module
 
     def run(self, module: nn.Module, x: Tensor) -> Tensor:
-        x = tp_collectives.cut(x, -1, self.peers) if self.splits else x
+        x = tp_collectives.scatter_to_tp(x, -1, self.peers) if self.splits else x
         y, bias = self.leave(local_linear(module, x, None)), local_bias(module)
         return y if bias is None else y + bias
 
@@ -160,7 +160,7 @@ class VocabParallelEmbedding(ParallelStyle):
             found = look_up(torch.where(other, 0, input - first))
         finally:
             parameters["weight"] = stored
-        return tp_collectives.sum_out(found.masked_fill(other[..., None], 0.0), self.peers)
+        return tp_collectives.reduce_from_tp(found.masked_fill(other[..., None], 0.0), self.peers)
 
 
 def is_vocab_parallel(module: nn.Module) -> bool:

@@ -14,8 +14,8 @@ from typing import Any
 
 from shardwright.layout.axes import Axes
 from shardwright.measure.bottleneck import UpdateTimes, find_bottleneck
-from shardwright.planner.job import Layout
 from shardwright.planner.memory_timeline import walked_actions
+from shardwright.planner.problem import Layout
 from shardwright.tools.bench.timing import Spread, ratio, slowest
 from shardwright.train.anomaly import slow_rank
 

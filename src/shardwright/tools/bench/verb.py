@@ -16,14 +16,14 @@ from shardwright.config.load import Loaded
 from shardwright.config.places import check_directory, check_file
 from shardwright.console import say
 from shardwright.errors import CheckFailed, ConfigError, ExitCode, ShardwrightError
-from shardwright.launch import inside_a_launcher, run_workers
+from shardwright.launch import refuse_launcher, run_workers
 from shardwright.layout.legality import check_run
 from shardwright.layout.names import with_layout
 from shardwright.measure import clock
 from shardwright.measure.bottleneck import Bottleneck
 from shardwright.mesh.process_group import device_kind
 from shardwright.planner.hardware import find_device
-from shardwright.planner.of_run import job_of, layout_of
+from shardwright.planner.problem import layout_of, problem_of
 from shardwright.tools.bench.peers import check_peers, kind_of_peer, possible_peers
 from shardwright.tools.bench.rank import Spec
 from shardwright.tools.bench.summary import entry, schedule_of
@@ -61,12 +61,7 @@ def run_bench(loaded: Loaded, request: Request) -> int:
     0; 3 where a layout does not train the same objective (it is not timed); 1 where ranks fail.
     """
     console = Console(highlight=False)
-    if inside_a_launcher():
-        raise ConfigError(
-            "`bench` was started under a launcher.",
-            "It starts its own ranks.",
-            "Call it once, without torchrun or srun.",
-        )
+    refuse_launcher("bench")
     output = Path(loaded.run.checkpoint.output_dir)
     runs, peers = _refused_or_prepared(loaded, request, output, console)
     codes = check_layouts(loaded, ",".join(runs), request.ranks, console)
@@ -225,7 +220,7 @@ def _schedule(loaded: Loaded, ranks: int) -> list[list[list[Any]]]:
     if shape is None:
         return []
     layout = layout_of(loaded.run, check_run(loaded, ranks))
-    return schedule_of(layout, layout.microbatches(job_of(loaded.run, shape)))
+    return schedule_of(layout, layout.microbatches(problem_of(loaded.run, shape)))
 
 
 def _finished(

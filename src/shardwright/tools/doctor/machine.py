@@ -1,4 +1,4 @@
-"""What can be told of a machine without starting ranks: versions, cores and NUMA nodes, shared memory, the file system."""
+"""Findings about a machine that need no ranks: versions, cores and NUMA nodes, shared memory, the file system."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SLOW_WRITE = 20 * MB
 
 @dataclass(frozen=True)
 class Finding:
-    """One line: the item, whether it is well, and the figures."""
+    """One line: the item, its grade, and the figures."""
 
     item: str
     grade: Grade
@@ -35,7 +35,7 @@ class Finding:
 
 
 def machine_findings(ranks: int, directory: Path) -> Iterator[Finding]:
-    """Everything that needs no rank. directory: whose file system is tried."""
+    """All findings. directory: a directory of the file system that is timed."""
     found = versions()
     names = ", ".join(f"{name} {version}" for name, version in found.items() if name != "machine")
     yield Finding("versions", "ok", f"{names} on {found['machine']}")

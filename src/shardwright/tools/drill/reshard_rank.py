@@ -1,6 +1,6 @@
-"""A rank that reads one checkpoint under several layouts: `python -m shardwright.tools.drill.reshard_rank JOBS.json`.
+"""A rank that reads one checkpoint in several layouts: `python -m shardwright.tools.drill.reshard_rank JOBS.json`.
 
-For each: what it has read, saved again under this layout; the rows it trains on; and training to the end.
+In each layout the rank saves what it has read, writes down the rows that it will train on, and trains to the end.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from shardwright.layout.axes import Axes
-from shardwright.planner.job import Layout
+from shardwright.planner.problem import Layout
 from shardwright.tools.bench.summary import entry, schedule_of
 from shardwright.tools.bench.table import lines_below, show
 from shardwright.tools.bench.timing import Spread, ratio, slowest
