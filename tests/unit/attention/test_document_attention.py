@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from shardwright.attention import document_attention
 from shardwright.attention.packed_rows import PackedRows
 from shardwright.layout.rules_context import chunks
-from shardwright.parallel.context.documents import as_one_row, as_rows, document_blocks
+from shardwright.parallel.context.shard import as_one_row, as_rows, document_blocks
 
 
 def drawn(seed: int, rows: int = 5, width: int = WIDTH) -> list[list[int]]:

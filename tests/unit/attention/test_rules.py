@@ -22,7 +22,7 @@ from shardwright.errors import ConfigError, ModelError
 from shardwright.layout.legality import check_run
 from shardwright.models import build_model
 from shardwright.models.build import check_own_attention
-from shardwright.tools.check.force_float64 import Float64Throughout
+from shardwright.tools.check.force_float64 import ForceFloat64
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -83,7 +83,7 @@ def test_documents_reach_attention_in_these_families(family: str, tmp_path: Path
     model.double()  # some routers are kept in float32
     rows = packed(ROWS)
     ids = torch.randint(2, 60, rows.documents.shape)
-    with torch.no_grad(), Float64Throughout():  # else norms and routers round to float32
+    with torch.no_grad(), ForceFloat64():  # else norms and routers round to float32
         alone = {(r, s): model(input_ids=ids[r : r + 1, s:e], use_cache=False).logits[0] for r, s, e in rows.spans}
         isolate_documents(model)
         named = {"position_ids": rows.position_ids, "documents": rows, "use_cache": False}
