@@ -129,40 +129,27 @@ class Order:
 
     def take(self, rows: Tensor) -> Tensor:
         """[R, ...]: the real tokens of `rows` [B T, ...] in this order."""
-        return rows if self.straight else _Take.apply(rows, self)
+        return rows if self.straight else _Permute.apply(rows, self, False)
 
     def put(self, tokens: Tensor) -> Tensor:
         """[B T, ...]: `tokens` [R, ...] back in their rows, and zeros for padding."""
-        return tokens if self.straight else _Put.apply(tokens, self)
+        return tokens if self.straight else _Permute.apply(tokens, self, True)
 
 
-class _Take(torch.autograd.Function):
-    """A permutation whose gradient is one too: autograd's own adds token by token into zeros."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Order) -> Tensor:
-        ctx.order = order
-        return rows.index_select(0, order.sources)
+class _Permute(torch.autograd.Function):
+    """A permutation whose gradient is the one back: autograd's own adds token by token into zeros."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _put(grads[0], ctx.order), None
-
-
-class _Put(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor, order: Order) -> Tensor:
-        ctx.order = order
-        return _put(tokens, order)
+    def forward(ctx: Any, tensor: Tensor, order: Order, into_rows: bool) -> Tensor:
+        ctx.order, ctx.into_rows = order, into_rows
+        if not into_rows:
+            return tensor.index_select(0, order.sources)
+        rows = tensor.index_select(0, order.back)
+        return rows if order.padding is None else rows.index_fill_(0, order.padding, 0)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0].index_select(0, ctx.order.sources), None
-
-
-def _put(tokens: Tensor, order: Order) -> Tensor:
-    rows = tokens.index_select(0, order.back)
-    return rows if order.padding is None else rows.index_fill_(0, order.padding, 0)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _Permute.apply(grads[0], ctx.order, not ctx.into_rows), None, None
 
 
 def _positions(starts: Tensor, lengths: Tensor) -> Tensor:
