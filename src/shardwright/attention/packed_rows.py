@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class PackedRows:
-    """Rows that hold documents one behind another, on a device.
+    """Rows that hold documents one after another, on a device.
 
     documents: [B, T] on the CPU, the number of each token's document within its row, -1 for padding. Tokens of one
     document are neighbours. All other properties follow from it and are computed at their first use.
@@ -27,7 +27,7 @@ class PackedRows:
 
     @classmethod
     def of_lengths(cls, lengths: Sequence[int], width: int, device: torch.device) -> PackedRows:
-        """Rows of `width` tokens that hold one document each, of `lengths` tokens, and padding behind it."""
+        """Rows of `width` tokens that hold one document each, of `lengths` tokens, and padding after it."""
         inside = torch.arange(width) < torch.tensor(lengths).unsqueeze(1)
         return cls(inside.int() - 1, device)
 
@@ -85,7 +85,7 @@ class PackedRows:
 
     @cached_property
     def dense(self) -> Order:
-        """Documents one behind another without padding, in order of rows."""
+        """Documents one after another without padding, in order of rows."""
         return self._order(_positions(*self._spans))
 
     @cached_property
@@ -153,6 +153,6 @@ class _Permute(torch.autograd.Function):
 
 
 def _positions(starts: Tensor, lengths: Tensor) -> Tensor:
-    """[R]: the tokens start, start + 1, ... of each span, one span behind another."""
+    """[R]: the tokens start, start + 1, ... of each span, one span after another."""
     before = lengths.cumsum(0) - lengths
     return torch.arange(int(lengths.sum())) + (starts - before).repeat_interleave(lengths)

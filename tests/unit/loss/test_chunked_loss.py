@@ -37,7 +37,7 @@ from shardwright.loss.chunked_loss import (
     find_loss_chunks,
 )
 from shardwright.loss.objective import cross_entropy_sum, own_loss
-from shardwright.loss.output_head import Deferred, Step, apply_steps, steps_behind_head
+from shardwright.loss.output_head import Deferred, Step, apply_steps, steps_after_head
 from shardwright.models.build import build_model
 from shardwright.models.model_parts import find_parts
 from shardwright.parallel.apply import check_model
@@ -206,7 +206,7 @@ def test_what_models_do_behind_their_head(config: Any, steps: Any) -> None:
     """Noted from the model's own forward, which is left as it was."""
     model = built(config)
     forwards = [m.forward for m in model.modules()]
-    assert steps_behind_head(model, find_parts(model)) == steps
+    assert steps_after_head(model, find_parts(model)) == steps
     assert [m.forward for m in model.modules()] == forwards
 
 
@@ -225,7 +225,7 @@ def test_other_uses_of_logits_are_refused_by_name(change: Any, message: str) -> 
     forward = model.forward
     model.forward = lambda **kwargs: SimpleNamespace(logits=change(forward(**kwargs).logits))
     with pytest.raises(ModelError, match=f"The loss of LlamaForCausalLM cannot be computed in chunks: .*({message})"):
-        steps_behind_head(model, find_parts(model))
+        steps_after_head(model, find_parts(model))
     values = {"model.model_name_or_path": "m", "data.train": ["a"], "training.max_steps": 1,
               "training.global_batch_size": 1}  # fmt: skip
     long = load_run_file(None, {**values, "data.max_length": 2**20}).run
