@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwright.attention.core import Attended, Merged, attend, attend_backward
+from shardwright.attention.core import AttentionOutput, OnlineSoftmax, attend, attend_backward
 from shardwright.attention.packed_rows import PackedRows
 from shardwright.errors import ModelError
 from shardwright.layout.rules_context import chunks
@@ -201,7 +201,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, blocks: list[Block]) -> Tensor:
-        merged, begun = Merged(query, value.shape[-1]), set()
+        merged, begun = OnlineSoftmax(query, value.shape[-1]), set()
         for queries, keys, causal in blocks:
             found = attend(query[:, :, queries], key[:, :, keys], value[:, :, keys], scale, causal)
             merged.add(queries, found, first=queries.start not in begun)
@@ -214,7 +214,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse, *seeds = ctx.saved_tensors
-        whole, wide = Attended(out, lse, tuple(seeds)), accumulation_dtype(query.dtype)
+        whole, wide = AttentionOutput(out, lse, tuple(seeds)), accumulation_dtype(query.dtype)
         sums = [torch.zeros_like(t, dtype=wide) for t in (query, key, value)]
         for block in ctx.blocks:
             _add_gradients(sums, grads[0], (query, key, value), whole, ctx.scale, block)
@@ -225,14 +225,14 @@ def _add_gradients(
     sums: list[Tensor],
     grad: Tensor,
     tensors: tuple[Tensor, Tensor, Tensor],
-    whole: Attended,
+    whole: AttentionOutput,
     scale: float,
     block: Block,
 ) -> None:
     """Adds one block's gradients of query, key and value to `sums`."""
     queries, keys, causal = block
     query, key, value = tensors
-    own = Attended(whole.out[:, :, queries], whole.lse[:, :, queries].contiguous(), whole.seeds)
+    own = AttentionOutput(whole.out[:, :, queries], whole.lse[:, :, queries].contiguous(), whole.seeds)
     found = attend_backward(
         grad[:, :, queries], query[:, :, queries], key[:, :, keys], value[:, :, keys], own, scale, causal
     )
@@ -256,7 +256,7 @@ class _Ring(torch.autograd.Function):
         shard: ContextShard,
         blocks: list[list[Block]],
     ) -> Tensor:
-        merged = Merged(query, value.shape[-1])
+        merged = OnlineSoftmax(query, value.shape[-1])
         held, width = torch.cat([key, value], -1), key.shape[-1]
         for step in range(shard.size):
             passing = _Passing(held, shard) if step + 1 < shard.size else None
@@ -275,7 +275,7 @@ class _Ring(torch.autograd.Function):
         """Gradients of keys and values travel one step behind them, each rank adding its part, and end at their owner."""
         query, key, value, out, lse, *seeds = ctx.saved_tensors
         shard: ContextShard = ctx.shard
-        whole, wide = Attended(out, lse, tuple(seeds)), accumulation_dtype(query.dtype)
+        whole, wide = AttentionOutput(out, lse, tuple(seeds)), accumulation_dtype(query.dtype)
         by_query = torch.zeros_like(query, dtype=wide)
         held, width = torch.cat([key, value], -1), key.shape[-1]
         own = torch.zeros_like(held, dtype=wide)
