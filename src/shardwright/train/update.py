@@ -127,13 +127,8 @@ class UpdateEngine:
         self._loss = torch.zeros((), dtype=torch.float64, device=device)  # this rank's sum over the update
         self._count = torch.zeros_like(self._loss)  # targets, as a loss of the user's own counts them
 
-    @property
-    def named_params(self) -> dict[str, ShardedParam]:
-        """Trainable parameters by their name in the unsplit model."""
-        return {param.name: param for param in self.params}
-
     def set_length(self, updates: int) -> None:
-        """Tells how many updates the run has, where that was known only after a checkpoint was read.
+        """Sets the number of updates, where it became known only after a checkpoint was read.
 
         Raises `ConfigError` where the schedule of the learning rate does not fit.
         """
@@ -152,8 +147,10 @@ class UpdateEngine:
         batch = self.hooks.on_batch(batch)
         if batch.target_tokens < 1:
             raise ShardwrightError(f"Update {batch.update} has no target token.", "Its loss would be 0 / 0.")
-        if not self._checked:
-            self._check_optimizer()
+        stale = [] if self._checked else [param.name for param in self.params if not param.is_current()]
+        if stale:  # it would train nothing, silently
+            raise ShardwrightError(f"The optimizer does not hold the memory of {stale[0]} ({len(stale)} parameters).")
+        self._checked = True
         if not self.module.training:
             self.module.train()
         self.batch = batch
@@ -266,13 +263,6 @@ class UpdateEngine:
                 "Return the number of targets, or the sum of their weights, as the second value.",
             )
         return count.item()
-
-    def _check_optimizer(self) -> None:
-        """Refuses an optimizer that holds other memory than the model: it would train nothing, silently."""
-        stale = [param.name for param in self.params if not param.is_current()]
-        if stale:
-            raise ShardwrightError(f"The optimizer does not hold the memory of {stale[0]} ({len(stale)} parameters).")
-        self._checked = True
 
     # Gradients and the step
 
