@@ -84,7 +84,7 @@ def attention_modules(model: nn.Module, parts: Parts) -> tuple[str, ...]:
         for path, module in model.get_submodule(block).named_modules()
         if isinstance(module, nn.Conv1d)
     ]
-    if mixing := [*convolutions, *blocks_without_attention(model, calls)]:
+    if mixing := [*convolutions, *blocks_without_attention(parts.blocks, calls)]:
         raise ModelError(
             f"`{mixing[0]}` of {type(model).__name__} mixes tokens by something other than attention.",
             "With sequence_parallel each rank holds only a piece of the sequence there.",
