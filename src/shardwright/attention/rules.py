@@ -93,14 +93,14 @@ def check_config(name: str, values: dict[str, Any], by: Replacement) -> None:
 
 def _check_mixing(model: nn.Module, trace: ForwardTrace, by: Replacement) -> None:
     """Refuses blocks that mix tokens by anything else than the core attention."""
-    name = type(model).__name__
-    if missing := blocks_without_attention(model, trace.calls):
+    name, blocks = type(model).__name__, find_parts(model).blocks
+    if missing := blocks_without_attention(blocks, trace.calls):
         raise ModelError(
             f"`{missing[0]}` of {name} does not call attention through AttentionInterface ({len(missing)} blocks).",
             by.bypassed,
             by.fix,
         )
-    for block in find_parts(model).blocks:
+    for block in blocks:
         for path, module in model.get_submodule(block).named_modules():
             if isinstance(module, nn.Conv1d):
                 raise ModelError(f"`{block}.{path}` of {name} is a convolution over tokens.", by.convolution, by.fix)

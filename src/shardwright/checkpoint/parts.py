@@ -19,7 +19,7 @@ from shardwright.models.torch_dtypes import SAFETENSORS_CODES
 
 PIECE_BYTES = 4 * 2**20
 Value = Tensor | int | float
-"""What a state holds under one key: a tensor, or a number that an optimizer keeps."""
+"""A value of a state: a tensor, or a number that an optimizer keeps."""
 
 
 @dataclass(frozen=True)
