@@ -16,7 +16,7 @@ from shardwright.config.load import Loaded
 from shardwright.config.places import check_directory, check_file
 from shardwright.console import say
 from shardwright.errors import CheckFailed, ConfigError, ExitCode, ShardwrightError
-from shardwright.launch import inside_a_launcher, run_workers
+from shardwright.launch import refuse_launcher, run_workers
 from shardwright.layout.legality import check_run
 from shardwright.layout.names import with_layout
 from shardwright.measure import clock
@@ -56,22 +56,17 @@ class Request:
 
 
 def run_bench(loaded: Loaded, request: Request) -> int:
-    """Prints what was measured and writes it below `checkpoint.output_dir`; the exit code.
+    """Prints the measurements and writes them below `checkpoint.output_dir`; the exit code.
 
-    0; 3 where a layout does not train the same objective (it is not timed); 1 where ranks fail.
+    0; 3 where a layout does not train the same objective and so is not timed; 1 where ranks fail.
     """
     console = Console(highlight=False)
-    if inside_a_launcher():
-        raise ConfigError(
-            "`bench` was started under a launcher.",
-            "It starts its own ranks.",
-            "Call it once, without torchrun or srun.",
-        )
+    refuse_launcher("bench")
     output = Path(loaded.run.checkpoint.output_dir)
     runs, peers = _refused_or_prepared(loaded, request, output, console)
     codes = check_layouts(loaded, ",".join(runs), request.ranks, console)
     for name in (name for name, code in codes.items() if code):
-        say(console, f"{name} is not timed: it does not train the same objective.")
+        say(console, f"{name} is not timed: {name} does not train the same objective.")
     runs = {name: run for name, run in runs.items() if codes[name] == ExitCode.DONE}
     if not runs:
         raise CheckFailed("No layout trains the same objective.", "", "See what `check` found above.")
@@ -165,7 +160,7 @@ def _measured(
 def _ranks_started(
     runs: dict[str, Loaded], peers: list[str], request: Request, device: str, output: Path
 ) -> dict[str, Any]:
-    """What the ranks of one start measured."""
+    """Starts ranks once and returns their measurements."""
     with tempfile.TemporaryDirectory(prefix="bench-", dir=output) as scratch:
         result, path = Path(scratch) / "result.json", Path(scratch) / "spec.json"
         texts = {name: run.to_json() for name, run in runs.items()}
