@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
-from shardwright.errors import ExitCode, ShardwrightError
+from shardwright.errors import ConfigError, ExitCode, ShardwrightError
 from shardwright.launch.hang_analysis import own_frame
 from shardwright.launch.output import bounded_writes
 from shardwright.measure import clock
@@ -32,6 +32,16 @@ _LOST_PEER = (
 def inside_a_launcher() -> bool:
     """Whether this process is already a rank (of torchrun, Slurm or `run_workers`) and must not spawn any."""
     return started_by(os.environ) != "single"
+
+
+def refuse_launcher(verb: str) -> None:
+    """Raises `ConfigError` inside of a launcher: `verb` starts its own ranks."""
+    if inside_a_launcher():
+        raise ConfigError(
+            f"`{verb}` was started under a launcher.",
+            f"`{verb}` starts its own ranks.",
+            f"Call `{verb}` once, without torchrun or srun.",
+        )
 
 
 def current_job() -> Job:

@@ -14,8 +14,8 @@ from typing import Literal, NamedTuple
 
 from shardwright.arch.families import family_of
 from shardwright.arch.shape import Shape
+from shardwright.backends.facts import backend_facts
 from shardwright.dtypes import DTYPE_BYTES
-from shardwright.layout.attention import backward_is_wide
 from shardwright.layout.combinations import SPLIT_BACKWARD
 from shardwright.layout.loss import loss_chunk_tokens, worthwhile
 from shardwright.planner.problem import Layout, Problem, Recompute
@@ -164,7 +164,8 @@ def block_bytes(problem: Problem, key: ActivationKey) -> BlockBytes:
     workspace = tokens * (3 if s.gated else 2) * width * s.ffn / tp + 2 * stream
     workspace += tokens * 2 * width * s.hidden if sequence_parallel else 0
     backward, queries = workspace, min(tokens // rows, int(problem.attended))
-    if program.own and backward_is_wide(problem.device_kind, problem.param_dtype, queries, s.head_dim):
+    facts = backend_facts(problem.device_kind)
+    if program.own and facts.backward_in_float32(problem.param_dtype, queries, s.head_dim):
         # Beside two gradients of the stream: grad, out and query, key and value, and the gradients of these three.
         elements = 4 * s.query_width + 4 * s.kv_width
         backward = max(backward, 4 * elements * tokens / tp + 2 * stream)

@@ -1,7 +1,7 @@
 """Host memory that the rank of one device needs: offloaded states, and the copy that a save makes.
 
 torch's allocator of pinned memory rounds every block up to a power of two, so many tensors of odd sizes can take up to twice
-their bytes (pytorch/pytorch#95823, so in torch 2.11 to 2.14).
+their bytes (pytorch/pytorch#95823).
 """
 
 from __future__ import annotations

@@ -6,10 +6,11 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardwright.arch.model_shape import Inventory, built_by, shape_of_model
+from shardwright.backends.facts import backend_facts
 from shardwright.layout.axes import Axes
 from shardwright.layout.loss import CROSS_ENTROPY
 from shardwright.layout.pipeline_schedules import chunks_of
-from shardwright.layout.zero import PREFETCH, STAGES
+from shardwright.layout.zero import STAGES
 from shardwright.planner.device import Device, DeviceKind
 from shardwright.planner.program import EAGER, Program, own_program
 
@@ -137,7 +138,7 @@ def layout_of(run: RunFile, axes: Axes, type_: str | None = None) -> Layout:
         p.sequence_parallel is not False,
         run.memory.activation_checkpointing,
         reshard if p.reshard_after_forward is None else p.reshard_after_forward,
-        PREFETCH[kind_of(run, type_)] if p.prefetch is None else p.prefetch,
+        backend_facts(kind_of(run, type_)).prefetch if p.prefetch is None else p.prefetch,
         p.unit,
         run.memory.cpu_offload,
         p.cp_attention or "all_gather",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from shardwright.backends.facts import GLOO_FACTS, TORCH_FACTS
 from shardwright.planner.device import DeviceKind
 from shardwright.units import GIB
 
@@ -102,7 +103,7 @@ class Program:
     """Fraction of the backward tensor-parallel collectives hidden under weight gradients."""
     overlap_slowdown: float = 0.2
     """Seconds that compute loses for each second a collective runs beside it."""
-    bucket_bytes: float | None = 25 * 2**20
+    bucket_bytes: float | None = TORCH_FACTS.bucket_bytes
     """Gradients are reduced in pieces of so many bytes; None: all at once."""
     reduces_units: bool = True
     """zero1 and zero2 reduce each unit instead (`fully_shard`)."""
@@ -152,10 +153,10 @@ ON_CPU = replace(
     mlp_passes=5.0,  # SiLU and a product
     element_bytes=4.0,  # bf16 is widened on the way, which takes what its fewer bytes save
     logits_bytes=70.0,  # two exponentials of the loss take a core as long as about 40 bytes do
-    bucket_bytes=4 * 2**20,
-    tensor_passes=3.0,  # pieces put in order (2), or sums made of them
-    gather_passes=2.5,  # a gathered unit is copied to its place (2), its shard into the buffer that is sent
-    reduce_passes=3.5,  # gradients into the buffer that is sent (2), and the sum of what came
+    bucket_bytes=GLOO_FACTS.bucket_bytes,
+    tensor_passes=GLOO_FACTS.tensor_passes,
+    gather_passes=GLOO_FACTS.gather_passes,
+    reduce_passes=GLOO_FACTS.reduce_passes,
     update_seconds=5e-3,
 )
 ON_CPU_COMPILED = replace(

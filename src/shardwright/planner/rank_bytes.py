@@ -14,9 +14,10 @@ from typing import NamedTuple
 from shardwright.arch.families import family_of
 from shardwright.arch.parameters import matrix_weights, parameters
 from shardwright.arch.shape import ParameterGroup, Shape
+from shardwright.backends.facts import backend_facts
 from shardwright.dtypes import DTYPE_BYTES
 from shardwright.layout.pipeline_schedules import head_blocks, rank_stages, split_blocks
-from shardwright.layout.zero import EXCHANGED, STAGES
+from shardwright.layout.zero import STAGES
 from shardwright.planner.optimizer import optimizer_of, orthogonalising_bytes
 from shardwright.planner.problem import Layout, Problem
 
@@ -265,10 +266,10 @@ def _travelling(
 
 def _exchanged_bytes(problem: Problem, layout: Layout, rule: Rules, parts: Parts) -> float:
     """Gradients that gloo's exchange keeps into the next forward: sent and received, of the units that backward ends with."""
-    exchanges = problem.device_kind == "cpu" and rule.sharded and rule.degree > 1
-    if not exchanges or rule.late or layout.microbatches(problem) == 1:
+    units = backend_facts(problem.device_kind).exchanged_units
+    if not units or not rule.sharded or rule.degree == 1 or rule.late or layout.microbatches(problem) == 1:
         return 0.0
     block, embedding, head = parts[0].whole, parts[1].whole, parts[2].whole
     if problem.shape.tied and layout.axes.pp == 1:
         embedding += head  # all in the root unit
-    return 2 * rule.reduce * (embedding + (EXCHANGED - 1) * block if embedding else EXCHANGED * block)
+    return 2 * rule.reduce * (embedding + (units - 1) * block if embedding else units * block)

@@ -109,9 +109,9 @@ def in_flight(loaded: Loaded) -> tuple[int, int, Counter[str]]:
     ):
         engine.forward_backward(batches_for(engine, 0))
     kinds = Counter[str]()
-    for call, count in recorder.calls.items():
-        if call.axis == "dp_shard":
-            kinds[call.collective] += count
+    for sent in recorder.traffic():
+        if sent.axis == "dp_shard":
+            kinds[sent.collective] += int(sent.count)
     return max(counts), len(counts), kinds
 
 

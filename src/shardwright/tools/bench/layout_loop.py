@@ -139,10 +139,10 @@ class LayoutLoop:
         if directory is not None:
             path = directory / f"{self.name.replace(':', '-')}-rank{dist.get_rank()}.json"
         dist.barrier()
-        with profiled(self.device, self._groups, path) as found:
+        with profiled(self.device, self._groups, PROFILED_UPDATES, path) as found:
             for _ in range(PROFILED_UPDATES):
                 self.update()
-        return found[0].per(PROFILED_UPDATES)
+        return found[0]
 
     def measuring_seconds(self) -> list[float]:
         """Seconds of rank 0 in which `train` would have recorded and printed each of some updates. Collective.

@@ -16,7 +16,7 @@ from shardwright.config.load import Loaded
 from shardwright.config.places import check_directory, check_file
 from shardwright.console import say
 from shardwright.errors import CheckFailed, ConfigError, ExitCode, ShardwrightError
-from shardwright.launch import inside_a_launcher, run_workers
+from shardwright.launch import refuse_launcher, run_workers
 from shardwright.layout.legality import check_run
 from shardwright.layout.names import with_layout
 from shardwright.measure import clock
@@ -61,12 +61,7 @@ def run_bench(loaded: Loaded, request: Request) -> int:
     0; 3 where a layout does not train the same objective (it is not timed); 1 where ranks fail.
     """
     console = Console(highlight=False)
-    if inside_a_launcher():
-        raise ConfigError(
-            "`bench` was started under a launcher.",
-            "It starts its own ranks.",
-            "Call it once, without torchrun or srun.",
-        )
+    refuse_launcher("bench")
     output = Path(loaded.run.checkpoint.output_dir)
     runs, peers = _refused_or_prepared(loaded, request, output, console)
     codes = check_layouts(loaded, ",".join(runs), request.ranks, console)

@@ -22,7 +22,7 @@ Span = tuple[int, int, int]
 
 
 def spans(microbatch: Microbatch) -> list[Span]:
-    """The place of each document. Without document numbers a row is one: of its length, or to a token behind its last target."""
+    """The place of each document. Without document numbers a row is one, of its length or to a token behind its last target."""
     found: list[Span] = []
     if microbatch.documents is None and microbatch.lengths is not None:
         return [(row, 0, length) for row, length in enumerate(microbatch.lengths) if length]

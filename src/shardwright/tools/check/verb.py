@@ -14,7 +14,7 @@ from shardwright.config.load import Loaded
 from shardwright.config.schema import Training
 from shardwright.console import say
 from shardwright.errors import ConfigError, ExitCode, ModelError
-from shardwright.launch import inside_a_launcher, run_workers
+from shardwright.launch import refuse_launcher, run_workers
 from shardwright.layout.axes import Axes
 from shardwright.layout.legality import check_device, check_run, check_settings
 from shardwright.layout.names import TUNING, expand_layouts, with_layout
@@ -61,12 +61,7 @@ def run_check(
         return ExitCode.DONE
     if dtype not in ("fp64", "run"):
         raise ConfigError(f"--dtype {dtype} is not known.", "", "Valid: fp64, run.")
-    if inside_a_launcher():
-        raise ConfigError(
-            "`check` was started under a launcher.",
-            "It starts its own ranks.",
-            "Call it once, without torchrun or srun.",
-        )
+    refuse_launcher("check")
     fault = known_fault(plant) if plant else ""
     codes = check_layouts(loaded, layouts, nproc_per_node, console, dtype=dtype, updates=updates, fault=fault)
     if ExitCode.CHECK_FAILED in codes.values():

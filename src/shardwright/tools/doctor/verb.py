@@ -11,8 +11,8 @@ from rich.console import Console
 
 from shardwright.config.places import check_file
 from shardwright.console import say
-from shardwright.errors import ConfigError, ExitCode
-from shardwright.launch import inside_a_launcher, run_workers
+from shardwright.errors import ExitCode
+from shardwright.launch import refuse_launcher, run_workers
 from shardwright.measure import clock
 from shardwright.mesh.process_group import device_kind
 from shardwright.tools.doctor.fit import Link, Measured
@@ -27,10 +27,7 @@ FIT_FACTOR = 1.5
 def run_doctor(ranks: int, device: str, output: Path) -> int:
     """Prints the findings and writes the hardware file to `output`; 1 when something has failed, else 0."""
     console, started = Console(highlight=False), clock.now()
-    if inside_a_launcher():
-        raise ConfigError(
-            "`doctor` was started under a launcher.", "It starts its own ranks.", "Call it once on a machine."
-        )
+    refuse_launcher("doctor")
     check_file(output, "--output")
     kind = device_kind(device, ranks)
     findings: list[Finding] = []
