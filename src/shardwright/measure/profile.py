@@ -1,4 +1,4 @@
-"""How long communication of each axis took in some profiled updates, and how much of it no compute covered.
+"""Seconds of communication by axis in profiled updates, and the seconds that no compute covered (exposed).
 
 Read from the trace that torch's profiler writes (Chrome's format), for NCCL and gloo alike:
 
@@ -33,10 +33,10 @@ Span = tuple[float, float]
 """(start, end), in any one unit of time."""
 
 MATRIX_PRODUCTS = ("mm", "bmm", "matmul", "linear", "attention", "gemm", "conv", "cutlass", "einsum")
-"""What the names of operators and kernels hold that are bound by arithmetic, when large."""
+"""Parts of the names of operators and kernels that are bound by arithmetic, when large."""
 
 _DONE_AS = {"all-reduce": ("all-reduce", "reduce-scatter")}
-"""What gloo says it does -> the calls that it does so: its reduce-scatter is an all-reduce."""
+"""Name of a span of gloo -> the calls that have such a span: gloo runs a reduce-scatter as an all-reduce."""
 _NO_COMPUTE = (*COLLECTIVE_NAMESPACES, "autograd", "profiler")
 
 
@@ -207,7 +207,7 @@ def _overlap(a: Event, b: Event) -> bool:
 
 
 def _host_compute(events: list[Event], communication: list[Span]) -> list[tuple[str, Span]]:
-    """Operators that compute, without what waits inside of them."""
+    """Operators that compute, without the waits inside of the operators."""
     gloo: dict[Any, list[Span]] = defaultdict(list)
     operators: dict[Any, list[Event]] = defaultdict(list)
     for event in events:
@@ -246,7 +246,7 @@ def union(spans: Iterable[Span]) -> list[Span]:
 
 
 def difference(spans: Iterable[Span], covered: Iterable[Span]) -> list[Span]:
-    """What of `spans` no span of `covered` covers, as a union."""
+    """The part of `spans` that no span of `covered` covers, as a union."""
     left: list[Span] = []
     covers, at = union(covered), 0
     for start, end in union(spans):

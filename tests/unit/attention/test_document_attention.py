@@ -31,8 +31,8 @@ from shardwright.layout.legality import check_run
 from shardwright.layout.rules_context import chunks
 from shardwright.models import build_model
 from shardwright.models.build import check_own_attention
-from shardwright.parallel.context.documents import as_one_row, as_rows, document_blocks
-from shardwright.tools.check.force_float64 import Float64Throughout
+from shardwright.parallel.context.shard import as_one_row, as_rows, document_blocks
+from shardwright.tools.check.force_float64 import ForceFloat64
 
 CPU = torch.device("cpu")
 WIDTH = 12
@@ -345,7 +345,7 @@ def test_documents_reach_attention_in_these_families(family: str, tmp_path: Path
     model.double()  # some routers are kept in float32
     rows = packed(ROWS)
     ids = torch.randint(2, 60, rows.documents.shape)
-    with torch.no_grad(), Float64Throughout():  # else norms and routers round to float32
+    with torch.no_grad(), ForceFloat64():  # else norms and routers round to float32
         alone = {(r, s): model(input_ids=ids[r : r + 1, s:e], use_cache=False).logits[0] for r, s, e in rows.spans}
         isolate_documents(model)
         named = {"position_ids": rows.position_ids, "documents": rows, "use_cache": False}

@@ -44,7 +44,9 @@ from shardwright.parallel.apply import check_model
 
 P, D, V = 37, 16, 101
 ROUNDING = tolerance.mixed(P, D, V)
-NARROW = tolerance.positive(P, V, dtype=torch.float32)  # logits are given; their softmax and the sum are in float32
+BF16_ROUNDING = tolerance.positive(
+    P, V, dtype=torch.float32
+)  # logits are given; their softmax and the sum are in float32
 CAP = (Step("divide", 3.0), Step("tanh"), Step("multiply", 3.0))
 CPU = torch.device("cpu")
 
@@ -143,15 +145,15 @@ def test_bf16_against_float64() -> None:
     summed in float32 over chunks, so that many chunks are as exact as one."""
     x, w, _, labels = tensors(torch.bfloat16, False)
     right = plain(x, w, None, labels, None, ())
-    exact = F.cross_entropy(F.linear(x, w).double(), labels, ignore_index=-100, reduction="sum")
-    assert abs(right - exact) <= NARROW * exact
+    exact_loss = F.cross_entropy(F.linear(x, w).double(), labels, ignore_index=-100, reduction="sum")
+    assert abs(right - exact_loss) <= BF16_ROUNDING * exact_loss
     logits = F.linear(x, w).detach().double().requires_grad_()
     loss = F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
     exact = torch.autograd.grad(loss, logits)[0].t() @ x.detach().double()
     errors = {}
     for chunk in (1, P):
         loss = chunked_cross_entropy_sum(x, w, None, Targets.of(labels, None, chunk, CPU, fixed=False), LossOptions())
-        assert loss.dtype == torch.float32 and abs(loss - exact) <= NARROW * exact
+        assert loss.dtype == torch.float32 and abs(loss - exact_loss) <= BF16_ROUNDING * exact_loss
         errors[chunk] = (torch.autograd.grad(loss, w)[0].double() - exact).norm() / exact.norm()
     assert errors[1] < 1.5 * errors[P] and errors[P] <= tolerance.in_norm(1, torch.bfloat16)
 

@@ -37,7 +37,7 @@ RECORDED_UPDATES = 10
 
 @dataclass
 class CountedBatches:
-    """The batches of a loop's updates, in order, and what they hold."""
+    """The batches of a loop's updates, in order, with their counts."""
 
     batches: list[UpdateBatch] = field(default_factory=list)
 
@@ -85,7 +85,7 @@ class LayoutLoop:
         return None if self.result is None else self.result.loss
 
     def about(self) -> dict[str, Any]:
-        """What `bench.json` says of the layout beside its measurements."""
+        """Entries of `bench.json` beside the measurements."""
         planned = asdict(self.planned) if self.planned is not None else None
         return {"axes": asdict(self.axes), "build_seconds": self.build_seconds, "planned": planned}
 

@@ -56,9 +56,9 @@ class Request:
 
 
 def run_bench(loaded: Loaded, request: Request) -> int:
-    """Prints what was measured and writes it below `checkpoint.output_dir`; the exit code.
+    """Prints the measurements and writes them below `checkpoint.output_dir`; the exit code.
 
-    0; 3 where a layout does not train the same objective (it is not timed); 1 where ranks fail.
+    0; 3 where a layout does not train the same objective and so is not timed; 1 where ranks fail.
     """
     console = Console(highlight=False)
     refuse_launcher("bench")
@@ -66,7 +66,7 @@ def run_bench(loaded: Loaded, request: Request) -> int:
     runs, peers = _refused_or_prepared(loaded, request, output, console)
     codes = check_layouts(loaded, ",".join(runs), request.ranks, console)
     for name in (name for name, code in codes.items() if code):
-        say(console, f"{name} is not timed: it does not train the same objective.")
+        say(console, f"{name} is not timed: {name} does not train the same objective.")
     runs = {name: run for name, run in runs.items() if codes[name] == ExitCode.DONE}
     if not runs:
         raise CheckFailed("No layout trains the same objective.", "", "See what `check` found above.")
@@ -160,7 +160,7 @@ def _measured(
 def _ranks_started(
     runs: dict[str, Loaded], peers: list[str], request: Request, device: str, output: Path
 ) -> dict[str, Any]:
-    """What the ranks of one start measured."""
+    """Starts ranks once and returns their measurements."""
     with tempfile.TemporaryDirectory(prefix="bench-", dir=output) as scratch:
         result, path = Path(scratch) / "result.json", Path(scratch) / "spec.json"
         texts = {name: run.to_json() for name, run in runs.items()}

@@ -78,13 +78,13 @@ def across(microbatch: Microbatch) -> Tensor:
 
 
 def _together(microbatch: Microbatch, logits: Logits, run_on: bool) -> Tensor:
-    """[B, T, V]: logits of rows whose documents see those before them."""
+    """[B, T, V]: logits of rows whose documents see the documents before them."""
     ids = microbatch.input_ids
     positions = torch.arange(ids.shape[1]).repeat(len(ids), 1)
     if not run_on:
         for row, start, end in spans(microbatch):
             positions[row, start:end] -= start
-    # a mask of ones: without one Transformers looks for packed rows in the positions, and keeps them apart
+    # without a mask, Transformers (5.24) takes restarting positions for packed rows and separates the documents
     return logits(ids, position_ids=positions, attention_mask=torch.ones_like(ids))
 
 

@@ -1,4 +1,4 @@
-"""`shardwright check`: one reference, then each layout on N ranks against it; a table, and a diagnosis where one differs."""
+"""`shardwright check`: compares each layout on N ranks with one reference; a table, and a diagnosis for each difference."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ONE_THREAD_PARAMETERS = 2_000_000
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A layout that is checked, its axes, and what its ranks are told."""
+    """A layout that is checked, its axes, and the task of its ranks."""
 
     layout: str
     axes: Axes
@@ -140,7 +140,7 @@ def possible_layouts(
     `ConfigError` or `ModelError` for what no layout can mend, and where no layout is possible.
     """
     expanded = expand_layouts(layouts, ranks)
-    check_settings(with_layout(loaded, expanded[0]))  # of the layout's keys only those that it keeps
+    check_settings(with_layout(loaded, expanded[0]))  # only the layout keys that this layout keeps
     check_device(loaded.run, device)
     check_programs(loaded.run)
     asked = {part.strip() for part in layouts.split(",")}
@@ -245,7 +245,7 @@ def _run(candidates: list[_Candidate], ranks: int, device: str, directory: Path)
 
 
 def _report(console: Console, layout: str, finding: Finding) -> None:
-    """What differs first in a layout, and the diagnosis."""
+    """Prints the first difference of a layout, and the diagnosis."""
     words = {"grad": "gradient", "param": "parameter"}
     place = f"update {finding.update}" if finding.update else "start"
     what = words.get(finding.kind, finding.kind)

@@ -151,4 +151,4 @@ class Measured:
     blocks: dict[str, float]
     """Seconds of forward and backward of `BLOCK`, by dtype."""
     load: float = 0.0
-    """Seconds of compute that are lost in each second of a collective that runs beside it."""
+    """Seconds of compute that are lost in each second of a concurrent collective."""

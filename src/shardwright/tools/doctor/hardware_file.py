@@ -1,4 +1,4 @@
-"""The hardware file of a machine that was measured, as `plan --device FILE` and `bench --device FILE` read it."""
+"""The hardware file of a measured machine, for `plan --device FILE` and `bench --device FILE`."""
 
 from __future__ import annotations
 

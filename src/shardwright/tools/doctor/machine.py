@@ -45,7 +45,7 @@ def machine_findings(ranks: int, directory: Path) -> Iterator[Finding]:
 
 
 def numa_nodes() -> int:
-    """NUMA nodes that the kernel shows; 1 where it shows none."""
+    """NUMA nodes that the kernel shows; 1 where the kernel shows none."""
     return max(1, len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))))
 
 
@@ -85,7 +85,7 @@ def sync_finding(directory: Path) -> Finding:
         path.unlink(missing_ok=True)
     slow = small > SLOW_SYNC_SECONDS or large < SLOW_WRITE
     text = f"{directory} syncs a small file in {format_seconds(small)} and writes {format_bytes(large)}/s"
-    hint = ": slow; checkpoint.async_save hides it" if slow else ""
+    hint = ": slow; checkpoint.async_save saves in the background" if slow else ""
     return Finding("file system", "warn" if slow else "ok", text + hint)
 
 

@@ -1,4 +1,4 @@
-"""`shardwright doctor`: one line for each item, with a verdict, and the hardware file of what was measured."""
+"""`shardwright doctor`: a graded line for each item, and the hardware file of the machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the planner says of a run: memory over one update, the pipeline played, traffic and time; no torch."""
+"""The planner's predictions for a run: memory over one update, the pipeline simulated, traffic and time; no torch."""
 
 from __future__ import annotations
 
@@ -33,16 +33,15 @@ DRAWN_ACTIONS = 800
 
 @dataclass(frozen=True)
 class Schedule:
-    """A pipeline schedule as it was played. unit: of the times, `s` or what counts 1.
-
-    microbatches: how many were played; fewer than the run's where there are too many to draw.
-    """
+    """A simulated pipeline schedule."""
 
     spans: tuple[Span, ...]
     played: Played
     ranks: int
     microbatches: int
+    """Fewer than the run's where the run has too many to draw."""
     unit: str
+    """Of the times."""
 
     @property
     def idle(self) -> float:
@@ -52,33 +51,33 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What the planner says of one run. pipeline_rank: the fullest one, whose moments these are.
-
-    time: None where the device is not known, for the reason `no_time`.
-    """
+    """The planner's predictions for one run."""
 
     layout: str
     peak_bytes: float
     pipeline_rank: int
+    """The fullest rank; the moments are of this rank."""
     moments: tuple[Moment, ...]
     traffic: tuple[Traffic, ...]
     schedule: Schedule | None
     time: StepTime | None
+    """None where the device is not known."""
     no_time: str
+    """Why there is no time."""
 
 
 def shape_of(run: RunFile, inventory: Inventory | None) -> Shape:
-    """The planner's shape of the run's model. Raises `ConfigError` where it cannot be known."""
+    """The planner's shape of the run's model. Raises `ConfigError` where the model cannot be read."""
     name = run.model.model_name_or_path
     if not (names_function(name) or Path(name).exists()):
         raise ConfigError(
-            f"the model `{name}` is not to be found from here.", "", "Run report where the run was started."
+            f"the model `{name}` is not found in this directory.", "", "Run report where the run was started."
         )
     return shape_of_run(run, inventory)
 
 
 def forecast(directory: Directory, device: Device | None, inventory: Inventory | None = None) -> Forecast | str:
-    """What the planner says of the run of `directory`, or the reason why it says nothing."""
+    """The planner's predictions for the run of `directory`, or the reason why there are none."""
     run, world_size = directory.run, directory.environment.get("world_size")
     if run is None:
         return directory.missing.get("config.yaml", "there is no config.yaml")
@@ -86,7 +85,7 @@ def forecast(directory: Directory, device: Device | None, inventory: Inventory |
         return "environment.json does not say the number of ranks"
     try:
         axes = resolve_axes(run.parallelism, world_size)
-        # a GPU says how much memory it has
+        # only a GPU run records the memory of its device
         kind = "cuda" if "device_memory_bytes" in directory.environment else "cpu"
         problem = problem_of(run, shape_of(run, inventory), kind, device)
         if directory.environment.get("loss_chunk_tokens"):
@@ -144,7 +143,7 @@ def played_lists(lists: Sequence[Sequence[Action]]) -> Schedule:
 
 
 def device_of(environment: Mapping[str, Any]) -> Device | None:
-    """The catalogue's entry for the device that a run's environment names; None for the CPU and for unknown ones."""
+    """The catalogue's entry for the device of a run's environment; None for the CPU and for unknown devices."""
     name, memory = environment.get("device_name"), environment.get("device_memory_bytes")
     if environment.get("device") != "cuda" or not name or not memory:
         return None
