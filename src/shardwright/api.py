@@ -29,7 +29,7 @@ from shardwright.checkpoint.settings import changes, refuse_unaccepted
 from shardwright.config.load import Loaded, load_run_file
 from shardwright.data.loader import Microbatch, UpdateBatch
 from shardwright.errors import ConfigError
-from shardwright.layout.functions import names_function
+from shardwright.layout.import_path import is_import_path
 from shardwright.layout.legality import check_run
 from shardwright.layout.names import parse_layout
 from shardwright.mesh.device_mesh import make_mesh
@@ -215,7 +215,7 @@ def _run(model: Callable[[], nn.Module] | str, layout: str, options: Mapping[str
         "data.max_length": 1024 * dist.get_world_size(),  # any: only sequence parallelism asks, and at run time again
         "training.global_batch_size": dist.get_world_size(),
     }
-    if names_function(values["model.model_name_or_path"]):
+    if is_import_path(values["model.model_name_or_path"]):
         values["model.init"] = "random"
     values |= {f"parallelism.{key}": value for key, value in parse_layout(layout).items()}
     for key in options:

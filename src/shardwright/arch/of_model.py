@@ -12,7 +12,7 @@ from shardwright.arch.inventory import read_config, shape_from_config
 from shardwright.arch.known import known_shape
 from shardwright.arch.shape import Shape
 from shardwright.errors import ConfigError
-from shardwright.layout.functions import names_function
+from shardwright.layout.import_path import is_import_path
 
 Inventory = Callable[[dict[str, Any]], dict[str, Any]]
 """Builds the model of a `model` section without memory, as what `shardwright.models.parameter_inventory.inventory`."""
@@ -26,7 +26,7 @@ def shape_of_model(name: str, inventory: Inventory | None = None, section: Mappi
     shape cannot be known, and any error of building the model.
     """
     there, section = Path(name).exists(), dict(section or {})
-    if not there and not names_function(name):
+    if not there and not is_import_path(name):
         return known_shape(name)
     if there:
         config = read_config(name)

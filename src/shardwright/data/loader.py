@@ -26,7 +26,7 @@ from shardwright.data.order import FILLER, Cursor, Int64, Order
 from shardwright.data.streaming.stream_rows import StreamRows
 from shardwright.data.table import Table
 from shardwright.layout.batch import accumulation_steps
-from shardwright.mesh.placement import stop_signals
+from shardwright.mesh.cluster_environment import stop_signals
 
 EVALUATION_BATCHES = 64
 """Evaluation batches whose rows are sorted by length together."""

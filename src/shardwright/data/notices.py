@@ -12,7 +12,7 @@ from shardwright.config.schema import RunFile
 from shardwright.data.files import file_notices, is_compressed, sources_of
 from shardwright.data.notes import Note
 from shardwright.data.special import UNENDED, trained_ends
-from shardwright.layout.functions import names_function
+from shardwright.layout.import_path import is_import_path
 
 _LINES = {
     "begin twice": "{count} of {of} records begin with {subject} twice, in the text and before the text: one is kept",
@@ -44,7 +44,7 @@ def notices(
 ) -> list[str]:
     """The lines of a split. meta: of its documents. counts: of its rows."""
     entries = run.data.train if split == "train" else run.data.validation
-    files = [source for source in sources_of(entries) if not names_function(source.path)]
+    files = [source for source in sources_of(entries) if not is_import_path(source.path)]
     notes = [Note(*values) for values in meta["notes"]]
     lines = [
         *file_notices(files),

@@ -21,7 +21,7 @@ from shardwright.errors import ExitCode
 from shardwright.launch.blame import Sight, describe
 from shardwright.launch.heartbeat import Beat, Heartbeat, read_pulse
 from shardwright.measure import clock
-from shardwright.mesh.placement import STARTED_HERE
+from shardwright.mesh.cluster_environment import STARTED_HERE
 
 STACKS = "stacks.txt"
 ASKED, ANSWER = "asked", "collectives.json"

@@ -15,7 +15,7 @@ from shardwright.errors import ExitCode, ShardwrightError
 from shardwright.launch.blame import place_of
 from shardwright.launch.output import without_waiting_for_readers
 from shardwright.measure import clock
-from shardwright.mesh.placement import STARTED_HERE, Job, job_of, started_by
+from shardwright.mesh.cluster_environment import STARTED_HERE, Job, job_of, started_by
 
 OUTCOME = "outcome.json"
 

@@ -16,7 +16,7 @@ from types import FrameType
 from shardwright.errors import ConfigError, ExitCode
 from shardwright.launch.output import without_waiting_for_readers
 from shardwright.launch.watch import Rank, Watch
-from shardwright.mesh.placement import (
+from shardwright.mesh.cluster_environment import (
     JOB,
     MALLOC_MMAP,
     MALLOC_TRIM,
@@ -26,7 +26,7 @@ from shardwright.mesh.placement import (
     job_of,
     stop_signals,
 )
-from shardwright.mesh.seat import seat_here, share_of_cores
+from shardwright.mesh.host_resources import local_resources, share_of_cores
 
 # Ends the ranks when this process is killed. It reads the ranks' process groups from a pipe that closes with us.
 _GUARD = """
@@ -105,8 +105,8 @@ def rank_environment(
     kept = {name: value for name, value in inherited.items() if not name.startswith("TORCHELASTIC_")}
     # a profiler's own notes, which some builds of torch print at each start and stop
     defaults = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "KINETO_LOG_LEVEL": "99"}
-    seat = seat_here(inherited)
-    share = str(threads or kept.get("OMP_NUM_THREADS") or share_of_cores(seat, [seat] * local_ranks))
+    resources = local_resources(inherited)
+    share = str(threads or kept.get("OMP_NUM_THREADS") or share_of_cores(resources, [resources] * local_ranks))
     defaults |= {"OMP_NUM_THREADS": share, "MKL_NUM_THREADS": share}
     if device == "cpu" and sys.platform == "linux" and MALLOC_MMAP not in kept:
         # Large freed blocks stay with the process; see process_group._keep_freed_blocks.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from shardwright.errors import ConfigError
 from shardwright.layout.axes import Axes
-from shardwright.layout.functions import names_function
+from shardwright.layout.import_path import is_import_path
 
 if TYPE_CHECKING:  # the planner reads the table and loads no pydantic
     from shardwright.config.schema import RunFile
@@ -113,7 +113,7 @@ def features(run: RunFile, axes: Axes) -> dict[str, str]:
         found["offload"] = f"memory.cpu_offload {memory.cpu_offload}"
     if run.data.batching == "pack":
         found["pack"] = "data.batching pack"
-    if names_function(run.model.model_name_or_path):
+    if is_import_path(run.model.model_name_or_path):
         found["module"] = f"the model function {run.model.model_name_or_path}"
     return found
 

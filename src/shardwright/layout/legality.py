@@ -15,7 +15,7 @@ from shardwright.errors import ConfigError, did_you_mean
 from shardwright.layout.axes import Axes, resolve_axes
 from shardwright.layout.batch import accumulation_steps
 from shardwright.layout.combinations import check_combination
-from shardwright.layout.functions import names_function
+from shardwright.layout.import_path import is_import_path
 from shardwright.layout.rules_context import check_context
 from shardwright.layout.rules_pipeline import check_pipeline
 from shardwright.layout.rules_tensor import check_sequence
@@ -36,7 +36,7 @@ def effect_rules(run: RunFile) -> list[Rule]:
     Keys of `data` that only some formats read have theirs where the formats are known (`data/formats.py`).
     """
     p, t = run.parallelism, run.training
-    sharded, module = p.data_parallel != "ddp", names_function(run.model.model_name_or_path)
+    sharded, module = p.data_parallel != "ddp", is_import_path(run.model.model_name_or_path)
     rules: list[Rule] = []
 
     def when(condition: bool, reason: str, *keys: str) -> None:

@@ -31,7 +31,7 @@ from shardwright.layout.axes import Axes
 from shardwright.layout.loss import IGNORE_INDEX, chunk_tokens
 from shardwright.loss.output_head import Deferred, Step, apply_steps, steps_behind_head
 from shardwright.loss.vocab_parallel_loss import check_ids, vocabulary_range
-from shardwright.mesh.local_part import local_part
+from shardwright.mesh.device_mesh import to_local
 from shardwright.models.model_parts import find_parts
 
 PREPARED = 64
@@ -330,8 +330,8 @@ class ChunkedHead:
         if self._peers is not None:
             check_ids(targets.labels, self._chunks.vocabulary)
             x = copy_in(x, self._peers)
-        weight, bias = local_part(self._head.weight), self._head.bias
-        bias = None if bias is None else local_part(bias)
+        weight, bias = to_local(self._head.weight), self._head.bias
+        bias = None if bias is None else to_local(bias)
         loss = chunked_cross_entropy_sum(x.flatten(0, -2), weight, bias, targets, self.how)
         return Deferred(loss, self.how.steps)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from shardwright.config.schema import Model
 from shardwright.errors import ModelError, did_you_mean
-from shardwright.layout.functions import names_function
+from shardwright.layout.import_path import is_import_path
 from shardwright.models.hub_names import hub_names
 from shardwright.models.initialization import META, Recipe, Recorder, Whole, assign_owners, view_of
 from shardwright.models.model_config import model_directory as model_directory
@@ -35,7 +35,7 @@ def build_model(spec: Model, dtype: torch.dtype) -> nn.Module:
     pretrained`, an override that is no key of the config, a freeze pattern that matches nothing.
     """
     recorder = Recorder()
-    if names_function(spec.model_name_or_path):
+    if is_import_path(spec.model_name_or_path):
         model = _from_function(spec, recorder)
     else:
         model = _from_directory(spec, recorder)
@@ -104,7 +104,7 @@ def _recorded(kind: Any, config: Any, attention: str, recorder: Recorder) -> nn.
 def check_own_attention(model: nn.Module, spec: Model) -> None:
     """Raises `ModelError` where `model`, which keeps its own core attention, does not have the one that `spec` asks for."""
     built = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    if not names_function(spec.model_name_or_path) and built != spec.attn_implementation:
+    if not is_import_path(spec.model_name_or_path) and built != spec.attn_implementation:
         raise ModelError(
             f"{type(model).__name__} cannot use model.attn_implementation {spec.attn_implementation}.",
             "Its attention does what that implementation cannot, for example caps or shifts its scores.",

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwright.errors import ShardwrightError
 from shardwright.layout.zero import STAGES
-from shardwright.mesh.local_part import local_part
+from shardwright.mesh.device_mesh import to_local
 
 BUCKET_BYTES = {"cpu": 4 * 2**20, "cuda": 25 * 2**20}
 """Bytes of a stretch by device. The first is sent when it is full and the last is waited for: on a slow link both count."""
@@ -92,13 +92,13 @@ class Replicated:
         self._views = [torch.empty(0)] * len(self._parameters)
         for dtype in dtypes:
             numbers = [n for n in self._order if self._parameters[n].dtype == dtype]
-            sizes = [local_part(self._parameters[n]).numel() for n in numbers]
-            device = local_part(self._parameters[numbers[0]]).device
+            sizes = [to_local(self._parameters[n]).numel() for n in numbers]
+            device = to_local(self._parameters[numbers[0]]).device
             memory = torch.empty(sum(sizes), dtype=dtype, device=device)
             flat = _Flat(memory, max(self._bytes // dtype.itemsize, 1), numbers)
             end = 0
             for number, size in zip(numbers, sizes):
-                shape = local_part(self._parameters[number]).shape
+                shape = to_local(self._parameters[number]).shape
                 self._views[number] = flat.memory[end : end + size].view(shape)
                 end += size
                 flat.ends.append(end)
@@ -109,10 +109,10 @@ class Replicated:
         p, view = self._parameters[number], self._views[number]
         if p.grad is None:
             view.zero_()
-        elif local_part(p.grad).data_ptr() == view.data_ptr():
+        elif to_local(p.grad).data_ptr() == view.data_ptr():
             return
         else:
-            view.copy_(local_part(p.grad))
+            view.copy_(to_local(p.grad))
         p.grad = _like(p if p.grad is None else p.grad, view)
 
     @torch.no_grad()

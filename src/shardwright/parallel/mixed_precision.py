@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from shardwright.mesh.local_part import local_part
+from shardwright.mesh.device_mesh import to_local
 
 _classes: dict[tuple[type, tuple[str, ...], torch.dtype], type] = {}
 
@@ -19,7 +19,7 @@ _classes: dict[tuple[type, tuple[str, ...], torch.dtype], type] = {}
 def _reader(name: str, dtype: torch.dtype) -> property:
     def read(module: nn.Module) -> torch.Tensor | None:
         stored = module._parameters[name]
-        return None if stored is None else local_part(stored).to(dtype)
+        return None if stored is None else to_local(stored).to(dtype)
 
     return property(read)
 

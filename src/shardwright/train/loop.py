@@ -17,7 +17,7 @@ from shardwright.data.loader import UpdateBatch
 from shardwright.errors import ExitCode, NonFiniteError, SpikeError
 from shardwright.launch import Heartbeat
 from shardwright.measure import clock
-from shardwright.mesh.placement import Job
+from shardwright.mesh.cluster_environment import Job
 from shardwright.train.anomaly import Spikes
 from shardwright.train.checkpoints import Checkpoints, Progression
 from shardwright.train.log import Log

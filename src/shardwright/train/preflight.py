@@ -10,7 +10,7 @@ from shardwright.checkpoint.multi_host.hosts import everyone
 from shardwright.checkpoint.settings import changes, refuse_unaccepted
 from shardwright.checkpoint.store import asked, find, read_choice, read_config, read_manifest
 from shardwright.config.load import Loaded
-from shardwright.config.places import check_directory
+from shardwright.config.output_paths import check_writable_directory
 from shardwright.config.rates import check_length
 from shardwright.config.schema import RunFile
 from shardwright.console import say
@@ -21,7 +21,7 @@ from shardwright.launch import own_job
 from shardwright.layout.legality import notices
 from shardwright.loss.objective import own_loss
 from shardwright.measure.record import check_sinks
-from shardwright.mesh.placement import Placement
+from shardwright.mesh.cluster_environment import RankInfo
 from shardwright.models.build import build_model
 from shardwright.models.materialise import check_weights, weight_notices
 from shardwright.models.torch_dtypes import TORCH_DTYPES
@@ -47,7 +47,7 @@ def prepare_run(loaded: Loaded, console: Console, exported: bool = False) -> Pre
     run = loaded.run
     for notice in notices(run):
         say(console, notice)
-    check_directory(Path(run.checkpoint.output_dir), "checkpoint.output_dir")
+    check_writable_directory(Path(run.checkpoint.output_dir), "checkpoint.output_dir")
     check_programs(run)
     model = build_model(run.model, TORCH_DTYPES[run.precision.master_dtype])
     check_weights(model, run.model)
@@ -98,7 +98,7 @@ def _former(loaded: Loaded) -> Former | None:
     return Former.of(manifest, config)
 
 
-def prepare_run_in_ranks(loaded: Loaded, place: Placement, console: Console) -> None:
+def prepare_run_in_ranks(loaded: Loaded, place: RankInfo, console: Console) -> None:
     """`prepare_run` for ranks that torchrun or Slurm has started: the first rank of each host does it. Collective.
 
     An error of one rank is raised on all ranks.

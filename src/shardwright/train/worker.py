@@ -20,8 +20,8 @@ from shardwright.layout.legality import check_device, check_run
 from shardwright.measure import clock
 from shardwright.measure.outstanding import count_transfers, issued
 from shardwright.measure.record import device_facts, versions
-from shardwright.mesh.placement import Placement
-from shardwright.mesh.process_group import Connection, connect, second_store
+from shardwright.mesh.cluster_environment import RankInfo
+from shardwright.mesh.process_group import Connection, clone_store, connect
 from shardwright.models.build import quiet_transformers
 from shardwright.planner.answer import layout_name
 from shardwright.planner.of_run import layout_of
@@ -50,11 +50,11 @@ def run_rank(loaded: Loaded, alone: bool = False) -> int:
     timeout = hardware.timeout_seconds + WATCHDOG_SECONDS
     with (
         connect(hardware.device, timeout, hardware.threads_per_rank, lambda: stop.requested) as connection,
-        _own_directory(loaded, connection.placement),
+        _own_directory(loaded, connection.rank_info),
     ):
-        place = connection.placement
-        watch = OwnWatch(pulse, place.rank, place.world_size, hardware.timeout_seconds, second_store, issued)
-        axes = check_run(loaded, connection.placement.world_size)
+        place = connection.rank_info
+        watch = OwnWatch(pulse, place.rank, place.world_size, hardware.timeout_seconds, clone_store, issued)
+        axes = check_run(loaded, connection.rank_info.world_size)
         check_device(run, connection.device.type)
         console = Console(quiet=place.rank != 0)
         if alone:
@@ -75,7 +75,7 @@ def run_rank(loaded: Loaded, alone: bool = False) -> int:
 
 
 @contextmanager
-def _own_directory(loaded: Loaded, place: Placement) -> Iterator[None]:
+def _own_directory(loaded: Loaded, place: RankInfo) -> Iterator[None]:
     """`output_dir` belongs to this job: our launcher holds it for its ranks, else rank 0 does. Collective.
 
     Where hosts may have disks of their own, the first rank of each holds the one that it sees.

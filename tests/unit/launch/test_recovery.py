@@ -22,7 +22,7 @@ from shardwright.errors import ConfigError, SpikeError
 from shardwright.launch.hang import OwnWatch, main_stack
 from shardwright.launch.heartbeat import LONG_FACTOR, Heartbeat, read_pulse
 from shardwright.measure import clock
-from shardwright.mesh.placement import STARTED_HERE
+from shardwright.mesh.cluster_environment import STARTED_HERE
 from shardwright.tools.drill.compare import compare_metrics, first_difference
 from shardwright.tools.drill.moments import stage_of_save
 from shardwright.tools.drill.verb import parse_trials

@@ -21,7 +21,7 @@ from shardwright.data.formats import find_format, format_of
 from shardwright.data.read import digest_of
 from shardwright.data.sources import Record, Slice, slices, without_nulls
 from shardwright.errors import ConfigError, DataError, did_you_mean
-from shardwright.layout.functions import names_function
+from shardwright.layout.import_path import is_import_path
 
 _SLICE_RECORDS = 256
 
@@ -108,9 +108,9 @@ class Stream:
                     "How often a source is passed in an epoch needs its length.",
                     "Remove it, or data.streaming.",
                 )
-            if names_function(source.path):
+            if is_import_path(source.path):
                 self.sources.append(FunctionSource(source.path, _imported(source.path)))
-        files = [source for source in named if not names_function(source.path)]
+        files = [source for source in named if not is_import_path(source.path)]
         if self.sources and files:
             raise ConfigError(
                 "data.train names files and a function.",
@@ -142,7 +142,7 @@ class Stream:
     def passed(self, place: Place) -> str:
         """A digest of the sizes of the files that lie before `place`: all of them in a second pass."""
         last = len(self.sources) if place.turn else place.source
-        return digest_of([Path(name).stat().st_size for name in self.names[:last] if not names_function(name)])
+        return digest_of([Path(name).stat().st_size for name in self.names[:last] if not is_import_path(name)])
 
 
 def _format(source: FileSource | FunctionSource, data: Data) -> str | None:

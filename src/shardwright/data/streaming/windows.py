@@ -30,7 +30,7 @@ from shardwright.data.streaming.stream import Place, Stream
 from shardwright.data.table import FORMAT, Documents, Table, new_directory, token_dtype
 from shardwright.data.tokenise import DocumentWriter, load_tokenizer, special_tokens
 from shardwright.errors import DataError
-from shardwright.mesh.placement import stop_signals
+from shardwright.mesh.cluster_environment import stop_signals
 
 KEPT = 4
 """Windows that stay on disk: the ranks of a machine are a few updates apart at most."""

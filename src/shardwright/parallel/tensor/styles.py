@@ -22,7 +22,7 @@ from transformers.pytorch_utils import Conv1D
 from shardwright.backends import tp_collectives
 from shardwright.backends.tp_collectives import Peers
 from shardwright.loss.vocab_parallel_loss import check_ids, vocabulary_range
-from shardwright.mesh.local_part import local_part
+from shardwright.mesh.device_mesh import to_local
 
 Entry = Callable[[Tensor], Tensor]
 
@@ -59,7 +59,7 @@ def distribute(module: nn.Module, name: str, dim: int, mesh: DeviceMesh, done: D
 
 def product(module: nn.Module, x: Tensor, with_bias: bool) -> Tensor:
     """`x` times the local weight of a linear layer, with its local bias or without."""
-    weight = local_part(module.weight)  # type: ignore[arg-type]
+    weight = to_local(module.weight)  # type: ignore[arg-type]
     bias = _bias(module) if with_bias else None
     if isinstance(module, Conv1D):
         weight = weight.t()
@@ -68,7 +68,7 @@ def product(module: nn.Module, x: Tensor, with_bias: bool) -> Tensor:
 
 def _bias(module: nn.Module) -> Tensor | None:
     bias = module.bias
-    return None if bias is None else local_part(bias)  # type: ignore[arg-type]
+    return None if bias is None else to_local(bias)  # type: ignore[arg-type]
 
 
 @dataclass
@@ -163,7 +163,7 @@ class Vocabulary(ParallelStyle):
         stored: Any = module._parameters["weight"]
         check_ids(input, stored.shape[0])
         other = (input < first) | (input >= first + rows)
-        module._parameters["weight"] = local_part(stored)  # type: ignore[assignment]
+        module._parameters["weight"] = to_local(stored)  # type: ignore[assignment]
         try:
             found = look_up(torch.where(other, 0, input - first))
         finally:

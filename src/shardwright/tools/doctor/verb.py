@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from shardwright.config.places import check_file
+from shardwright.config.output_paths import check_writable_file
 from shardwright.console import say
 from shardwright.errors import ConfigError, ExitCode
 from shardwright.launch import inside_a_launcher, run_workers
@@ -32,7 +32,7 @@ def run_doctor(ranks: int, device: str, output: Path) -> int:
         raise ConfigError(
             "`doctor` was started under a launcher.", "It starts its own ranks.", "Call it once on a machine."
         )
-    check_file(output, "--output")
+    check_writable_file(output, "--output")
     kind = device_kind(device, ranks)
     findings: list[Finding] = []
 

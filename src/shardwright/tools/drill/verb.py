@@ -12,7 +12,7 @@ from rich.console import Console
 
 from shardwright.checkpoint import store
 from shardwright.config.load import Loaded
-from shardwright.config.places import check_directory
+from shardwright.config.output_paths import check_writable_directory
 from shardwright.config.rates import check_length
 from shardwright.console import say
 from shardwright.errors import ConfigError, ExitCode, did_you_mean
@@ -74,7 +74,7 @@ def run_drill(loaded: Loaded, plan: Plan) -> int:
         )
     check_run(loaded, plan.ranks)
     output_dir = Path(loaded.run.checkpoint.output_dir)
-    check_directory(output_dir, "checkpoint.output_dir")
+    check_writable_directory(output_dir, "checkpoint.output_dir")
     with owned(output_dir, "drill", lambda text: say(console, text)):
         return _run(loaded, plan, output_dir / "drill", console)
 

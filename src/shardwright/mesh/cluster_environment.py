@@ -1,4 +1,4 @@
-"""Where a rank stands among all ranks and on its machine, from the variables of whoever started it.
+"""What the environment says of a rank: its number among all ranks and on its host, and where ranks meet.
 
 Pure: the environment is an argument. A rank is started by `shardwright` itself, by torchrun, by Slurm's srun, or is the
 only process; nothing later may depend on which.
@@ -43,7 +43,7 @@ def stop_signals() -> tuple[signal.Signals, ...]:
 
 
 @dataclass(frozen=True)
-class Placement:
+class RankInfo:
     """A rank among all ranks (`rank` of `world_size`) and on its machine (`local_rank` of `local_world_size`)."""
 
     rank: int
@@ -104,16 +104,16 @@ def slurm_task_cores(environment: Mapping[str, str]) -> int | None:
     return _integer(environment, "SLURM_CPUS_PER_TASK") if "SLURM_CPUS_PER_TASK" in environment else None
 
 
-def read_placement(environment: Mapping[str, str]) -> Placement:
-    """The placement that torchrun's variables name, else Slurm's, else of a single process.
+def read_rank_info(environment: Mapping[str, str]) -> RankInfo:
+    """What torchrun's variables say of this rank, else Slurm's, else a single process.
 
     Raises `ConfigError` when variables are missing or are no numbers.
     """
     by = started_by(environment)
     if by == "single":
-        return Placement(0, 0, 1, 1, 1, by)
+        return RankInfo(0, 0, 1, 1, 1, by)
     if by == "slurm":
-        return _slurm_placement(environment)
+        return _slurm_rank_info(environment)
     missing = [name for name in _TORCHRUN if name not in environment]
     if missing:
         raise ConfigError(
@@ -126,7 +126,7 @@ def read_placement(environment: Mapping[str, str]) -> Placement:
         _integer(environment, "LOCAL_WORLD_SIZE"),
     )
     nodes = -(-world_size // local_world_size)
-    return Placement(
+    return RankInfo(
         rank=_integer(environment, "RANK"),
         local_rank=_integer(environment, "LOCAL_RANK"),
         world_size=world_size,
@@ -155,7 +155,7 @@ def _slurm_tasks(environment: Mapping[str, str]) -> int:
     return _integer(environment, name) if name else 1
 
 
-def _slurm_placement(environment: Mapping[str, str]) -> Placement:
+def _slurm_rank_info(environment: Mapping[str, str]) -> RankInfo:
     tasks = _slurm_tasks(environment)
     name = _first_set(environment, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
     nodes = _integer(environment, name) if name else 1
@@ -164,7 +164,7 @@ def _slurm_placement(environment: Mapping[str, str]) -> Placement:
     job = _integer(environment, "SLURM_JOB_ID") if "SLURM_JOB_ID" in environment else 0
     step = _integer(environment, "SLURM_STEP_ID") if "SLURM_STEP_ID" in environment else 0
     port = 15000 + (31 * job + step) % 17000
-    return Placement(
+    return RankInfo(
         rank=_integer(environment, "SLURM_PROCID"),
         local_rank=_integer(environment, "SLURM_LOCALID"),
         world_size=tasks,
