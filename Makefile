@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-fast matrix check bench golden gpu clean
+.PHONY: demo test test-fast matrix check bench golden docs gpu clean
 
 $(READY): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -37,6 +37,9 @@ bench: $(READY)  ## Side by side with bare torch, in one run
 
 golden: $(READY)  ## Write the golden losses anew, or add the bits of this machine; a change needs a reason in docs/decisions
 	$(BIN)/python -m tests.golden.losses
+
+docs: $(READY)  ## Write docs/modules.md anew from the docstrings
+	$(BIN)/python docs/module_list.py
 
 gpu:  ## On a machine with a GPU, with its own Python and torch: tests, check, a bf16 compiled run
 	bash benchmarks/gpu.sh
