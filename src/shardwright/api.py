@@ -29,6 +29,7 @@ from shardwright.checkpoint.settings import changes, refuse_unaccepted
 from shardwright.config.load import Loaded, load_run_file
 from shardwright.data.loader import Microbatch, UpdateBatch
 from shardwright.errors import ConfigError
+from shardwright.layout.axes import AXES, ROW_AXES
 from shardwright.layout.import_path import is_import_path
 from shardwright.layout.legality import check_run
 from shardwright.layout.names import parse_layout
@@ -228,10 +229,10 @@ def _run(model: Callable[[], nn.Module] | str, layout: str, options: Mapping[str
             )
     values.setdefault("training.max_steps", 1)
     loaded = load_run_file(None, {**values, **options})
-    for axis in ("pp", "cp"):
-        if getattr(loaded.run.parallelism, f"{axis}_size") > 1:
+    for axis in ("pp", *ROW_AXES):
+        if getattr(loaded.run.parallelism, AXES[axis].key) > 1:
             raise ConfigError(
-                f"{axis}_size > 1 with a loss function of your own.",
+                f"{AXES[axis].key} > 1 with a loss function of your own.",
                 "It is called with whole rows and a whole model; this axis cuts one of them.",
                 f"Leave {axis} out of the layout.",
             )

@@ -25,7 +25,7 @@ from shardwright.data.bucketing import bucketed
 from shardwright.data.order import FILLER, Cursor, Int64, Order
 from shardwright.data.streaming.stream_rows import StreamRows
 from shardwright.data.table import Table
-from shardwright.layout.batch import accumulation_steps
+from shardwright.layout.size_rules import accumulation_steps
 from shardwright.mesh.cluster_environment import stop_signals
 
 EVALUATION_BATCHES = 64

@@ -15,9 +15,8 @@ from shardwright.backends.cpu_attention import speed_up_narrow_attention
 from shardwright.config.schema import Parallelism, RunFile
 from shardwright.errors import ModelError
 from shardwright.layout.loss import CROSS_ENTROPY
-from shardwright.layout.pipeline_schedules import stage_rank
-from shardwright.layout.rules_context import is_balanced
-from shardwright.layout.rules_pipeline import own_stages, schedule_of, stages_of
+from shardwright.layout.pipeline_schedules import chunks_of, rank_stages, stage_rank
+from shardwright.layout.size_rules import is_balanced, schedule_of, stage_count
 from shardwright.layout.zero import PREFETCH, STAGES
 from shardwright.loss.chunked_loss import ChunkedHead, LossChunks, find_loss_chunks
 from shardwright.mesh.device_mesh import replica_group, shard_mesh
@@ -62,8 +61,8 @@ def parallelize(
     """
     whole, p = find_parts(model), run.parallelism
     attention = _attention_for_pieces(model, whole, run)
-    cut = plan_cut(model, run.model, stages_of(p)) if p.pp_size > 1 else None
-    stages = cut_stages(model, cut, own_stages(p, mesh["pp"].get_local_rank())) if cut else ()
+    cut = plan_cut(model, run.model, stage_count(p)) if p.pp_size > 1 else None
+    stages = cut_stages(model, cut, _held_stages(p, mesh)) if cut else ()
     in_row = [stage_parts(whole, cut, (stage.index,)) for stage in stages] if cut else [whole]
     parts = stage_parts(whole, cut, [stage.index for stage in stages]) if cut else whole
     tensor = None
@@ -97,6 +96,12 @@ def parallelize(
     if cut is None:
         return kinds[0]
     return pipelined(model, stages, kinds, mesh, p, whole, cut, TORCH_DTYPES[run.precision.param_dtype])
+
+
+def _held_stages(p: Parallelism, mesh: DeviceMesh) -> tuple[int, ...]:
+    """The pipeline stages that this rank holds."""
+    schedule = schedule_of(p)
+    return rank_stages(schedule, p.pp_size, chunks_of(schedule), mesh["pp"].get_local_rank())
 
 
 def _replicated(
@@ -136,7 +141,7 @@ def check_model(model: nn.Module, run: RunFile) -> None:
     p = run.parallelism
     find_loss_chunks(model, run, "cpu")
     if p.pp_size > 1:
-        plan_cut(model, run.model, stages_of(p))
+        plan_cut(model, run.model, stage_count(p))
     if p.tp_size > 1:
         parts = find_parts(model)
         styles = plan_tensor(model, parts, run).styles
@@ -169,7 +174,7 @@ def context_place(run: RunFile, mesh: DeviceMesh) -> ContextPlace | None:
     if cp.size() == 1:
         return None
     kind = p.cp_attention or "all_gather"
-    return ContextPlace(cp.size(), cp.get_local_rank(), is_balanced(run), cp.get_group(), kind)
+    return ContextPlace(cp.size(), cp.get_local_rank(), is_balanced(p), cp.get_group(), kind)
 
 
 def pipelined(

@@ -16,7 +16,7 @@ GIB = 2**30
 class Program:
     """One training program.
 
-    own: one of ours, whose traffic stands in `layout/*_traffic.py`.
+    own: one of ours, whose traffic stands in `layout/traffic.py`.
     engine: `torch` is DDP over stored weights and `fully_shard`; `flat` keeps weights in the compute dtype whole on each
     rank, adds gradients up in one fp32 buffer, and shards master weights and moments with zero1 and above.
     flat_gradient_copies: bytes per parameter of gradients beside that buffer (buckets in the compute dtype).

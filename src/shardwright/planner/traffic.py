@@ -1,6 +1,6 @@
 """What each rank sends in one update: every collective by axis, its count, payload and bytes sent.
 
-For our own programs the tables of `layout/*_traffic.py`, equal to what the engine sends; for published programs, what their
+For our own programs the tables of `layout/traffic.py`, equal to what the engine sends; for published programs, what their
 papers say: Rajbhandari et al. 2019 (arXiv:1910.02054), section 7; Korthikanti et al. 2022 (arXiv:2205.05198), section 4.2.2.
 How often units are gathered and reduced stands in `layout/zero.py`.
 """
@@ -14,12 +14,18 @@ from typing import TYPE_CHECKING, NamedTuple
 from shardwright.arch.families import family_of
 from shardwright.arch.inventory import parameters
 from shardwright.dtypes import DTYPE_BYTES
-from shardwright.layout.context_traffic import context_traffic
-from shardwright.layout.data_traffic import Sharding, replica_traffic, shard_traffic
 from shardwright.layout.pipeline_schedules import head_blocks, split_blocks
-from shardwright.layout.pipeline_traffic import pipeline_traffic
-from shardwright.layout.tensor_traffic import TensorWork, tensor_traffic, whole_widths
-from shardwright.layout.traffic import Traffic
+from shardwright.layout.traffic import (
+    Sharding,
+    TensorWork,
+    Traffic,
+    context_traffic,
+    pipeline_traffic,
+    replica_traffic,
+    shard_traffic,
+    tensor_traffic,
+    whole_widths,
+)
 from shardwright.layout.zero import STAGES
 from shardwright.planner.program import SHARDWRIGHT, Program
 from shardwright.planner.rank_bytes import holds, rank_elements, rules

@@ -12,7 +12,7 @@ from shardwright.data.streaming.stream_rows import StreamRows
 from shardwright.data.table import Table
 from shardwright.errors import ConfigError
 from shardwright.layout.axes import Axes
-from shardwright.layout.batch import row_multiple
+from shardwright.layout.size_rules import row_multiple
 from shardwright.models.model_parts import is_transformers
 from shardwright.models.position_tables import position_tables
 

@@ -14,7 +14,7 @@ from shardwright.data.order import Order
 from shardwright.data.prepare import prepare
 from shardwright.data.updates import open_updates
 from shardwright.layout.axes import Axes
-from shardwright.layout.batch import row_multiple
+from shardwright.layout.size_rules import row_multiple
 from shardwright.train.rows_done import Former, go_on
 
 

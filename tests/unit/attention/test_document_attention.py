@@ -28,7 +28,7 @@ from shardwright.backends.cpu_attention import speed_up_narrow_attention
 from shardwright.config.schema import Model
 from shardwright.errors import ConfigError, ModelError
 from shardwright.layout.legality import check_run
-from shardwright.layout.rules_context import chunks
+from shardwright.layout.size_rules import chunks
 from shardwright.models import build_model
 from shardwright.models.build import check_own_attention
 from shardwright.parallel.context.documents import as_one_row, as_rows, document_blocks

@@ -13,8 +13,8 @@ import pytest
 from shardwright.config.load import Loaded, load_run_file
 from shardwright.errors import ConfigError
 from shardwright.layout.axes import Axes, resolve_axes
-from shardwright.layout.batch import accumulation_steps
 from shardwright.layout.legality import check_device, check_run, notices
+from shardwright.layout.size_rules import accumulation_steps
 from shardwright.layout.zero import STAGES
 
 

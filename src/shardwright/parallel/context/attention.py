@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from shardwright.attention.core import Attended, Merged, attend, attend_backward, wide_dtype
 from shardwright.attention.packed_rows import PackedRows
 from shardwright.errors import ModelError
-from shardwright.layout.rules_context import chunks
+from shardwright.layout.size_rules import chunks
 from shardwright.parallel.context.documents import Block, as_one_row, as_rows, document_blocks
 
 PLACE = "_context_place"
