@@ -117,8 +117,7 @@ def shape_from_inventory(inventory: Mapping[str, Any]) -> Shape:
     hidden = _first(config, _WIDTH) or (table[1] if table and len(table) > 1 else None)
     if hidden is None:
         raise ConfigError(
-            "The width of the model is not known.",
-            "The model has no embedding, and its config no hidden_size.",
+            "The width of the model is not known.", "The model has no embedding, and its config no hidden_size."
         )
     heads = _first(config, _HEADS) or 1
     kv_heads = _first(config, ("num_key_value_heads",)) or heads

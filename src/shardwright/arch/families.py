@@ -57,14 +57,7 @@ class Family:
 
 
 def _defaults(
-    vocab: int,
-    hidden: int,
-    ffn: int,
-    layers: int,
-    heads: int,
-    kv_heads: int | None,
-    positions: int,
-    **more: Any,
+    vocab: int, hidden: int, ffn: int, layers: int, heads: int, kv_heads: int | None, positions: int, **more: Any
 ) -> dict[str, Any]:
     return {
         "vocab_size": vocab,
@@ -123,20 +116,13 @@ _GEMMA3 = replace(
     _GEMMA2,
     name="gemma3_text",
     qk_norm=True,
-    defaults={
-        **_GEMMA2.defaults,
-        "vocab_size": 262208,
-        "max_position_embeddings": 131072,
-        "sliding_window_pattern": 6,
-    },
+    defaults={**_GEMMA2.defaults, "vocab_size": 262208, "max_position_embeddings": 131072, "sliding_window_pattern": 6},
 )
 _FAMILIES = (
     _LLAMA,
     replace(_LLAMA, name="granite"),
     replace(
-        _LLAMA,
-        name="smollm3",
-        defaults=_defaults(128256, 2048, 11008, 36, 16, 4, 32768, tie_word_embeddings=True),
+        _LLAMA, name="smollm3", defaults=_defaults(128256, 2048, 11008, 36, 16, 4, 32768, tie_word_embeddings=True)
     ),
     Family("mistral", defaults=_defaults(32000, 4096, 14336, 32, 32, 8, 131072, sliding_window=4096)),
     _QWEN2,
@@ -284,10 +270,7 @@ _FAMILIES = (
             "layer_norm_elementwise_affine": True,
         },
         keys={"intermediate_size": "ffn_dim"},
-        defaults={
-            **_defaults(50272, 768, 0, 12, 12, None, 2048, tie_word_embeddings=True),
-            "ffn_dim": 3072,
-        },
+        defaults={**_defaults(50272, 768, 0, 12, 12, None, 2048, tie_word_embeddings=True), "ffn_dim": 3072},
     ),
     Family(
         "gpt",
@@ -346,7 +329,5 @@ def refuse_quantized(config: Mapping[str, Any], place: object) -> None:
     inside = [config, *(config[key] for key in _WRAPPED if isinstance(config.get(key), Mapping))]
     if any(part.get(key) for part in inside for key in _QUANTIZED):
         raise ModelError(
-            f"{place} holds quantized weights.",
-            "They cannot be trained.",
-            "Use the weights before quantization.",
+            f"{place} holds quantized weights.", "They cannot be trained.", "Use the weights before quantization."
         )

@@ -165,10 +165,7 @@ CONVENTIONS = {
     convention.name: convention
     for convention in (
         Convention(
-            "shardwright",
-            lambda s, t: model_flops(s, t).total,
-            False,
-            "blocks, full attention and head, this file",
+            "shardwright", lambda s, t: model_flops(s, t).total, False, "blocks, full attention and head, this file"
         ),
         Convention(
             "shardwright-causal",
@@ -183,10 +180,7 @@ CONVENTIONS = {
             "Narayanan et al. 2021 (arXiv:2104.04473), section 5.1: full recomputation counted",
         ),
         Convention(
-            "korthikanti",
-            _megatron,
-            False,
-            "Korthikanti et al. 2022 (arXiv:2205.05198), appendix A, model FLOPs",
+            "korthikanti", _megatron, False, "Korthikanti et al. 2022 (arXiv:2205.05198), appendix A, model FLOPs"
         ),
         Convention(
             "korthikanti-selective",

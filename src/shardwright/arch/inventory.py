@@ -161,9 +161,7 @@ def generic_shape(
     """A GPT of these sizes: pre-norm blocks of attention and MLP; ffn defaults to 4 x hidden, head_dim to hidden / heads."""
     if head_dim is None and hidden % heads:
         raise ConfigError(
-            f"hidden = {hidden} is not divisible by heads = {heads}.",
-            "Heads are equally wide.",
-            "Give head_dim.",
+            f"hidden = {hidden} is not divisible by heads = {heads}.", "Heads are equally wide.", "Give head_dim."
         )
     return Shape(
         family="gpt",
@@ -187,15 +185,7 @@ def generic_shape(
 
 
 def _linear(
-    names: str,
-    fan_in: int,
-    fan_out: int,
-    bias: bool,
-    count: int,
-    part: Part,
-    split: Split,
-    units: int,
-    in_first: bool,
+    names: str, fan_in: int, fan_out: int, bias: bool, count: int, part: Part, split: Split, units: int, in_first: bool
 ) -> Iterator[Group]:
     size = (fan_in, fan_out) if in_first else (fan_out, fan_in)
     yield Group(f"{names}.weight", size, count, part, split, units)
@@ -224,15 +214,7 @@ def _block(s: Shape, family: Family) -> Iterator[Group]:
         for name in family.qk_norms:
             yield from _norm(f"{at}.{name}", s.head_dim, s.norm_bias, s.layers)
     yield from _linear(
-        f"{at}.{family.out}",
-        s.query_width,
-        s.hidden,
-        s.out_bias,
-        s.layers,
-        "attention",
-        "row",
-        s.heads,
-        first,
+        f"{at}.{family.out}", s.query_width, s.hidden, s.out_bias, s.layers, "attention", "row", s.heads, first
     )
     for name in family.up:
         width = 2 * s.ffn if s.gated and len(family.up) == 1 else s.ffn

@@ -27,12 +27,7 @@ _GEMMA2 = {"model_type": "gemma2", "head_dim": 256}
 _GEMMA3 = {"model_type": "gemma3_text", "head_dim": 256, "sliding_window": 1024}
 _PHI3 = {"model_type": "phi3"}
 _NEOX = {"model_type": "gpt_neox"}
-_SMOLLM2 = {
-    "model_type": "llama",
-    "vocab_size": 49152,
-    "tie_word_embeddings": True,
-    "max_position_embeddings": 8192,
-}
+_SMOLLM2 = {"model_type": "llama", "vocab_size": 49152, "tie_word_embeddings": True, "max_position_embeddings": 8192}
 
 _PUBLISHED: dict[str, tuple[_Sizes, Mapping[str, object]]] = {
     "llama-2-7b": ((32, 4096, 32, 32, 11008), _LLAMA2),

@@ -14,8 +14,12 @@ import torch
 from torch import Tensor
 
 from shardwright.layout import attention
-
-_aten = torch.ops.aten
+from shardwright.torch_private import (
+    flash_attention_cpu,
+    flash_attention_cpu_backward,
+    flash_attention_cuda,
+    flash_attention_cuda_backward,
+)
 
 
 @dataclass(frozen=True)
@@ -48,10 +52,10 @@ def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool
     """softmax(scale x query key^T) value, and its log-sum-exp. `causal` needs as many queries as keys: the same tokens."""
     how = kernel(query, key, value)
     if how == "cpu_flash":
-        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scale)
+        out, lse = flash_attention_cpu(query, key, value, 0.0, causal, scale=scale)
         return Attended(out, lse)
     if how == "cuda_flash":
-        found = _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, False, scale=scale)
+        found = flash_attention_cuda(query, key, value, 0.0, causal, False, scale=scale)
         return Attended(found[0], found[1], (found[6], found[7]))
     scores = _scores(query, key, scale, causal)
     lse = scores.logsumexp(-1)
@@ -71,12 +75,12 @@ def attend_backward(
         given = [grad, query, key, value, out]
         if backward_is_wide(query):
             given = [t.float() for t in given]
-        found = _aten._scaled_dot_product_flash_attention_for_cpu_backward(*given, lse, 0.0, causal, scale=scale)
+        found = flash_attention_cpu_backward(*given, lse, 0.0, causal, scale=scale)
         given.clear()
         return tuple(g.to(query.dtype) for g in found)
     if how == "cuda_flash":
         sizes = (None, None, query.shape[2], key.shape[2])
-        return _aten._scaled_dot_product_flash_attention_backward(
+        return flash_attention_cuda_backward(
             grad, query, key, value, out, lse, *sizes, 0.0, causal, *whole.seeds, scale=scale
         )
     scores = _scores(query, key, scale, causal)

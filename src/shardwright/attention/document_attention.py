@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from shardwright.attention.core import Attention, gains_from_wide
 from shardwright.attention.packed_rows import PackedRows
 from shardwright.errors import ModelError
+from shardwright.torch_private import flash_attention_by_lengths
 
 NAME = "shardwright_documents"
 
@@ -148,7 +149,7 @@ def flash_by_lengths(
 ) -> Tensor:
     """[R, N, H] of queries [R, N, H], keys and values [R, K, H]: one call for all documents, whatever their lengths."""
     ends, longest = documents.ends, documents.longest
-    out, *_ = torch.ops.aten._flash_attention_forward(
+    out, *_ = flash_attention_by_lengths(
         query,
         key,
         value,

@@ -27,9 +27,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed import distributed_c10d
 
-_ops = torch.ops._c10d_functional  # functional collectives: torch.compile traces them
+from shardwright.torch_private import collectives, group_of, unsafe_view
 
 
 @dataclass(frozen=True)
@@ -47,13 +46,13 @@ class Peers:
 
 def all_sum(x: Tensor, name: str, operation: str = "sum") -> Tensor:
     """`x` reduced over the group called `name`."""
-    return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), operation, name))
+    return collectives.wait_tensor(collectives.all_reduce(x.contiguous(), operation, name))
 
 
 def _gather(x: Tensor, dim: int, size: int, rank: int, name: str) -> Tensor:
-    pieces = _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), size, name))
+    pieces = collectives.wait_tensor(collectives.all_gather_into_tensor(x.contiguous(), size, name))
     joined = pieces.view(size, *x.shape).movedim(0, dim).flatten(dim, dim + 1)
-    return torch.ops.aten._unsafe_view(joined, joined.shape)  # no view of `pieces`: fully_shard warns of views
+    return unsafe_view(joined, joined.shape)  # no view of `pieces`: fully_shard warns of views
 
 
 def _cut(x: Tensor, dim: int, size: int, rank: int, name: str) -> Tensor:
@@ -72,10 +71,10 @@ def _sum_and_cut(x: Tensor, dim: int, size: int, rank: int, name: str) -> Tensor
         # gloo reduces everything on all ranks to scatter it: twice the bytes of an exchange that is summed here. It is no
         # functional collective, whose lists of sizes gloo takes another way with: that way has broken the heap (docs/LOG.md).
         come = torch.empty_like(flat)
-        group = distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type, attr-defined]
+        group = group_of(name)
         dist.all_to_all_single(come, flat, group=group)
         return come.view(pieces.shape).sum(0, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
-    own = _ops.wait_tensor(_ops.reduce_scatter_tensor(flat, "sum", size, name))
+    own = collectives.wait_tensor(collectives.reduce_scatter_tensor(flat, "sum", size, name))
     return own.view(pieces.shape[1:])
 
 

@@ -20,8 +20,9 @@ import torch
 import xxhash
 from torch import Tensor
 
-from shardwright.checkpoint.parts import Box, Held, byte_view, local_part, pieces, rows_of
+from shardwright.checkpoint.parts import Box, Held, local_part, pieces, rows_of
 from shardwright.errors import CheckpointError, DamagedCheckpointError
+from shardwright.models.safetensors_io import byte_view, header_bytes
 from shardwright.models.torch_dtypes import SAFETENSORS_DTYPES
 
 MANIFEST, CONFIG, TENSORS, INDEX = "manifest.json", "config.yaml", "tensors", "index.json"
@@ -94,16 +95,6 @@ def _name(held: Held) -> str:
     return f"{held.key}[{','.join(ends)}]"
 
 
-def _header(parts: Sequence[Held]) -> bytes:
-    entries, end = {}, 0
-    for held in parts:
-        begin, end = end, end + held.part_bytes
-        entries[_name(held)] = {"dtype": held.dtype, "shape": held.box.shape, "data_offsets": [begin, end]}
-    text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
 def _write_all(descriptor: int, data: memoryview | bytes) -> None:
     rest = memoryview(data)
     while rest:
@@ -122,7 +113,7 @@ def write_parts(path: Path, parts: Sequence[tuple[Held, Tensor]]) -> dict[str, A
 
     At most one piece is copied at a time, where a tensor is not contiguous or not on the CPU.
     """
-    header = _header([held for held, _ in parts])
+    header = header_bytes([(_name(held), SAFETENSORS_DTYPES[held.dtype], held.box.shape) for held, _ in parts])
     record: dict[str, Any] = {"file": path.name, "header": [len(header), checksum(header)], "parts": []}
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     try:

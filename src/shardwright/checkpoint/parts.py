@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -157,8 +156,3 @@ def pieces(box: Box, rows: int) -> Iterator[Box]:
     for first in range(0, box.shape[0], rows):
         length = min(rows, box.shape[0] - first)
         yield Box((box.start[0] + first, *box.start[1:]), (length, *box.shape[1:]))
-
-
-def byte_view(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # numpy has buffers

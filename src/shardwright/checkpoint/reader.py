@@ -15,8 +15,9 @@ from torch import Tensor
 from shardwright.checkpoint.files import Index, damaged, read_piece
 from shardwright.checkpoint.manifest import Manifest, read_config, read_index, read_manifest
 from shardwright.checkpoint.multi_host.hosts import everyone
-from shardwright.checkpoint.parts import PIECE_BYTES, Box, Value, box_of, byte_view, local_part, pieces
+from shardwright.checkpoint.parts import PIECE_BYTES, Box, Value, box_of, local_part, pieces
 from shardwright.errors import CheckpointError, DamagedCheckpointError
+from shardwright.models.safetensors_io import byte_view
 
 T = TypeVar("T")
 NUMBERS_OF_GROUPS = "optimizer_group."

@@ -133,8 +133,7 @@ class _Turns:
         self.owner, self.template, self.where = owner, template, where
         self.marked = bool(_MARKS.search(template))
         self.fitted = Fitted(
-            chat,
-            lambda chat: owner.text(template, chat, where, return_assistant_tokens_mask=self.marked),
+            chat, lambda chat: owner.text(template, chat, where, return_assistant_tokens_mask=self.marked)
         )
         self.messages: list[Message] = self.fitted.chat.messages
         self.text, self.marks = self.fitted.text

@@ -86,10 +86,7 @@ class Encoder:
             needs = bool(formats & {"messages", "sharegpt", "alpaca"}) or data.chat_template is not None
             if needs or tokenizer.chat_template:
                 self.template = ChatTemplate(
-                    tokenizer,
-                    data.chat_template,
-                    data.assistant_only_loss is not False,
-                    self.special.texts.values(),
+                    tokenizer, data.chat_template, data.assistant_only_loss is not False, self.special.texts.values()
                 )
 
     def slice(self, part: Slice, form: str) -> Encoded:

@@ -41,12 +41,7 @@ def _zst(path: str) -> Any:
     return io.BufferedReader(pa.CompressedInputStream(pa.OSFile(path), "zstd"))
 
 
-_COMPRESSED: dict[str, Callable[[str], Any]] = {
-    ".gz": gzip.open,
-    ".bz2": bz2.open,
-    ".xz": lzma.open,
-    ".zst": _zst,
-}
+_COMPRESSED: dict[str, Callable[[str], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _zst}
 _KINDS = f"Kinds: {', '.join((*LINES, *TABLES))}; files of lines also with {', '.join(_COMPRESSED)}."
 
 

@@ -43,10 +43,7 @@ def token_weights(encoding: Any, spans: Sequence[Span]) -> tuple[Float32, list[i
     weights = np.zeros(len(encoding.ids), np.float32)
     crossed: list[int] = []
     for start, end, weight in spans:
-        first, last = (
-            _token_at(encoding, range(start, end)),
-            _token_at(encoding, range(end - 1, start - 1, -1)),
-        )
+        first, last = (_token_at(encoding, range(start, end)), _token_at(encoding, range(end - 1, start - 1, -1)))
         if first is None or last is None:
             continue
         while (after := encoding.token_to_chars(last + 1)) is not None and after[0] < end:

@@ -257,14 +257,7 @@ def without_nulls(record: Record) -> Record:
 
 def kind_of(value: object) -> str:
     """What a value is, in the words of JSON: `a number`, `a list`."""
-    names = {
-        type(None): "null",
-        bool: "a boolean",
-        int: "a number",
-        float: "a number",
-        str: "a string",
-        list: "a list",
-    }
+    names = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list"}
     return names.get(type(value), "an object" if isinstance(value, dict) else f"a {type(value).__name__}")
 
 

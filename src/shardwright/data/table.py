@@ -149,10 +149,7 @@ class Table:
         pieces, rows = (np.load(path / name, mmap_mode="r") for name in ("pieces.npy", "rows.npy"))
         weights = np.load(path / "weights.npy", mmap_mode="r") if (path / "weights.npy").is_file() else None
         return cls(
-            documents,
-            cut,
-            CutRows(pieces, rows, weights, meta["counts"], tuple(meta["bounds"])),
-            meta["fingerprint"],
+            documents, cut, CutRows(pieces, rows, weights, meta["counts"], tuple(meta["bounds"])), meta["fingerprint"]
         )
 
     def __len__(self) -> int:

@@ -133,10 +133,7 @@ def _encoded(work: Iterator[tuple[Slice, str]], encoder: Encoder, num_proc: int)
         return
     waiting: deque[tuple[Slice, Future[Encoded]]] = deque()
     pool = ProcessPoolExecutor(
-        len(first),
-        multiprocessing.get_context("fork"),
-        initializer=_HERE.__setitem__,
-        initargs=("encoder", encoder),
+        len(first), multiprocessing.get_context("fork"), initializer=_HERE.__setitem__, initargs=("encoder", encoder)
     )
     try:
         for part, form in chain(first, work):

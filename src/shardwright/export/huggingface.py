@@ -27,6 +27,7 @@ from shardwright.models.gather_full_tensors import described, whole_tensors
 from shardwright.models.materialise import whole_of
 from shardwright.models.model_parts import canonical_name, canonical_parameters, unwrapped
 from shardwright.models.tensor_tracing import Box, Origin, Stored
+from shardwright.torch_private import persistent_buffers
 
 
 def save_pretrained(
@@ -170,9 +171,8 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers by canonical name, tied ones once; the same order on every rank."""
     tensors: dict[str, Tensor] = dict(canonical_parameters(model))
     for path, module in model.named_modules():
-        for leaf, buffer in module._buffers.items():
-            if buffer is not None and leaf not in module._non_persistent_buffers_set:
-                tensors[canonical_name(f"{path}.{leaf}" if path else leaf)] = buffer
+        for leaf, buffer in persistent_buffers(module).items():
+            tensors[canonical_name(f"{path}.{leaf}" if path else leaf)] = buffer
     return tensors
 
 

@@ -10,12 +10,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import Tensor
 
-from shardwright.models.torch_dtypes import SAFETENSORS_CODES
+from shardwright.models.safetensors_io import byte_view, header_bytes
 
 
 @dataclass(frozen=True)
@@ -47,28 +45,15 @@ def split_files(tensors: Mapping[str, Tensor], max_shard_bytes: int) -> list[Ten
 
 
 def header(file: TensorFile, tensors: Mapping[str, Tensor]) -> bytes:
-    """Length and JSON of a safetensors file, padded with spaces to a multiple of 8 bytes."""
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name in file.tensors:
-        tensor = tensors[name]
-        end = offset + tensor.numel() * tensor.element_size()
-        entries[name] = {
-            "dtype": SAFETENSORS_CODES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, end],
-        }
-        offset = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    """The header of a file, as Transformers writes one."""
+    shapes = [(name, tensors[name].dtype, tensors[name].shape) for name in file.tensors]
+    return header_bytes(shapes, {"format": "pt"})
 
 
 def append(path: Path, tensor: Tensor) -> None:
     """Writes the elements of `tensor` behind what `path` holds."""
-    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
     with path.open("ab") as stream:
-        stream.write(flat.view(torch.uint8).numpy().data)
+        stream.write(byte_view(tensor.detach().to("cpu").contiguous()))
 
 
 def write_index(files: list[TensorFile], tensors: Mapping[str, Tensor], directory: Path) -> None:

@@ -33,6 +33,7 @@ from shardwright.loss.output_head import Deferred, Step, apply_steps, steps_behi
 from shardwright.loss.vocab_parallel_loss import check_ids, vocabulary_range
 from shardwright.mesh.device_mesh import to_local
 from shardwright.models.model_parts import find_parts
+from shardwright.torch_private import own_parameters
 
 PREPARED = 64
 """Targets are filled up to a multiple on a CPU in bf16: its products are compiled for each new shape, which takes longer than
@@ -277,7 +278,7 @@ def find_loss_chunks(model: nn.Module, run: RunFile, device: str) -> LossChunks:
     are whole then, for the reason given.
     """
     parts, p = find_parts(model), run.parallelism
-    weight = None if parts.head is None else model.get_submodule(parts.head)._parameters.get("weight")
+    weight = None if parts.head is None else own_parameters(model.get_submodule(parts.head)).get("weight")
     asked = run.memory.loss_chunk_tokens
     if weight is None and asked in ("auto", 0):
         return LossChunks(0)

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import register_pytree_node
 
 from shardwright.errors import ModelError, ShardwrightError
 from shardwright.models.model_parts import Parts
+from shardwright.torch_private import register_pytree_node
 
 PROBE_TOKENS = 4
 

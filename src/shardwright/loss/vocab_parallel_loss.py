@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from shardwright.backends.tp_collectives import all_sum
+from shardwright.torch_private import assert_async
 
 
 def vocabulary_range(vocabulary: int, size: int, rank: int) -> tuple[int, int]:
@@ -26,7 +27,7 @@ def check_ids(ids: Tensor, vocabulary: int, ignore: int | None = None) -> None:
     known = (ids >= 0) & (ids < vocabulary)
     if ignore is not None:
         known |= ids == ignore
-    torch._assert_async(known.all(), f"an id is not in the vocabulary of {vocabulary}")
+    assert_async(known.all(), f"an id is not in the vocabulary of {vocabulary}")
 
 
 class _CrossEntropySum(torch.autograd.Function):

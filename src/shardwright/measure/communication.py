@@ -12,14 +12,11 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import _resolve_process_group
 from torch.profiler import record_function
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.layout.traffic import Traffic
+from shardwright.torch_private import COLLECTIVE_NAMESPACES, TorchDispatchMode, group_in_operator
 
 KINDS = {
     "allgather": "all-gather",
@@ -68,9 +65,9 @@ class CommunicationRecorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func.namespace not in ("c10d", "_c10d_functional") or "wait" in func.__name__:
+        if func.namespace not in COLLECTIVE_NAMESPACES or "wait" in func.__name__:
             return func(*args, **(kwargs or {}))
-        group, kind = _group(args), _kind(func.__name__)
+        group, kind = group_in_operator(args), _kind(func.__name__)
         axis = self.axes.get(group.group_name, group.group_name)
         with record_function(f"{MARK}{axis}/{kind}") if self._annotate else nullcontext():
             result = func(*args, **(kwargs or {}))
@@ -99,15 +96,6 @@ def _bytes(value: Any) -> int:
     if isinstance(value, Tensor):
         return value.nbytes
     return sum(map(_bytes, value)) if isinstance(value, (list, tuple)) else 0
-
-
-def _group(args: tuple[Any, ...]) -> dist.ProcessGroup:
-    """The group in the arguments of an operator: a boxed process group, or its name as the last text."""
-    for arg in args:
-        if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
-            return dist.ProcessGroup.unbox(arg)
-    name: Any = next(arg for arg in reversed(args) if isinstance(arg, str))
-    return _resolve_process_group(name)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from shardwright.torch_private import storage_id
+
 REST = "activations and all else"
 _SAID = ("can't allocate memory", "not enough memory", "out of memory")
 
@@ -36,10 +38,9 @@ def alive(groups: Mapping[str, Iterable[Tensor]], total: int | None) -> dict[str
     for name, tensors in groups.items():
         for tensor in tensors:
             plain = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            storage = plain.untyped_storage()
-            if storage._cdata not in seen:
-                seen.add(storage._cdata)
-                found[name] = found.get(name, 0) + storage.nbytes()
+            if (storage := storage_id(plain)) not in seen:
+                seen.add(storage)
+                found[name] = found.get(name, 0) + plain.untyped_storage().nbytes()
     if total is not None:
         found[REST] = max(0, total - sum(found.values()))
     return {name: size for name, size in sorted(found.items(), key=lambda part: -part[1]) if size}

@@ -16,8 +16,8 @@ from weakref import ref
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from shardwright.torch_private import TorchDispatchMode, current_backward, storage_id, tree_leaves
 
 PHASES = ("forward", "backward", "update", "evaluate", "save")
 
@@ -87,15 +87,15 @@ class LiveMemory(TorchDispatchMode):
 
     def _made(self, tensor: Tensor, func: Any) -> None:
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = storage_id(storage)
         if key in self._refs and self._refs[key]() is not None:
             return
         width = tensor.shape[-1] if tensor.dim() else 0
-        task = torch._C._current_graph_task_id()
+        task = current_backward()
         self._take(storage, _Block(storage.nbytes(), str(func), self._now(), width, task))
 
     def _take(self, storage: Any, block: _Block) -> None:
-        key = storage._cdata
+        key = storage_id(storage)
         self._refs[key] = ref(storage, partial(self._freed, key, block))
         self._blocks[key] = block
         self._changed(block.size, block)
@@ -106,7 +106,7 @@ class LiveMemory(TorchDispatchMode):
             self.live -= block.size
 
     def _resized(self, storage: Any) -> None:
-        block = self._blocks.get(storage._cdata)
+        block = self._blocks.get(storage_id(storage))
         if block is not None:
             change, block.size = storage.nbytes() - block.size, storage.nbytes()
             block.emptied = block.emptied or block.size == 0
@@ -122,7 +122,7 @@ class LiveMemory(TorchDispatchMode):
             self._most = self.live
             alive = {id(b): b.size for b in self._blocks.values()}
             self._ever.update((id(b), b) for b in self._blocks.values())  # kept, so that an id stays its own
-            self._at = (block.operator, phase, torch._C._current_graph_task_id(), alive)
+            self._at = (block.operator, phase, current_backward(), alive)
 
     def _note(self, phase: str) -> None:
         if self.live > self.timeline.by_phase.get(phase, 0):
@@ -130,7 +130,7 @@ class LiveMemory(TorchDispatchMode):
             self.timeline.samples.append((self._number, phase, self.live))
 
     def _now(self) -> str:
-        if self.phase == "forward" and torch._C._current_graph_task_id() != -1:
+        if self.phase == "forward" and current_backward() != -1:
             return "backward"
         return self.phase
 
@@ -161,14 +161,14 @@ class LiveMemory(TorchDispatchMode):
         for tensor in tensors:
             plain = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             storage = plain.untyped_storage()
-            if plain.device.type == self.device and storage._cdata not in self._blocks:
+            if plain.device.type == self.device and storage_id(storage) not in self._blocks:
                 self._take(storage, _Block(storage.nbytes(), "", self.phase, 0, -1, category))
 
     def label(self, category: str, tensors: Iterable[Tensor]) -> None:
         """Says what the storages of `tensors` are for; the first word on a storage stays."""
         for tensor in tensors:
             plain = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            block = self._blocks.get(plain.untyped_storage()._cdata)
+            block = self._blocks.get(storage_id(plain))
             if block is not None and not block.category:
                 block.category = category
 

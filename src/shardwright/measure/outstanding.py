@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
+
+from shardwright.torch_private import flight_recorders, group_of
 
 KEPT = 64
 """Collectives of a group that are told: a rank is at most as far ahead of another as it can queue."""
@@ -68,17 +69,14 @@ def issued() -> dict[str, Any]:
 
 def _recorded() -> list[dict[str, Any]]:
     """The collectives in torch's flight recorders, of which gloo and NCCL have one each."""
-    entries: list[dict[str, Any]] = []
-    for dump in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
-        if hasattr(c10d, dump):
-            entries += json.loads(getattr(c10d, dump)(True, False)).get("entries", [])
+    entries = [entry for dump in flight_recorders() for entry in json.loads(dump).get("entries", [])]
     return [entry for entry in entries if not entry["is_p2p"]]
 
 
 def _ranks(name: str) -> list[int]:
     """The ranks of a group; none for one that is no longer there."""
     try:
-        return dist.get_process_group_ranks(c10d._resolve_process_group(name))  # type: ignore[arg-type]
+        return dist.get_process_group_ranks(group_of(name))
     except (RuntimeError, KeyError, ValueError):
         return []
 

@@ -28,14 +28,14 @@ import torch
 
 from shardwright.measure.communication import KINDS, MARK, CommunicationRecorder
 from shardwright.measure.spans import Span, difference, length, union
+from shardwright.torch_private import COLLECTIVE_NAMESPACES
 
 MATRIX_PRODUCTS = ("mm", "bmm", "matmul", "linear", "attention", "gemm", "conv", "cutlass", "einsum")
 """What the names of operators and kernels hold that are bound by arithmetic, when large."""
 
-_CALLS = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 _DONE_AS = {"all-reduce": ("all-reduce", "reduce-scatter")}
 """What gloo says it does -> the calls that it does so: its reduce-scatter is an all-reduce."""
-_NO_COMPUTE = (*_CALLS, "autograd", "profiler")
+_NO_COMPUTE = (*COLLECTIVE_NAMESPACES, "autograd", "profiler")
 
 
 class Event(NamedTuple):
@@ -210,7 +210,7 @@ def _host_calls(events: Iterable[Event]) -> Iterator[tuple[str, str, Span]]:
             marks.append((axis, kind, event))
         elif event.name.startswith("gloo:"):
             gloo.append(event)
-        elif event.category == "cpu_op" and event.name.partition("::")[0] in _CALLS:
+        elif event.category == "cpu_op" and event.name.partition("::")[0] in COLLECTIVE_NAMESPACES:
             calls[event.thread].append(event)
     for thread, own in calls.items():
         for event in _outermost(own):
@@ -247,7 +247,7 @@ def _host_compute(events: list[Event], communication: list[Span]) -> list[tuple[
     for thread, own in operators.items():
         if gloo[thread] and not difference([event.span for event in own], gloo[thread]):
             continue  # a thread of gloo
-        called = union(e.span for e in own if e.name.partition("::")[0] in _CALLS)
+        called = union(e.span for e in own if e.name.partition("::")[0] in COLLECTIVE_NAMESPACES)
         for event in _outermost(e for e in own if e.name.partition("::")[0] not in _NO_COMPUTE):
             found += [(event.name, span) for span in difference([event.span], called)]
     return found

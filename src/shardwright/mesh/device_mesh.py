@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from shardwright.layout.axes import AXES, ROW_AXES, Axes
+from shardwright.torch_private import concatenate_meshes, flatten_mesh
 
 FLATTENED = {"_".join(axes): axes for axes in (("dp_shard", *ROW_AXES), ("dp_replicate", *ROW_AXES))}
 """Name of a dimension -> its axes. Ranks of `ROW_AXES` hold the same parameters and other tokens, as data-parallel ranks do:
@@ -26,7 +27,7 @@ def make_mesh(axes: Axes, device: torch.device) -> DeviceMesh:
 
 def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """The one dimension `name` of `FLATTENED` over the axes that it is made of. Collective when first asked for."""
-    return mesh[FLATTENED[name]]._flatten(name)
+    return flatten_mesh(mesh[FLATTENED[name]], name)
 
 
 def replica_group(mesh: DeviceMesh) -> ProcessGroup:
@@ -44,7 +45,7 @@ def shard_mesh(mesh: DeviceMesh) -> DeviceMesh:
         return shards
     if not _divides_rows(mesh):
         return mesh["dp_replicate", "dp_shard"]
-    return DeviceMesh._concatenate([mesh["dp_replicate"], shards])
+    return concatenate_meshes([mesh["dp_replicate"], shards])
 
 
 def _divides_rows(mesh: DeviceMesh) -> bool:

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 
 from shardwright.errors import ConfigError, ShardwrightError
 from shardwright.mesh.cluster_environment import MALLOC_MMAP, RankInfo, read_rank_info
@@ -179,12 +178,6 @@ def connect(
         dist.destroy_process_group()
     if rendezvous.holds_store and rank_info.world_size > 1:
         announce_exit(rendezvous.store, rank_info.rank, rank_info.world_size, SECONDS_FOR_THE_LAST)
-
-
-def clone_store() -> Store:
-    """A connection of its own to the store in which the ranks have met, for a thread beside the main one."""
-    store: Any = dist.distributed_c10d._get_default_store()
-    return store.clone()
 
 
 def transfer_group(timeout_seconds: float) -> dist.ProcessGroup:

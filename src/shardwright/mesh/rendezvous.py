@@ -19,11 +19,11 @@ from itertools import count
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from shardwright.errors import ConfigError, ShardwrightError, StoppedEarly
 from shardwright.mesh.cluster_environment import RESTARTS, STORE_FD, RankInfo
 from shardwright.mesh.host_resources import HostResources
+from shardwright.torch_private import HashStore, PrefixStore, Store, TCPStore
 
 JOIN_SECONDS = 300
 """How long ranks, which load at different speeds, wait for each other at least, however short a collective may be."""

@@ -19,6 +19,7 @@ from shardwright.models.model_config import model_directory as model_directory
 from shardwright.models.model_config import read_config as read_config
 from shardwright.models.model_parts import beside_text, tied_names
 from shardwright.models.weights import read_headers
+from shardwright.torch_private import own_buffers, own_parameters, storage_id
 
 RECIPES = "_shardwright_recipes"  # attribute of each module: {name of its parameter, buffer or tensor: Recipe}
 # Written by old versions of Transformers; now computed, or not used at all.
@@ -197,7 +198,7 @@ def _check_arguments(function: Any, spec: Model) -> None:
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     """Every tensor that `module` itself holds: parameters, buffers, and tensors kept as plain attributes."""
     plain = {name: value for name, value in vars(module).items() if isinstance(value, Tensor)}
-    held = {**module._parameters, **module._buffers, **plain}
+    held = {**own_parameters(module), **own_buffers(module), **plain}
     return {name: value for name, value in held.items() if value is not None}
 
 
@@ -211,7 +212,7 @@ def _check_on_meta(model: nn.Module) -> None:
                 "Its value would differ between ranks or take the memory of the whole.",
                 "Create it without an explicit device and not from numpy.",
             )
-        storage = parameter.untyped_storage()._cdata
+        storage = storage_id(parameter)
         if storage in names:
             raise ModelError(
                 f"{name} and {names[storage]} are two parameters that share memory.",
@@ -259,7 +260,7 @@ def _convert_parameters(model: nn.Module, dtype: torch.dtype) -> None:
     """Replaces every parameter by a contiguous one of `dtype`, once for all the places it stands in."""
     new: dict[int, nn.Parameter] = {}
     for module in list(model.modules()):
-        for leaf, old in list(module._parameters.items()):
+        for leaf, old in list(own_parameters(module).items()):
             if old is None:
                 continue
             if id(old) not in new:

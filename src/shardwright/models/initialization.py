@@ -22,10 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwright.models.hub_names import HubNames
+from shardwright.torch_private import TorchDispatchMode, schema, storage_id, tree_leaves, tree_map_only
 
 META = torch.device("meta")
 
@@ -176,7 +175,7 @@ class Recorder(TorchDispatchMode):
 
     def last(self, tensor: Tensor) -> tuple[Operation, ...]:
         """The operations that wrote `tensor`'s storage, oldest first, without those that were overwritten."""
-        return self._history.get(_storage(tensor), ())
+        return self._history.get(storage_id(tensor), ())
 
     def note_call(self, function: Any, given: dict[str, Any]) -> None:
         """Notes a call of a function of `torch.nn.init` that gives all of `given["tensor"]` new values."""
@@ -185,17 +184,17 @@ class Recorder(TorchDispatchMode):
         views = tree_map_only(Tensor, _captured, given)
         operation = Operation(self._count, function, (), views, after, is_random=True)
         self._count += 1
-        self._history[_storage(tensor)] = (*after, operation)
-        self._alive.setdefault(_storage(tensor), tensor)
+        self._history[storage_id(tensor)] = (*after, operation)
+        self._alive.setdefault(storage_id(tensor), tensor)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        known = {_storage(tensor) for tensor in inputs if tensor.is_meta}
+        known = {storage_id(tensor) for tensor in inputs if tensor.is_meta}
         written = [tensor for tensor in _written(func, args, kwargs) if tensor.is_meta]
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        new = [o.is_meta and _storage(o) not in known and _storage(o) not in self._history for o in outputs]
+        new = [o.is_meta and storage_id(o) not in known and storage_id(o) not in self._history for o in outputs]
         if written or any(new):
             self._note(func, args, kwargs, inputs, written, [o if n else None for o, n in zip(outputs, new)])
         return result
@@ -209,7 +208,7 @@ class Recorder(TorchDispatchMode):
         written: list[Tensor],
         created: list[Tensor | None],
     ) -> None:
-        name = func._schema.name
+        name = schema(func).name
         overwrites = len(written) == 1 and name in _OVERWRITE and _fills_storage(written[0])
         read = inputs[1:] if overwrites else inputs  # what it overwrites need not be made first
         after = tuple(dict.fromkeys(operation for tensor in read for operation in self.last(tensor)))
@@ -229,12 +228,12 @@ class Recorder(TorchDispatchMode):
         self._count += 1
         for tensor in written:
             history = () if overwrites else self.last(tensor)
-            self._history[_storage(tensor)] = (*history, operation)
-            self._alive.setdefault(_storage(tensor), tensor)
+            self._history[storage_id(tensor)] = (*history, operation)
+            self._alive.setdefault(storage_id(tensor), tensor)
         for output in created:
             if output is not None:
-                self._history[_storage(output)] = (operation,)
-                self._alive[_storage(output)] = output
+                self._history[storage_id(output)] = (operation,)
+                self._alive[storage_id(output)] = output
 
 
 def assign_owners(recipes: Iterable[Recipe]) -> None:
@@ -303,14 +302,10 @@ def _ordered(last: tuple[Operation, ...]) -> list[Operation]:
     return [seen[index] for index in sorted(seen)]
 
 
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
 def view_of(tensor: Tensor) -> View:
     """`tensor` as a view of its storage."""
     return View(
-        _storage(tensor),
+        storage_id(tensor),
         tensor.untyped_storage().nbytes(),
         tuple(tensor.shape),
         tuple(tensor.stride()),
@@ -326,8 +321,8 @@ def _captured(tensor: Tensor) -> View | Tensor:
 
 def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensors that the schema says the call writes into."""
-    given = [*zip(func._schema.arguments, args)]
-    given += [(argument, kwargs[argument.name]) for argument in func._schema.arguments if argument.name in kwargs]
+    given = [*zip(schema(func).arguments, args)]
+    given += [(argument, kwargs[argument.name]) for argument in schema(func).arguments if argument.name in kwargs]
     values = [value for argument, value in given if argument.alias_info is not None and argument.alias_info.is_write]
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
 
 from shardwright.config.schema import Model
 from shardwright.errors import ModelError
@@ -17,6 +17,7 @@ from shardwright.models.build import RECIPES, model_directory, tensors_of
 from shardwright.models.initialization import Recipe, Whole, replay
 from shardwright.models.tensor_tracing import Box
 from shardwright.models.weights import Weights, listed
+from shardwright.torch_private import fsdp_units, is_strided
 
 
 @dataclass
@@ -175,7 +176,7 @@ def local_box(
     before: it cuts last.
     """
     ranges = [(0, size) for size in shape]
-    plain = [i for i, placement in enumerate(placements) if not isinstance(placement, _StridedShard)]
+    plain = [i for i, placement in enumerate(placements) if not is_strided(placement)]
     strided = [i for i in reversed(range(len(placements))) if i not in plain]
     for axis in (*plain, *strided):
         placement: Any = placements[axis]
@@ -192,16 +193,7 @@ def local_box(
 
 def fully_shard_parameters(model: nn.Module) -> list[Any]:
     """What `fully_shard` keeps of each of its parameters."""
-    kept: list[Any] = []
-    for module in model.modules():
-        get_state = getattr(module, "_get_fsdp_state", None)
-        if get_state is None:
-            continue
-        state = get_state()
-        groups = getattr(state, "_fsdp_param_groups", None)  # one group per module before torch 2.13
-        for group in groups if groups is not None else [state._fsdp_param_group]:
-            kept.extend(group.fsdp_params if group is not None else ())
-    return kept
+    return [kept for _, unit in fsdp_units(model.modules()) for kept in unit.fsdp_params]
 
 
 def _offloaded(model: nn.Module) -> set[int]:

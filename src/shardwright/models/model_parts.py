@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwright.errors import ModelError
+from shardwright.torch_private import own_modules
 
 NORM_NAMES = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "final_norm", "norm_f")
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
@@ -44,7 +45,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
     """The model inside DDP and `torch.compile`; `model` itself where there is no wrapper around it."""
     if isinstance(model, DistributedDataParallel):
         return unwrapped(model.module)
-    inner = model._modules.get("_orig_mod")
+    inner = own_modules(model).get("_orig_mod")
     return model if inner is None else unwrapped(inner)
 
 

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_iter, tree_map_only
 
 from shardwright.models.build import RECIPES
 from shardwright.models.initialization import replay
 from shardwright.models.model_parts import is_transformers
+from shardwright.torch_private import tree_iter, tree_map_only, view_base
 
 _TOKENS = 5
 _TOKEN = 7
@@ -142,7 +142,7 @@ class _Indexed(TorchFunctionMode):
     def _name(self, table: Any) -> str:
         if not isinstance(table, Tensor):
             return ""
-        return self.names.get(id(table)) or self.names.get(id(table._base), "")
+        return self.names.get(id(table)) or self.names.get(id(view_base(table)), "")
 
 
 def _is_meta(device: Any) -> bool:

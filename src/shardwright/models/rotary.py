@@ -9,7 +9,6 @@ B rows, T positions. Documents are read from the positions: each begins at posit
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -17,6 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from shardwright.torch_private import copy_module, own_buffers
 
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 """Values of `rope_type` whose frequencies follow from the length."""
@@ -81,8 +82,7 @@ def _rotated(module: Any, x: Tensor, position_ids: Tensor, layer_type: str | Non
 
     def as_if(longest: int) -> Any:
         """The tables of a forward whose highest position is `longest` - 1."""
-        own = copy.copy(module)
-        own._buffers = {name: b if b is None else b.clone() for name, b in module._buffers.items()}
+        own = copy_module(module, {name: b if b is None else b.clone() for name, b in own_buffers(module).items()})
         last = position_ids.new_full((*position_ids.shape[:-1], 1), longest - 1)
         positions = torch.cat([position_ids.clamp(max=longest - 1), last], -1)
         return _mapped(lambda table: table[..., :-1, :], type(module).forward(own, x, positions, **named))
@@ -104,8 +104,8 @@ def _rotated(module: Any, x: Tensor, position_ids: Tensor, layer_type: str | Non
 
 def _shaped(module: Any, x: Tensor, position_ids: Tensor, *layer_type: str, **named: Any) -> Any:
     """On meta, what `module` would give; its forward runs on the CPU, on buffers of zeros."""
-    own = copy.copy(module)
-    own._buffers = {name: b if b is None else torch.zeros_like(b, device="cpu") for name, b in module._buffers.items()}
+    buffers = own_buffers(module).items()
+    own = copy_module(module, {name: b if b is None else torch.zeros_like(b, device="cpu") for name, b in buffers})
     positions = torch.zeros_like(position_ids, device="cpu")
     tables = type(module).forward(own, torch.zeros_like(x, device="cpu"), positions, *layer_type, **named)
     return _mapped(lambda table: table.to(x.device), tables)

@@ -14,7 +14,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+
+from shardwright.torch_private import aten_to_copy, schema, tree_leaves, tree_map_only, wrapper_subclass
 
 Box = tuple[slice, ...]
 Read = Callable[[str, Box, Tensor], None]
@@ -172,9 +173,7 @@ class Traced(Tensor):
 
     @staticmethod
     def __new__(cls, meta: Tensor, origin: Origin) -> Traced:
-        made: Traced = torch.Tensor._make_wrapper_subclass(
-            cls, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=meta.device
-        )
+        made: Traced = wrapper_subclass(cls, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=meta.device)
         made.origin, made.meta = origin, meta
         return made
 
@@ -183,7 +182,7 @@ class Traced(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func._schema.is_mutable:
+        if schema(func).is_mutable:
             raise NotImplementedError(f"{func} writes into a tensor that has no values yet")
         results = func(*tree_map_only(Traced, lambda t: t.meta, args), **kwargs)
         several = isinstance(results, (tuple, list))
@@ -294,5 +293,5 @@ _RULES: dict[Any, Callable[..., list[Origin] | None]] = {
     _ATEN.clone: _same,
     _ATEN.alias: _same,
     _ATEN.detach: _same,
-    _ATEN._to_copy: _converted,
+    aten_to_copy: _converted,
 }

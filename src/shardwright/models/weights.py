@@ -1,19 +1,10 @@
-"""Safetensors read by slice, straight from the file.
-
-The file is not mapped: pages of a mapped file count as resident memory of the process that touched them, so
-that a rank that reads half of a file would seem to hold it (and under a memory limit does). Rows are read
-into one small buffer and copied from there, converted if need be. Format:
-https://huggingface.co/docs/safetensors (8 bytes length, a JSON header, then the data, row-major).
-"""
+"""The weights of a model directory: which files hold them, and whether they are those of the model."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from io import FileIO
-from math import prod
 from pathlib import Path
 
 import torch
@@ -22,21 +13,8 @@ from torch import Tensor
 from shardwright.arch.directory import FOREIGN_WEIGHTS, matching
 from shardwright.errors import ModelError
 from shardwright.models.initialization import Recipe, Whole, modules_above
+from shardwright.models.safetensors_io import Entry, read_header, read_slice
 from shardwright.models.tensor_tracing import Box, Origin, Stored
-from shardwright.models.torch_dtypes import SAFETENSORS_DTYPES
-
-BUFFER_BYTES = 8 * 2**20
-MAX_HEADER_BYTES = 100_000_000
-
-
-@dataclass(frozen=True)
-class Entry:
-    """Where one tensor lies: `begin` is its first byte in `file`."""
-
-    file: Path
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    begin: int
 
 
 class Weights:
@@ -104,7 +82,7 @@ class Weights:
                 )
 
     def _part(self, name: str, box: Box, out: Tensor) -> None:
-        _read(self._entries[name], box, out)
+        read_slice(self._entries[name], box, out)
 
     def _names(self, recipe: Recipe) -> list[str]:
         return [name for name in recipe.names if name in self._origins]
@@ -167,65 +145,8 @@ def read_headers(directory: Path) -> dict[str, Entry]:
     for file in files:
         if not file.is_file():
             raise ModelError(f"{file} is missing.", f"{index.name} names it.", "Copy the directory again.")
-        entries.update(_read_header(file))
+        entries.update(read_header(file))
     lost = sorted(set(placed) - set(entries))
     if lost:
         raise ModelError(f"{directory}: {listed('named by the index but in no file', lost)}".strip())
     return entries
-
-
-def _read_header(file: Path) -> dict[str, Entry]:
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-            raise ModelError(f"{file} is not a safetensors file, or it is cut off.", "", "Copy it again.")
-        try:
-            header = json.loads(stream.read(length))
-        except ValueError:
-            raise ModelError(f"{file}: its header is not JSON.", "", "Copy it again.") from None
-    entries = {}
-    for name, value in header.items():
-        if name == "__metadata__":
-            continue
-        if value["dtype"] not in SAFETENSORS_DTYPES:
-            raise ModelError(
-                f"{file}: {name} is stored as {value['dtype']}.",
-                f"Only {', '.join(SAFETENSORS_DTYPES)} can be read.",
-                "Convert the weights to bf16 or fp32 first.",
-            )
-        dtype, (begin, end) = SAFETENSORS_DTYPES[value["dtype"]], value["data_offsets"]
-        if end - begin != prod(value["shape"]) * dtype.itemsize or 8 + length + end > size:
-            raise ModelError(f"{file} is cut off or damaged: {name} does not fit in it.", "", "Copy it again.")
-        entries[name] = Entry(file, dtype, tuple(value["shape"]), 8 + length + begin)
-    return entries
-
-
-def _read(entry: Entry, box: Box, out: Tensor) -> None:
-    """Fills `out` with `box` of the tensor at `entry`, through a buffer of some rows (at least one)."""
-    if out.numel() == 0:
-        return
-    rows, inner = (box[0], box[1:]) if box else (slice(0, 1), ())
-    row_shape = entry.shape[1:]
-    row_bytes = prod(row_shape) * entry.dtype.itemsize
-    step = max(1, BUFFER_BYTES // row_bytes)
-    buffer = bytearray(min(step, rows.stop - rows.start) * row_bytes)
-    target = out if box else out.reshape(1)
-    with entry.file.open("rb", buffering=0) as stream, torch.no_grad():
-        for start in range(rows.start, rows.stop, step):
-            count = min(step, rows.stop - start)
-            stream.seek(entry.begin + start * row_bytes)
-            _fill(stream, memoryview(buffer)[: count * row_bytes])
-            part = torch.frombuffer(buffer, dtype=entry.dtype, count=count * prod(row_shape))
-            part = part.view(count, *row_shape)[(slice(None), *inner)]
-            target[start - rows.start : start - rows.start + count].copy_(part)
-
-
-def _fill(stream: FileIO, buffer: memoryview) -> None:
-    """Reads until `buffer` is full; one read gives at most 2 GiB and may give less."""
-    done = 0
-    while done < len(buffer):
-        count = stream.readinto(buffer[done:])
-        if not count:
-            raise ModelError(f"{stream.name} ended early.", "It was cut off while it was read.")
-        done += count

@@ -14,19 +14,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-_KEPT = tuple(
-    getattr(torch.ops.aten, name).default
-    for name in (
-        "mm",
-        "addmm",
-        "bmm",
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-        "_scaled_dot_product_flash_attention_for_cpu",
-    )
-    if hasattr(torch.ops.aten, name)
-)
+from shardwright.torch_private import ATTENTION_OPERATORS
+
+_KEPT = (*(getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm")), *ATTENTION_OPERATORS)
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -12,13 +12,14 @@ import torch
 from torch import nn
 
 from shardwright.mesh.device_mesh import to_local
+from shardwright.torch_private import own_parameters
 
 _classes: dict[tuple[type, tuple[str, ...], torch.dtype], type] = {}
 
 
 def _reader(name: str, dtype: torch.dtype) -> property:
     def read(module: nn.Module) -> torch.Tensor | None:
-        stored = module._parameters[name]
+        stored = own_parameters(module)[name]
         return None if stored is None else to_local(stored).to(dtype)
 
     return property(read)
@@ -33,7 +34,7 @@ def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
     for module in model.modules():
         names = tuple(
             name
-            for name, p in module._parameters.items()
+            for name, p in own_parameters(module).items()
             if p is not None and p.is_floating_point() and p.dtype != dtype
         )
         if not names:

@@ -39,14 +39,10 @@ class Path(NamedTuple):
 
 PATHS = {
     "ddp": Path(
-        "DDP",
-        "A useful batch fits; scale data throughput",
-        "Loading, global token weighting, synchronization",
+        "DDP", "A useful batch fits; scale data throughput", "Loading, global token weighting, synchronization"
     ),
     "fsdp": Path(
-        "FSDP2",
-        "Replicated state does not fit; retain a PyTorch model",
-        "Grouping, dtypes, peaks, save and restart",
+        "FSDP2", "Replicated state does not fit; retain a PyTorch model", "Grouping, dtypes, peaks, save and restart"
     ),
     "offload": Path(
         "ZeRO-3 with offload",
@@ -59,9 +55,7 @@ PATHS = {
         "Attention across the parts of a row, positions, labels shifted before the split, communication",
     ),
     "parallel": Path(
-        "TP / PP",
-        "Layer compute or scale needs more partitioning",
-        "Model support, topology, communication, layouts",
+        "TP / PP", "Layer compute or scale needs more partitioning", "Model support, topology, communication, layouts"
     ),
 }
 
@@ -188,11 +182,7 @@ def more_devices(search: Search, family: str) -> str:
 
 
 def _try(
-    search: Search,
-    job: Job,
-    devices: int,
-    device_name: str = "",
-    kinds: tuple[str, ...] = ("zero3", "zero1", "ddp"),
+    search: Search, job: Job, devices: int, device_name: str = "", kinds: tuple[str, ...] = ("zero3", "zero1", "ddp")
 ) -> float | None:
     device = CATALOGUE[device_name] if device_name else search.device
     return _leanest(Search(job, device, devices, search.clock.software, search.program), kinds)
@@ -227,7 +217,7 @@ def what_would_fit(search: Search) -> list[str]:
             )
             break
     larger = sorted(
-        (d for d in CATALOGUE.values() if d.memory_bytes > search.capacity and d.name != "cpu"),
+        (d for d in CATALOGUE.values() if d.memory_bytes > search.capacity and d.kind == "cuda"),
         key=lambda d: d.memory_bytes,
     )
     bigger = next((d for d in larger if _try(search, job, devices, d.name) is not None), None)

@@ -1,4 +1,4 @@
-"""What the planner knows of a device, of its node, and of what it reaches of its data sheet.
+"""A device, the node that it stands in, and the share of the data sheet's rates that training reaches on it.
 
 Rates are dense (no 2:4 sparsity), bandwidths are in one direction, bytes are decimal as on the data sheets.
 """
@@ -6,84 +6,71 @@ Rates are dense (no 2:4 sparsity), bandwidths are in one direction, bytes are de
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from shardwright.errors import ConfigError
+
+DeviceKind = Literal["cuda", "cpu"]
+"""Decides which program is planned: GPUs use NCCL, CPUs use gloo, with other kernels, chunks and buffers."""
 
 
 @dataclass(frozen=True)
 class Efficiency:
-    """What a device reaches of its data sheet. One set per device; see `planner/kernels.py` for the laws.
+    """The constants of one device in the laws of `planner/kernels.py` and `planner/network.py`. Shares are from 0 to 1."""
 
-    matmul: fraction of the peak of a large matrix product in a training step (power limit and memory stalls
-    included). wave: elements of the result at which half of that is reached (half a wave of output tiles);
-    depth: the same for the inner dim. attention_ramp: keys at which a flash kernel reaches half its rate.
-    attention_forward, attention_backward: fraction of the peak of the flash kernels at head width 128.
-    bandwidth: fraction of the memory bandwidth that element-wise kernels and the optimizer reach.
-    link: fraction of the link bandwidth that a large collective inside a node reaches; network: between
-    nodes. fitted: the rows that these were fitted on, or the device they were taken over from. narrow: `matmul` of 16-bit
-    products relative to that of others. attention_peak: FLOP/s that the fractions of attention refer to; None: the peak of the
-    dtype that computes.
-    """
-
-    matmul: float
-    wave: float
-    depth: float
-    attention_forward: float
-    attention_backward: float
-    attention_ramp: float
-    bandwidth: float
-    link: float
-    network: float
-    fitted: str
-    narrow: float = 1.0
-    attention_peak: float | None = None
+    matmul: float  # share of the peak that a large product reaches in a training step: power limit and memory stalls counted
+    wave: float  # elements of the result at which a product reaches half of that: half a wave of output tiles
+    depth: float  # length of the inner dim at which a product reaches half of that
+    attention_forward: float  # share of the peak that a flash attention kernel reaches at head width 128, forward
+    attention_backward: float  # the same, backward
+    attention_ramp: float  # keys at which a flash attention kernel reaches half its rate
+    bandwidth: float  # share of the memory bandwidth that element-wise kernels and the optimizer reach
+    link: float  # share of the link bandwidth that a large collective inside a node reaches
+    network: float  # share of the network bandwidth that a large collective between nodes reaches
+    fitted: str  # the measurements that the constants were fitted on, or the device that they were taken over from
+    matmul_16bit: float = 1.0  # `matmul` of bf16 and fp16 products relative to `matmul` of the other dtypes
+    attention_peak: float | None = (
+        None  # FLOP/s that the shares of attention refer to; None: the peak of the compute dtype
+    )
 
 
 @dataclass(frozen=True)
 class Node:
-    """How devices are joined: bandwidth per device and direction in bytes/s, latency per step in seconds.
+    """How devices are joined. The latencies of the A100 and H100 nodes are fitted; other nodes take them over."""
 
-    The latencies of the A100 and H100 nodes are fitted with the devices' efficiencies; those of other nodes
-    are taken over. transfer_load: core seconds that a second of a transfer takes from a rank that computes on the CPU;
-    None where network cards do the work, and the program says how much compute suffers.
-    """
-
-    devices: int
-    link_bandwidth: float
-    network_bandwidth: float
-    link_latency: float = 13e-6
-    network_latency: float = 50e-6
-    source: str = ""
-    transfer_load: float | None = None
+    devices: int  # devices in a node
+    link_bandwidth: float  # bytes/s of a device to the others of its node, one direction
+    network_bandwidth: float  # bytes/s of a device to other nodes, one direction
+    link_latency: float = 13e-6  # seconds of one step of a collective inside a node
+    network_latency: float = 50e-6  # seconds of one step of a collective between nodes
+    source: str = ""  # where these figures are from
+    transfer_load: float | None = (
+        None  # core seconds that a second of transfer takes from computing; None: network cards do it
+    )
 
 
 @dataclass(frozen=True, eq=False)
 class Device:
-    """One accelerator and the node it usually stands in.
+    """One device and the node that it usually stands in."""
 
-    peak_flops: dense FLOP/s by dtype. host_bandwidth: bytes/s to host memory, one direction (for offload).
-    matmul_measured: the best matrix product anyone published for it, FLOP/s, or None. sources: figure ->
-    where it is from.
-    """
-
-    name: str
-    memory_bytes: int
-    memory_bandwidth: float
-    peak_flops: dict[str, float]
+    name: str  # of the catalogue, or of the hardware file
+    memory_bytes: int  # memory of the device
+    memory_bandwidth: float  # bytes/s
+    peak_flops: dict[str, float]  # dense FLOP/s by dtype
     node: Node
-    host_bandwidth: float
-    matmul_measured: float | None
+    host_bandwidth: float  # bytes/s between device and host memory, one direction: offload
+    matmul_measured: float | None  # FLOP/s of the best matrix product that was published or measured; None: not known
     efficiency: Efficiency
-    sources: dict[str, str] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)  # name of a field -> where its figure is from
+    kind: DeviceKind = "cuda"
 
     def peak(self, dtype: str) -> float:
-        """Dense FLOP/s in `dtype`; fp16 and bf16 stand in for each other. Raises `ConfigError` for none."""
-        other = {"bf16": "fp16", "fp16": "bf16"}.get(dtype, dtype)
-        value = self.peak_flops.get(dtype) or self.peak_flops.get(other)
+        """Dense FLOP/s in `dtype`; fp16 and bf16 stand in for each other. Raises `ConfigError` for a dtype without a rate."""
+        value = self.peak_flops.get(dtype) or self.peak_flops.get({"bf16": "fp16", "fp16": "bf16"}.get(dtype, dtype))
         if value is None:
             raise ConfigError(
-                f"{self.name} has no {dtype} rate in the hardware catalogue.",
-                f"It has {', '.join(self.peak_flops)}.",
+                f"The peak rate of {self.name} in {dtype} is not known.",
+                f"Known are its rates in {', '.join(self.peak_flops)}.",
                 "Choose one of these as precision.param_dtype, or describe the device in a hardware file.",
             )
         return value

@@ -104,10 +104,7 @@ def collective_lines(clock: Clock, layout: Layout) -> Iterator[str]:
         if layout.data_parallel != "ddp":
             yield _line(clock, f"gather of one block in {job.param_dtype}", group, block * size)
         yield _line(
-            clock,
-            f"reduction of one block in {job.reduce_dtype}",
-            group,
-            block * DTYPE_BYTES[job.reduce_dtype],
+            clock, f"reduction of one block in {job.reduce_dtype}", group, block * DTYPE_BYTES[job.reduce_dtype]
         )
         yield (
             f"  hidden under the block before where it fits; compute loses "

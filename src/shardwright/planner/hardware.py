@@ -1,14 +1,18 @@
-"""Devices by name from the catalogue, or described by people's own hardware files."""
+"""The device that `--device` names: one of the catalogue, or one that a hardware file describes."""
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from shardwright.errors import ConfigError, did_you_mean
 from shardwright.planner.catalogue import ALIASES, CATALOGUE, DEFAULT_EFFICIENCY
-from shardwright.planner.device import Device, Efficiency, Node
+from shardwright.planner.device import Device, DeviceKind, Node
+
+NEEDED = ("kind", "memory_bytes", "memory_bandwidth", "peak_flops", "node")
+SOURCES = ("source", "fitted", "sources")
+"""Fields that say where figures are from: the file's `source` fills them for all figures that the file gives."""
 
 
 def find_device(name: str) -> Device:
@@ -21,75 +25,69 @@ def find_device(name: str) -> Device:
     if key in CATALOGUE:
         return CATALOGUE[key]
     if name.endswith((".yaml", ".yml")):
-        return read_hardware(Path(name))
+        return _read(Path(name))
     raise ConfigError(
         f"`{name}` is not in the hardware catalogue.",
         did_you_mean(key, CATALOGUE),
-        f"Known: {', '.join(CATALOGUE)}. For another device give a hardware file (name.yaml).",
+        f"Known devices: {', '.join(CATALOGUE)}. For another device give the path of a hardware file (name.yaml).",
     )
 
 
-def read_hardware(path: Path) -> Device:
-    """A device described by a YAML file: `like` names the one whose figures hold where the file gives none.
+def _read(path: Path) -> Device:
+    """The device that a hardware file describes: a YAML mapping with the fields of `Device`, `Node` and `Efficiency` as keys.
 
-    Keys: name, like, memory_bytes, memory_bandwidth, peak_flops, host_bandwidth, matmul_measured, source,
-    node (devices, link_bandwidth, network_bandwidth, link_latency, network_latency, transfer_load) and efficiency. Unknown
-    keys are refused with the nearest known one.
+    `like` names the device that the figures come from which the file does not give. `source` says where the file's figures
+    are from. Unknown keys are refused with the nearest known key.
     """
     if not path.is_file():
         raise ConfigError(
-            f"The hardware file {path} does not exist.",
-            "",
-            "Give a device of the catalogue or the path of a YAML file.",
+            f"The hardware file {path} does not exist.", "", "Give a known device or the path of a YAML file."
         )
-    import yaml  # only here: planning on a device of the catalogue does not pay for it
+    import yaml  # only here: planning for a device of the catalogue does not load it
 
     data = yaml.safe_load(path.read_text())
+    given = dict(data) if isinstance(data, dict) else data
+    source, like = path.name, None
+    if isinstance(given, dict):
+        source, like = str(given.pop("source", source)), given.pop("like", None)
+    empty = Device(path.stem, 0, 0.0, {}, Node(1, 0.0, 0.0), 55e9, None, DEFAULT_EFFICIENCY)
+    base = empty if like is None else replace(find_device(str(like)), name=path.stem)
+    device: Device = _changed(path, "", base, given, source)
+    missing = [key for key in NEEDED if key not in given]
+    if like is None and missing:
+        raise ConfigError(
+            f"{path} does not give {', '.join(missing)}.",
+            "Without `like` these keys have no value.",
+            "Add the keys or `like: h100-sxm-80gb`, or let `shardwright doctor` write the file.",
+        )
+    return device
+
+
+def _changed(path: Path, prefix: str, base: Any, data: Any, source: str) -> Any:
+    """`base`, a dataclass, with the values of `data`; each value is of the type that the field has in `base`."""
     if not isinstance(data, dict):
-        raise ConfigError(f"{path}: a hardware file is a mapping of keys to values.")
-    base = find_device(str(data.pop("like"))) if "like" in data else None
-    source = str(data.pop("source", path.name))
-    known = [f.name for f in fields(Device) if f.name != "sources"]
-    _refuse_unknown(path, "", data, [*known, "like", "source"])
-    if base is None:
-        missing = [name for name in ("memory_bytes", "memory_bandwidth", "peak_flops", "node") if name not in data]
-        if missing:
-            raise ConfigError(
-                f"{path}: {', '.join(missing)} missing.",
-                "Without `like` nothing else gives them.",
-                "Add them or `like: h100-sxm-80gb`.",
-            )
-        base = Device(path.stem, 0, 0.0, {}, Node(1, 0.0, 0.0), 55e9, None, DEFAULT_EFFICIENCY)
-    changed: dict[str, Any] = {
-        key: _number(path, key, value)
-        for key, value in data.items()
-        if key not in ("name", "node", "efficiency", "peak_flops")
-    }
-    if "peak_flops" in data:
-        changed["peak_flops"] = base.peak_flops | {
-            str(k): _number(path, f"peak_flops.{k}", v) for k, v in data["peak_flops"].items()
-        }
-    for key, cls in (("node", Node), ("efficiency", Efficiency)):
-        if key in data:
-            names = [f.name for f in fields(cls) if f.name not in ("source", "fitted")]
-            _refuse_unknown(path, f"{key}.", data[key], names)
-            label = {"source": source} if cls is Node else {"fitted": source}
-            values = {k: _number(path, f"{key}.{k}", v) for k, v in data[key].items()}
-            if "devices" in values:
-                values["devices"] = int(values["devices"])
-            changed[key] = replace(getattr(base, key), **values, **label)
-    if "memory_bytes" in changed:
-        changed["memory_bytes"] = int(changed["memory_bytes"])
-    sources = base.sources | dict.fromkeys(changed, source)
-    return replace(base, name=str(data.get("name", path.stem)), sources=sources, **changed)
-
-
-def _refuse_unknown(path: Path, prefix: str, data: dict[str, Any], known: list[str]) -> None:
-    for key in data:
+        raise ConfigError(f"{path}: {prefix.rstrip('.') or 'a hardware file'} is a mapping of keys to values.")
+    known, values = [f.name for f in fields(base) if f.name not in SOURCES], dict[str, Any]()
+    for key, value in data.items():
+        name = f"{prefix}{key}"
         if key not in known:
-            raise ConfigError(
-                f"{path}: `{prefix}{key}` is not a key of a hardware file.", did_you_mean(str(key), known)
-            )
+            raise ConfigError(f"{path}: `{name}` is not a key of a hardware file.", did_you_mean(str(key), known))
+        old = getattr(base, key)
+        if is_dataclass(old):
+            values[key] = _changed(path, f"{name}.", old, value, source)
+        elif isinstance(old, dict):
+            values[key] = old | {str(dtype): _number(path, f"{name}.{dtype}", rate) for dtype, rate in value.items()}
+        elif key == "kind" and value not in get_args(DeviceKind):
+            raise ConfigError(f"{path}: `kind` is {value!r}.", "", "Valid: cuda, cpu.")
+        elif isinstance(old, str):
+            values[key] = str(value)
+        else:
+            number = _number(path, name, value)
+            values[key] = int(number) if isinstance(old, int) else number
+    label: dict[str, Any] = {field: source for field in ("source", "fitted") if hasattr(base, field)}
+    if isinstance(base, Device):
+        label = {"sources": base.sources | dict.fromkeys(values, source)}
+    return replace(base, **values, **label)
 
 
 def _number(path: Path, key: str, value: object) -> float:

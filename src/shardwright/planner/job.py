@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from shardwright.layout.axes import Axes
+from shardwright.planner.device import DeviceKind
 
 if TYPE_CHECKING:
     from shardwright.arch.shape import Shape
@@ -13,7 +14,6 @@ if TYPE_CHECKING:
 
 Recompute = Literal["none", "selective", "full"]
 Attention = Literal["flash", "eager"]
-DeviceKind = Literal["cuda", "cpu"]
 Loss = Literal["full", "chunked", "auto"]
 
 

@@ -117,7 +117,7 @@ def matmul_seconds(device: Device, m: float, n: float, k: float, dtype: str) -> 
     """Seconds of one M x K times K x N product."""
     e = device.efficiency
     mn = m * n
-    matmul = e.matmul * (e.narrow if DTYPE_BYTES[dtype] == 2 else 1.0)
+    matmul = e.matmul * (e.matmul_16bit if DTYPE_BYTES[dtype] == 2 else 1.0)
     rate = device.peak(dtype) * matmul * (mn / (mn + e.wave)) * (k / (k + e.depth))
     moved = (m * k + n * k + mn) * DTYPE_BYTES[dtype]
     return max(2.0 * mn * k / rate, moved / (device.memory_bandwidth * e.bandwidth))

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from shardwright.layout.loss import CROSS_ENTROPY
 from shardwright.layout.pipeline_schedules import chunks_of
 from shardwright.layout.zero import PREFETCH, STAGES
-from shardwright.planner.job import DeviceKind, Job, Layout, Loss
+from shardwright.planner.device import DeviceKind
+from shardwright.planner.job import Job, Layout, Loss
 
 if TYPE_CHECKING:
     from shardwright.arch.shape import Shape

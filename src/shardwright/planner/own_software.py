@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shardwright.planner.job import DeviceKind
+from shardwright.planner.device import DeviceKind
 from shardwright.planner.kernels import Software
 
 EAGER = Software(units_in_order=True)

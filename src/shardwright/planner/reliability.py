@@ -86,10 +86,5 @@ def interruptions(
     save = checkpoint_bytes / (nodes * storage_bandwidth)
     interval = daly_interval(save, mtbf)
     return Interruptions(
-        mtbf,
-        DAY / mtbf,
-        save,
-        restart_seconds,
-        interval,
-        effective_fraction(interval, save, restart_seconds, mtbf),
+        mtbf, DAY / mtbf, save, restart_seconds, interval, effective_fraction(interval, save, restart_seconds, mtbf)
     )

@@ -140,7 +140,7 @@ def make_search(request: Request) -> tuple[Search, Any]:
         loss=loss_of(run) if run else "auto",
         packed=request.document_length is not None or bool(run and run.data.batching == "pack"),
         document_length=request.document_length,
-        device_kind="cpu" if on_cpu or device.name == "cpu" else "cuda",
+        device_kind=device.kind,
     )
     compiled = request.compiled or bool(run and run.memory.compile)
     software = own_software(job.device_kind, compiled)

@@ -14,7 +14,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from shardwright.torch_private import compute_local_shape_and_global_offset
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 

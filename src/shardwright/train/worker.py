@@ -21,10 +21,11 @@ from shardwright.measure import clock
 from shardwright.measure.outstanding import count_transfers, issued
 from shardwright.measure.record import device_facts, versions
 from shardwright.mesh.cluster_environment import RankInfo
-from shardwright.mesh.process_group import Connection, clone_store, connect
+from shardwright.mesh.process_group import Connection, connect
 from shardwright.models.build import quiet_transformers
 from shardwright.planner.answer import layout_name
 from shardwright.planner.of_run import layout_of
+from shardwright.torch_private import second_store
 from shardwright.train.exhausted import explaining_exhaustion
 from shardwright.train.exported import export_arguments, export_directory, export_model
 from shardwright.train.loop import Trainer
@@ -53,7 +54,7 @@ def run_rank(loaded: Loaded, alone: bool = False) -> int:
         _own_directory(loaded, connection.rank_info),
     ):
         place = connection.rank_info
-        watch = OwnWatch(pulse, place.rank, place.world_size, hardware.timeout_seconds, clone_store, issued)
+        watch = OwnWatch(pulse, place.rank, place.world_size, hardware.timeout_seconds, second_store, issued)
         axes = check_run(loaded, connection.rank_info.world_size)
         check_device(run, connection.device.type)
         console = Console(quiet=place.rank != 0)

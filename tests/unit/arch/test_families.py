@@ -45,18 +45,7 @@ ANSWERED = {
     "glm4",
     "starcoder2",
 } - {"gpt"}
-REFUSED = {
-    "mixtral",
-    "qwen3_moe",
-    "ernie4_5_moe",
-    "olmoe",
-    "gpt_oss",
-    "granitemoe",
-    "jetmoe",
-    "mamba",
-    "rwkv",
-    "bart",
-}
+REFUSED = {"mixtral", "qwen3_moe", "ernie4_5_moe", "olmoe", "gpt_oss", "granitemoe", "jetmoe", "mamba", "rwkv", "bart"}
 
 
 class Products(TorchDispatchMode):
@@ -160,10 +149,7 @@ def written(place: Path, **config: Any) -> Path:
         ({"model_type": "llama", **TEXT, "quantization_config": {"bits": 4}}, "holds quantized weights"),
         ({"model_type": "olmo2", **TEXT, "quantization_config": {"bits": 8}}, "holds quantized weights"),
         (
-            {
-                "model_type": "gemma3",
-                "text_config": {**TEXT, "quantization_config": {"quant_method": "gptq"}},
-            },
+            {"model_type": "gemma3", "text_config": {**TEXT, "quantization_config": {"quant_method": "gptq"}}},
             "holds quantized weights",
         ),
         ({"model_type": "t5", "d_model": 32, "num_layers": 2}, "no causal language model"),
@@ -191,16 +177,8 @@ def test_overrides_and_everything_around_the_language_model_count(tmp_path: Path
     shape = planned(dense)
     assert model_flops(shape, 10).blocks == 6 * 3 * BLOCK
     with pytest.raises(ConfigError, match="A token uses some experts only"):
-        planned(
-            dense,
-            config_overrides={"first_k_dense_replace": 2, "n_routed_experts": 8, "num_experts_per_tok": 2},
-        )
-    sight = {
-        "model_type": "siglip_vision_model",
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 4,
-    }
+        planned(dense, config_overrides={"first_k_dense_replace": 2, "n_routed_experts": 8, "num_experts_per_tok": 2})
+    sight = {"model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4}
     sight |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
     sees = written(tmp_path / "sees", model_type="gemma3", text_config=TEXT, vision_config=sight, mm_tokens_per_image=4)
     shape = planned(sees)

@@ -44,13 +44,7 @@ CASES = {
     "mpt": ("Mpt", {"d_model": 64, "n_layers": 2, "n_heads": 4, "vocab_size": 100}),
     "opt": (
         "OPT",
-        {
-            "hidden_size": 64,
-            "ffn_dim": 96,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "vocab_size": 100,
-        }
+        {"hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
         | {"word_embed_proj_dim": 64, "max_position_embeddings": 50},
     ),
 }
@@ -76,11 +70,7 @@ def test_keys_that_a_config_leaves_out_take_transformers_defaults(kind: str) -> 
     config = getattr(transformers, f"{kind}Config")()
     full, bare = shape_from_config(config.to_dict()), shape_from_config({"model_type": config.model_type})
     assert bare == full
-    assert (full.layers, full.hidden, full.vocab) == (
-        config.num_hidden_layers,
-        config.hidden_size,
-        config.vocab_size,
-    )
+    assert (full.layers, full.hidden, full.vocab) == (config.num_hidden_layers, config.hidden_size, config.vocab_size)
     windows = [kind for kind in (getattr(config, "layer_types", None) or []) if kind == "sliding_attention"]
     assert full.window_layers == (config.num_hidden_layers if kind == "Mistral" else len(windows))
 
@@ -165,10 +155,6 @@ def test_a_plain_module_is_counted_too() -> None:
     shape = shape_from_inventory(inventory)
     assert counts(shape).total == 80 + 8 * (8 + 9 + 10)
     assert shape.hidden == 8
-    uneven = {
-        "head.weight": (10, 8),
-        **{f"net.{i}.weight": (8, 8 + 2 * i) for i in range(3)},
-        "net.0.bias": (8,),
-    }
+    uneven = {"head.weight": (10, 8), **{f"net.{i}.weight": (8, 8 + 2 * i) for i in range(3)}, "net.0.bias": (8,)}
     shape = shape_from_inventory({**inventory, "parameters": uneven, "products": 10_000})
     assert counts(shape).total == 80 + 8 * (8 + 10 + 12) + 8

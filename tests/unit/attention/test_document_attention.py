@@ -242,7 +242,7 @@ def test_flash_is_told_lengths_ends_and_window(window: int | None, monkeypatch: 
         batch = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
         return (written_out(*batch, one, left + 1 if left >= 0 else None, None, named["scale"])[0],)
 
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash)
+    monkeypatch.setattr(document_attention, "flash_attention_by_lengths", flash)
     monkeypatch.setattr(document_attention, "fits_flash", lambda query, value: True)
     for mix in (ROWS, drawn(1), [[5, 7], [12]]):
         rows = packed(mix)

@@ -55,11 +55,7 @@ def ready(directory: Path, records: list[dict[str, Any]], template: str | None =
     if template is not None:
         (tokenizer / "chat_template.jinja").write_text(template)
     (directory / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    model = {
-        "model_name_or_path": str(EXAMPLES / "tiny"),
-        "tokenizer_name_or_path": str(tokenizer),
-        "init": "random",
-    }
+    model = {"model_name_or_path": str(EXAMPLES / "tiny"), "tokenizer_name_or_path": str(tokenizer), "init": "random"}
     run = RunFile.model_validate(
         {
             "model": model,
@@ -180,19 +176,11 @@ def test_a_token_across_the_boundary_of_a_message_is_refused(tmp_path: Path) -> 
 
 def test_train_and_loss_weight_of_messages(tmp_path: Path) -> None:
     """Masks a turn, weighs another, trains a user's; without assistant_only_loss the rest of the text counts 1."""
-    talk = [
-        user("hi"),
-        assistant("yes", train=False),
-        user("so", train=True),
-        assistant("no", loss_weight=0.25),
-    ]
+    talk = [user("hi"), assistant("yes", train=False), user("so", train=True), assistant("no", loss_weight=0.25)]
     for template in (PLAIN, MARKED):
         [(text, runs)] = documents(ready(tmp_path, [{"messages": talk}], template))
         assert text == TALK_BYTES
-        assert [(run.removesuffix(b"\n"), weight) for run, weight in runs] == [
-            (b"<user>so</>", 1.0),
-            (b"no</>", 0.25),
-        ]
+        assert [(run.removesuffix(b"\n"), weight) for run, weight in runs] == [(b"<user>so</>", 1.0), (b"no</>", 0.25)]
     found = ready(tmp_path, [{"messages": talk}], MARKED, assistant_only_loss=False)
     assert documents(found)[0][1] == [
         (b"<user>hi</>\n<assistant>", 1.0),
@@ -243,10 +231,7 @@ def test_prompt_and_completion(tmp_path: Path) -> None:
         (b"2+2=4$", [(b"4$", 1.0)]),
         ("éß€$".encode(), [("ß€$".encode(), 1.0)]),
     ]
-    assert documents(ready(tmp_path, records, None, completion_only_loss=False))[0] == (
-        b"2+2=4$",
-        [(b"2+2=4$", 1.0)],
-    )
+    assert documents(ready(tmp_path, records, None, completion_only_loss=False))[0] == (b"2+2=4$", [(b"2+2=4$", 1.0)])
     assert documents(ready(tmp_path, records, None, append_eos=False))[0] == (b"2+2=4", [(b"4", 1.0)])
     found = ready(tmp_path, [*records, {"prompt": "x", "completion": ""}], None)
     assert found.counts["masked_documents"] == 1 and found.counts["documents"] == 2

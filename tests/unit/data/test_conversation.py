@@ -152,8 +152,7 @@ def test_what_a_template_leaves_out_is_said_or_refused(tmp_path: Path) -> None:
     ]
     call = calling({}, content="")
     with pytest.raises(
-        DataError,
-        match=r"data-1\.jsonl:1: message 1 .*does not appear in the text: .*leaves `tool_calls` out",
+        DataError, match=r"data-1\.jsonl:1: message 1 .*does not appear in the text: .*leaves `tool_calls` out"
     ):
         rendered(tmp_path, CHATML, USER, call, {"role": "tool", "content": "sunny"}, answer)
     text, notices = rendered(tmp_path, CHATML, USER, {**call, "train": False}, answer)
@@ -229,10 +228,6 @@ def test_keys_of_data_that_no_record_needs_are_said(tmp_path: Path) -> None:
         "train: data.assistant_only_loss has no effect: no record holds messages",
     )
     write_tokenizer(tmp_path / "tok", template=CHATML + "{{ strftime_now('%Y') }}", eos_token="<|im_end|>")
-    found = ready(
-        tmp_path,
-        [{"messages": [USER, {"role": "assistant", "content": "b"}]}],
-        assistant_only_loss=False,
-    )
+    found = ready(tmp_path, [{"messages": [USER, {"role": "assistant", "content": "b"}]}], assistant_only_loss=False)
     assert any("today's date" in line for line in found.notices)
     assert all("{subject}" in line or "records" in line for line in _LINES.values())

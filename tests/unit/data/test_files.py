@@ -168,12 +168,7 @@ def test_json_files_that_hold_something_else_are_refused(tmp_path: Path) -> None
 
 def test_a_directory_whose_name_has_a_colon_is_no_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for name, function in (
-        ("llama:8b", False),
-        ("llama:tiny", True),
-        ("pack.age:make", True),
-        ("a/b:c", False),
-    ):
+    for name, function in (("llama:8b", False), ("llama:tiny", True), ("pack.age:make", True), ("a/b:c", False)):
         assert is_import_path(name) == function
         Path(name).mkdir(parents=True)
         assert not is_import_path(name)

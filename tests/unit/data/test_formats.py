@@ -93,10 +93,7 @@ def test_a_later_line_of_another_form_is_named(tmp_path: Path) -> None:
         ({"input_ids": [1, -2]}, r"`input_ids\[1\]` is -2"),
         ({"input_ids": "12"}, "`input_ids` is a string, not a list"),
         ({"input_ids": [1, 2], "labels": [1]}, "`labels` has 1 values for 2 `input_ids`"),
-        (
-            {"input_ids": [1, 2, 3], "labels": [2, 3, -100]},
-            r"`labels\[0\]` is 2 where `input_ids` has 1.*shifted",
-        ),
+        ({"input_ids": [1, 2, 3], "labels": [2, 3, -100]}, r"`labels\[0\]` is 2 where `input_ids` has 1.*shifted"),
         ({"input_ids": [1, 2], "loss_weights": [1, -1]}, r"`loss_weights\[1\]` is -1.0"),
         ({"input_ids": [1, 2], "loss_weights": [1, True]}, r"`loss_weights\[1\]` is True"),
     ],
@@ -162,16 +159,8 @@ def test_chats_are_cut_off_and_text_is_split_unless_the_run_file_says(tmp_path: 
         ({"text": "x"}, {"assistant_only_loss": True}, "assistant_only_loss"),
         ({"text": "x"}, {"completion_only_loss": False}, "completion_only_loss"),
         ({"text": "x"}, {"chat_template": "template.jinja"}, "chat_template"),
-        (
-            {"messages": TALK},
-            {"completion_only_loss": True, "chat_template": "template.jinja"},
-            "completion_only_loss",
-        ),
-        (
-            {"prompt": "x", "completion": "y"},
-            {"text_column": "body", "format": "prompt_completion"},
-            "text_column",
-        ),
+        ({"messages": TALK}, {"completion_only_loss": True, "chat_template": "template.jinja"}, "completion_only_loss"),
+        ({"prompt": "x", "completion": "y"}, {"text_column": "body", "format": "prompt_completion"}, "text_column"),
     ],
 )
 def test_keys_without_effect_are_refused(

@@ -55,11 +55,7 @@ def whole(batches: list[UpdateBatch]) -> tuple[torch.Tensor, torch.Tensor, tuple
     """The update put together again from all data ranks, in the order of the microbatches' indices."""
     parts = sorted((part for batch in batches for part in batch.microbatches), key=lambda part: part.index)
     ids = torch.cat([part.input_ids for part in parts])
-    return (
-        ids,
-        torch.cat([part.labels for part in parts]),
-        tuple(row for part in parts for row in part.row_ids),
-    )
+    return (ids, torch.cat([part.labels for part in parts]), tuple(row for part in parts for row in part.row_ids))
 
 
 def test_a_row_of_five_tokens_has_four_targets() -> None:
@@ -74,10 +70,7 @@ def test_labels_are_shifted_once_and_within_their_row() -> None:
     rows = [[11, 12, 13, 14, 15, 16], [21, 22, 23, 24, 25, 26]]
     part = make(rows, rows=2, global_batch=2, length=8, shuffle=False).update(0).microbatches[0]
     assert part.input_ids.tolist() == [[11, 12, 13, 14, 15, 16, PAD, PAD], [21, 22, 23, 24, 25, 26, PAD, PAD]]
-    assert part.labels.tolist() == [
-        [12, 13, 14, 15, 16, -100, -100, -100],
-        [22, 23, 24, 25, 26, -100, -100, -100],
-    ]
+    assert part.labels.tolist() == [[12, 13, 14, 15, 16, -100, -100, -100], [22, 23, 24, 25, 26, -100, -100, -100]]
     rows[1][0] = 77
     again = make(rows, rows=2, global_batch=2, length=8, shuffle=False).update(0).microbatches[0]
     assert again.labels[0].tolist() == part.labels[0].tolist()

@@ -214,11 +214,7 @@ def test_the_plan_is_written_once_and_mapped(tmp_path: Path, monkeypatch: pytest
     def opened(cut: Cut, source: Documents = plain, name: str = "a") -> Table:
         return Table.make(Documents(tmp_path / name, *list(vars(source).values())[1:]), cut)
 
-    cuts = [
-        Cut(8, "split"),
-        *(Cut(8, "split", "bfd", seed) for seed in (1, 2)),
-        Cut(8, "split", "wrapped", 1),
-    ]
+    cuts = [Cut(8, "split"), *(Cut(8, "split", "bfd", seed) for seed in (1, 2)), Cut(8, "split", "wrapped", 1)]
     first = [opened(cut) for cut in (*cuts, Cut(7, "split", "bfd", 1))]
     assert len({found.fingerprint for found in first}) == 5
     assert opened(cuts[1], weighted, "b").fingerprint != first[1].fingerprint

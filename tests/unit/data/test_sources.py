@@ -66,14 +66,8 @@ def test_parquet_gives_a_document_per_row(tmp_path: Path) -> None:
         ('{"text": null}', "`text` is null, not a string"),
         ('{"text": ["a"]}', "`text` is a list, not a string"),
         ('{"text": {"a": 1}}', "`text` is an object, not a string"),
-        (
-            '{"txet": "x", "id": 3}',
-            "there is no column `text`. data.text_column names it. Did you mean `txet`",
-        ),
-        (
-            '{"prompt": "x", "id": 3}',
-            "there is no column `text`. data.text_column names it. Columns here: prompt, id",
-        ),
+        ('{"txet": "x", "id": 3}', "there is no column `text`. data.text_column names it. Did you mean `txet`"),
+        ('{"prompt": "x", "id": 3}', "there is no column `text`. data.text_column names it. Columns here: prompt, id"),
         ("{}", "there is no column `text`. data.text_column names it. It has no columns"),
         ('["x"]', "the line is a list, not an object"),
         ('[{"text": "x"},', "A JSON array is not JSON Lines"),
@@ -136,12 +130,7 @@ def test_slices_join_to_the_file_and_count_its_lines(tmp_path: Path, monkeypatch
 def test_a_saved_data_set_is_read_without_nulls_inside_columns(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     rows = [
-        {
-            "messages": [
-                {"role": "user", "content": "a"},
-                {"role": "assistant", "content": "b", "train": True},
-            ]
-        },
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "train": True}]},
         {"messages": [{"role": "user", "content": str(number)} for number in range(3)]},
     ]
     whole = datasets.Dataset.from_list([row | {"text": None} for row in rows])

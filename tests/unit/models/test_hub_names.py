@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from shardwright.config.schema import Model
 from shardwright.errors import ModelError
 from shardwright.export import save_pretrained
-from shardwright.models import build_model, find_parts, materialise
-from shardwright.models import weights as weights_module
+from shardwright.models import build_model, find_parts, materialise, safetensors_io
 from shardwright.models.initialization import Recipe
 from shardwright.models.materialise import RECIPES, check_weights, weight_notices, whole_of
 from shardwright.models.tensor_tracing import traced
@@ -41,7 +40,7 @@ def eager(directory: Path, **more: Any) -> Model:
 @pytest.mark.parametrize("family", HUB_FAMILIES)
 def test_every_kind_of_rule_is_followed_both_ways(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Read as Transformers reads; written as Transformers writes what it has read, and what it has built."""
-    monkeypatch.setattr(weights_module, "BUFFER_BYTES", 100)
+    monkeypatch.setattr(safetensors_io, "BUFFER_BYTES", 100)
     made = filled(family)
     made.save_pretrained(tmp_path / "hub", max_shard_size="20KB")
     oracle = auto(family).from_pretrained(tmp_path / "hub", dtype=torch.float32)
@@ -106,13 +105,13 @@ def test_a_part_of_stacked_experts_is_read_from_those_experts_alone(
     recipe: Recipe = vars(experts)[RECIPES]["gate_up_proj"]
     weights = Weights(tmp_path, recipe.whole)
     read: list[str] = []
-    real = weights_module._read
+    real = safetensors_io.read_slice
 
     def spy(entry: Any, box: Any, out: Tensor) -> None:
         read.append(next(name for name, known in weights._entries.items() if known is entry))
         real(entry, box, out)
 
-    monkeypatch.setattr(weights_module, "_read", spy)
+    monkeypatch.setattr("shardwright.models.weights.read_slice", spy)
     want = model.get_parameter("model.layers.1.mlp.experts.gate_up_proj")
     path = "model.layers.1.mlp.experts"
     for box, names in (

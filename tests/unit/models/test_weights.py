@@ -17,8 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from shardwright.config.schema import Model
 from shardwright.errors import ModelError
-from shardwright.models import build_model, materialise
-from shardwright.models import weights as weights_module
+from shardwright.models import build_model, materialise, safetensors_io
 
 CPU = torch.device("cpu")
 
@@ -52,7 +51,7 @@ def test_every_family_is_read_bit_for_bit(
     tmp_path: Path, family: str, stored: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One file, or shards of 100 kB; through a buffer smaller than most tensors; widened exactly."""
-    monkeypatch.setattr(weights_module, "BUFFER_BYTES", 1000)
+    monkeypatch.setattr(safetensors_io, "BUFFER_BYTES", 1000)
     more = {"max_shard_size": "100KB"} if stored == "float32" else {}
     write_model(tmp_path, family, dtype=getattr(torch, stored), **more)
     want = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=getattr(torch, dtype))

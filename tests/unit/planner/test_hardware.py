@@ -45,7 +45,7 @@ def test_rate_stays_below_the_best_published_product() -> None:
 
 def test_fp16_stands_in_for_bf16_and_a_missing_rate_is_refused() -> None:
     assert find_device("v100").peak("bf16") == 125e12
-    with pytest.raises(ConfigError, match="no fp8 rate"):
+    with pytest.raises(ConfigError, match="in fp8 is not known"):
         find_device("a100").peak("fp8")
 
 
@@ -75,7 +75,9 @@ def test_hardware_file(tmp_path: Path) -> None:
         ("like: h100\nefficiency: {matmull: 1}", "Did you mean `matmul`"),
         ("like: h100\nmemory_bytes: many", "not a number"),
         ("like: h100\nmemory_bytes: -1", "more than 0"),
-        ("memory_bytes: 1e9", "memory_bandwidth, peak_flops, node missing"),
+        ("memory_bytes: 1e9", "does not give kind, memory_bandwidth, peak_flops, node"),
+        ("like: h100\nkind: gpu", "Valid: cuda, cpu"),
+        ("like: h100\nnode: 8", "node is a mapping"),
         ("- a", "a mapping"),
     ],
 )

@@ -84,7 +84,7 @@ def test_narrow_elements_and_products() -> None:
         for dtype in ("fp32", "bf16")
     }
     assert times["bf16"].elementwise == times["fp32"].elementwise
-    half = replace(H100, efficiency=replace(H100.efficiency, narrow=0.5))
+    half = replace(H100, efficiency=replace(H100.efficiency, matmul_16bit=0.5))
     assert matmul_seconds(half, 4096, 4096, 4096, "bf16") == pytest.approx(
         2 * matmul_seconds(H100, 4096, 4096, 4096, "bf16")
     )

@@ -42,10 +42,7 @@ def test_daly_interval_is_the_minimum_of_the_expected_time(save: float, mtbf: fl
     )
     # tolerance: the best of a grid; near the best, the fraction is flat
     found = (effective_fraction(daly_interval(save, mtbf), save, 600, mtbf), daly_interval(save, mtbf))
-    assert found == (
-        pytest.approx(best[0], rel=1e-3),
-        pytest.approx(best[1], rel=0.06),
-    )  # tolerance: as above
+    assert found == (pytest.approx(best[0], rel=1e-3), pytest.approx(best[1], rel=0.06))  # tolerance: as above
 
 
 def test_young_is_dalys_first_order() -> None:

@@ -167,6 +167,17 @@ def test_run_file(tmp_path: Path) -> None:
     assert "64 rows of 8,192 tokens in documents of 700" in text and "counted over whole rows" not in text
 
 
+def test_a_hardware_file_of_a_cpu_is_planned_as_the_catalogues_cpu(tmp_path: Path) -> None:
+    """`doctor` writes the processor's name, so the name does not say that the device is a CPU: the key `kind` does."""
+    file = tmp_path / "hardware.yaml"
+    file.write_text("name: amd-epyc-9b14 x 16\nlike: cpu\nkind: cpu\n")
+    asked = [request("gpt2", 2, 256, 8, device=device) for device in ("cpu", str(file))]
+    named, measured = (json.loads(plan(one, as_json=True)[1])["first_to_test"] for one in asked)
+    assert measured == named
+    file.write_text("like: cpu\n")  # `like` gives the kind too
+    assert json.loads(plan(asked[1], as_json=True)[1])["first_to_test"] == named
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [

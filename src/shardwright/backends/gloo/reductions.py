@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardwright.layout.zero import EXCHANGED
+from shardwright.torch_private import fsdp_units
 
 
 def runs_on_gloo(mesh: DeviceMesh) -> bool:
@@ -56,14 +56,9 @@ class Wire:
         self._arriving: deque[_Arriving] = deque()
         self._replicating: list[tuple[dist.Work | None, Tensor, Tensor]] = []
 
-    def install(self, modules: Iterable[FSDPModule]) -> None:
+    def install(self, modules: Iterable[nn.Module]) -> None:
         """Takes over the reductions of every unit of `modules`, and lets gathers run ahead."""
-        seen: set[int] = set()
-        for module in modules:
-            unit: Any = module._get_fsdp_state()._fsdp_param_group  # None: nothing but modules with units of their own
-            if unit is None or id(unit) in seen:
-                continue
-            seen.add(id(unit))
+        for module, unit in fsdp_units(modules):
             module.set_custom_reduce_scatter(UnitReduce(self, unit))  # type: ignore[arg-type]  # it calls, no more
             unit.unshard_async_op = True
             if self._replicas is not None:

@@ -23,7 +23,7 @@ from shardwright.checkpoint.files import (
 )
 from shardwright.checkpoint.multi_host.exchange import Span, Transfer, exchange
 from shardwright.checkpoint.multi_host.hosts import Hosts
-from shardwright.checkpoint.parts import byte_view
+from shardwright.models.safetensors_io import byte_view
 
 
 def hosts_of(hosts: Hosts, copies: int, records: Sequence[dict[str, Any] | None]) -> list[dict[str, Any]]:

@@ -30,9 +30,9 @@ from shardwright.checkpoint.manifest import (
 )
 from shardwright.checkpoint.multi_host.exchange import Span, Transfer, exchange
 from shardwright.checkpoint.multi_host.hosts import Hosts, everyone, from_rank
-from shardwright.checkpoint.parts import byte_view
 from shardwright.checkpoint.reader import Wanted, read_file, wanted_pieces
 from shardwright.errors import CheckpointError, DamagedCheckpointError
+from shardwright.models.safetensors_io import byte_view
 
 T = TypeVar("T")
 Shares = dict[int, Share]

@@ -70,9 +70,7 @@ class FunctionSource:
     def _record(self, record: Any) -> Record:
         if not isinstance(record, dict):
             raise DataError(
-                f"{self.name} gives a {type(record).__name__}.",
-                "A record is a dict of columns.",
-                "Yield dicts.",
+                f"{self.name} gives a {type(record).__name__}.", "A record is a dict of columns.", "Yield dicts."
             )
         return without_nulls(record)
 

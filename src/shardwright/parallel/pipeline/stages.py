@@ -9,7 +9,6 @@ B rows, T positions, D width of hidden states.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,6 +22,7 @@ from shardwright.errors import ModelError
 from shardwright.layout.pipeline_schedules import head_blocks, split_blocks
 from shardwright.models.materialise import materialise
 from shardwright.models.model_parts import Parts, find_parts
+from shardwright.torch_private import copy_module, is_view, own_buffers, own_modules, own_parameters
 
 PROBE_TOKENS = 4
 
@@ -100,7 +100,7 @@ class Stage(nn.Module):
         if self.peers is not None:
             hidden = take_piece(hidden, 1, self.peers)
         # a view cannot be detached in place, which zero-bubble schedules do
-        return hidden.clone() if hidden._is_view() else hidden.contiguous()
+        return hidden.clone() if is_view(hidden) else hidden.contiguous()
 
 
 def plan_cut(model: nn.Module, spec: Model, stages: int) -> Cut:
@@ -140,7 +140,7 @@ def _outside(model: nn.Module, spec: Model, parts: Parts, width: int) -> tuple[t
     outer = [
         name
         for name, module in model.named_modules()
-        if (module._parameters or isinstance(module, nn.Dropout))
+        if (own_parameters(module) or isinstance(module, nn.Dropout))
         and name not in parts.blocks
         and not name.startswith(inside)
     ]
@@ -155,7 +155,7 @@ def _outside(model: nn.Module, spec: Model, parts: Parts, width: int) -> tuple[t
     first, last = seen.index(parts.blocks[0]), seen.index(parts.blocks[-1])
     before = [name for name in outer if name in seen[:first] or name == parts.embedding]
     after = [name for name in outer if name in seen[last:] or name == parts.head]
-    lost = [name for name in outer if name not in (*before, *after) and model.get_submodule(name)._parameters]
+    lost = [name for name in outer if name not in (*before, *after) and own_parameters(model.get_submodule(name))]
     if lost or set(before) & set(after):
         where = (lost or sorted(set(before) & set(after)))[0]
         raise _refused(model, f"`{where}` belongs neither to its beginning nor to its end")
@@ -227,7 +227,7 @@ def cut_stages(model: nn.Module, cut: Cut, mine: Collection[int]) -> tuple[Stage
     for name in cut.all - held:
         parent, _, leaf = name.rpartition(".")
         owner = model.get_submodule(parent)
-        owner._modules[leaf] = Absent(model.get_submodule(name), name)
+        own_modules(owner)[leaf] = Absent(model.get_submodule(name), name)
     return tuple(
         Stage(_view(model, held - cut.held(stage)), stage, len(cut.blocks), cut.blocks[stage]) for stage in sorted(mine)
     )
@@ -248,18 +248,15 @@ def _view(
     path = f"{prefix}." if prefix else ""
     if not everything and not any(name.startswith(path) for name in absent):
         return module
-    result = copy.copy(module)
-    if everything:
-        result._buffers = dict(module._buffers)
-    result._modules = {
+    children = {
         leaf: child
         if child is None
         else Absent(child, f"{path}{leaf}", seen)
         if f"{path}{leaf}" in absent
         else _view(child, absent, seen, f"{path}{leaf}", everything)
-        for leaf, child in module._modules.items()
+        for leaf, child in own_modules(module).items()
     }
-    return result
+    return copy_module(module, own_buffers(module) if everything else None, children)
 
 
 def stage_parts(parts: Parts, cut: Cut, stages: Collection[int]) -> Parts:

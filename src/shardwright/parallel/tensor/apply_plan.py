@@ -34,6 +34,7 @@ from shardwright.parallel.pipeline.stages import Stage
 from shardwright.parallel.tensor.styles import Column, Done, Entry, Head, Row, Vocabulary, change_input
 from shardwright.parallel.tensor.tp_plan import COLUMN, EMBEDDING, ROW, SUMMED, plan_tensor
 from shardwright.parallel.tensor.tp_rng import Streams, drops
+from shardwright.torch_private import REDISTRIBUTE_LOGGER
 
 GRADIENT_GAP = 0.02
 """Relative difference between the ranks' gradient norms of one whole parameter beyond which they were not the same work."""
@@ -84,7 +85,7 @@ class TensorParallel:
             self._cut_around(stage.blocks, stage.is_first, stage.is_last)
         self._verified = False
         # torch warns when it makes strided shards whole in two gathers; they carry no sums, so nothing can differ
-        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+        logging.getLogger(REDISTRIBUTE_LOGGER).setLevel(logging.ERROR)
 
     def divides(self, name: str) -> bool:
         """Whether the output features of the module `name` are divided, so that each rank has some rows of its weight."""

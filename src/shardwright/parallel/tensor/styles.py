@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
@@ -23,13 +22,14 @@ from shardwright.backends import tp_collectives
 from shardwright.backends.tp_collectives import Peers
 from shardwright.loss.vocab_parallel_loss import check_ids, vocabulary_range
 from shardwright.mesh.device_mesh import to_local
+from shardwright.torch_private import ParallelStyle, own_parameters
 
 Entry = Callable[[Tensor], Tensor]
 
 
 def fan(module: nn.Module) -> tuple[int, int]:
     """(input features, output features) of a linear layer, unsplit."""
-    weight = module._parameters["weight"]
+    weight = own_parameters(module)["weight"]
     assert weight is not None
     return (weight.shape[0], weight.shape[1]) if isinstance(module, Conv1D) else (weight.shape[1], weight.shape[0])
 
@@ -43,7 +43,7 @@ def distribute(module: nn.Module, name: str, dim: int, mesh: DeviceMesh, done: D
 
     A parameter that another module shares and that is in `done` becomes what it became there: ties stay ties.
     """
-    old = module._parameters[name]
+    old = own_parameters(module)[name]
     if old is None or isinstance(old, DTensor):
         return
     if id(old) not in done:
@@ -83,7 +83,7 @@ class Column(ParallelStyle):
     entry: Entry | None
     leave: Entry | None = None
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         distribute(module, "weight", 1 if isinstance(module, Conv1D) else 0, device_mesh, self.done)
         distribute(module, "bias", 0, device_mesh, self.done)
         module.forward = partial(self.run, module)
@@ -100,8 +100,8 @@ class Column(ParallelStyle):
 class Head(Column):
     """A column layer over the vocabulary whose logits stay divided: a DTensor that knows its unsplit shape."""
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        super()._apply(module, device_mesh)
+    def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        super().apply(module, device_mesh)
         module.forward = partial(self.logits, module, device_mesh, fan(module)[1])
         return module
 
@@ -125,7 +125,7 @@ class Row(ParallelStyle):
     leave: Entry
     splits: bool = False
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         distribute(module, "weight", 0 if isinstance(module, Conv1D) else 1, device_mesh, self.done)
         module.forward = partial(self.run, module)
         return module
@@ -147,7 +147,7 @@ class Vocabulary(ParallelStyle):
     peers: Peers
     done: Done
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, nn.Embedding)
         distribute(module, "weight", 0, device_mesh, self.done)
         first, rows = vocabulary_range(module.num_embeddings, self.peers.size, self.peers.rank)
@@ -160,14 +160,14 @@ class Vocabulary(ParallelStyle):
     def run(
         self, module: nn.Module, look_up: Callable[[Tensor], Tensor], first: int, rows: int, input: Tensor
     ) -> Tensor:
-        stored: Any = module._parameters["weight"]
+        stored: Any = own_parameters(module)["weight"]
         check_ids(input, stored.shape[0])
         other = (input < first) | (input >= first + rows)
-        module._parameters["weight"] = to_local(stored)  # type: ignore[assignment]
+        own_parameters(module)["weight"] = to_local(stored)  # type: ignore[assignment]
         try:
             found = look_up(torch.where(other, 0, input - first))
         finally:
-            module._parameters["weight"] = stored
+            own_parameters(module)["weight"] = stored
         return tp_collectives.sum_out(found.masked_fill(other[..., None], 0.0), self.peers)
 
 

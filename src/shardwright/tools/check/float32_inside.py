@@ -6,12 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from shardwright.config.schema import Model
 from shardwright.models import build_model, find_parts, materialise
 from shardwright.models.model_parts import is_transformers
+from shardwright.torch_private import TorchDispatchMode, tree_leaves
 
 TOKENS = 4
 

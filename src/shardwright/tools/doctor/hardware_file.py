@@ -43,6 +43,7 @@ def hardware(measured: Measured, constants: Constants, date: str) -> dict[str, A
     link = constants.link or Link(1e-4, 1e-9)
     return {
         "name": f"{measured.name} x {measured.ranks}".lower().replace(" ", "-"),
+        "kind": measured.device,
         "source": f"shardwright doctor, {date}, {measured.ranks} ranks with {measured.threads} threads",
         "memory_bytes": measured.memory_bytes,
         "memory_bandwidth": measured.copy_bandwidth,
@@ -59,7 +60,7 @@ def hardware(measured: Measured, constants: Constants, date: str) -> dict[str, A
         },
         "efficiency": {
             "matmul": kept[main],
-            "narrow": kept["bf16"] / kept[main],
+            "matmul_16bit": kept["bf16"] / kept[main],
             "wave": product.wave,
             "depth": product.depth,
             "attention_forward": measured.attention_flops / forward / product.peak / shape,

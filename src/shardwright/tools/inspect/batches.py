@@ -110,9 +110,4 @@ def _over(order: Order, seen: Int64, tokens: Int64, targets: Int64, width: int |
             widths[: -(-len(lengths) // size)] = lengths[::size]
             slots += size * int(widths.sum())
     counts = np.array(per_update)
-    return {
-        "slots": slots,
-        "real": real,
-        "targets": int(counts.sum()),
-        "targets_of_an_update": Spread.of(counts),
-    }
+    return {"slots": slots, "real": real, "targets": int(counts.sum()), "targets_of_an_update": Spread.of(counts)}

@@ -18,14 +18,7 @@ from shardwright.errors import ConfigError, DataError, ExitCode
 from shardwright.layout.legality import check_settings
 from shardwright.tools.inspect.batches import MODES, Batching, measure
 from shardwright.tools.inspect.sample import Decoder, Sample, read_sample
-from shardwright.tools.inspect.show import (
-    attended_length,
-    batching_lines,
-    bins,
-    histogram_lines,
-    legend,
-    sample_lines,
-)
+from shardwright.tools.inspect.show import attended_length, batching_lines, bins, histogram_lines, legend, sample_lines
 
 
 def run_inspect(

@@ -164,12 +164,7 @@ def test_any_update_is_a_place_to_go_on_from(tmp_path: Path, kind: str, batching
 
 
 def _former(update: int, cursor: Any, **settings: Any) -> Former:
-    values = {
-        "training.max_steps": 30,
-        "training.global_batch_size": 4,
-        "training.seed": 42,
-        "data.shuffle": True,
-    }
+    values = {"training.max_steps": 30, "training.global_batch_size": 4, "training.seed": 42, "data.shuffle": True}
     return Former(update, cursor, "stream", values | settings)
 
 

@@ -77,7 +77,7 @@ def test_the_planner_reads_what_the_doctor_wrote(tmp_path: Path) -> None:
     path = tmp_path / "here.yaml"
     path.write_text(to_yaml(hardware(MEASURED, fitted(MEASURED), "2026-01-01")))
     device = find_device(str(path))
-    assert device.memory_bytes == 8 * 10**9 and device.node.devices == 4
+    assert device.memory_bytes == 8 * 10**9 and device.node.devices == 4 and device.kind == "cpu"
     for m, n, k in SIZES[1:3]:
         # tolerance: the grid of constants is coarse
         assert matmul_seconds(device, m, n, k, "fp32") == pytest.approx(product(m, n, k).seconds, rel=0.15)

@@ -115,11 +115,7 @@ def test_slots_real_tokens_and_targets(
     assert (found.rows, found.slots, found.real, found.targets) == (rows, slots, 31, 27)
     assert found.padding == 1 - 31 / slots
     spread = found.targets_of_an_update
-    assert (spread.least, spread.most, spread.mean) == (
-        min(per_update),
-        max(per_update),
-        27 / len(per_update),
-    )
+    assert (spread.least, spread.most, spread.mean) == (min(per_update), max(per_update), 27 / len(per_update))
 
 
 def test_the_figures_of_bucket_are_those_of_the_loader(tmp_path: Path) -> None:
@@ -130,13 +126,7 @@ def test_the_figures_of_bucket_are_those_of_the_loader(tmp_path: Path) -> None:
     prepared = prepare(run.run)
     assert prepared is not None
     order = make_order(run.run, prepared)
-    place = {
-        "data_rank": 0,
-        "data_ranks": 2,
-        "microbatch_rows": 2,
-        "pad_id": prepared.pad_id,
-        "bucket_multiple": 1,
-    }
+    place = {"data_rank": 0, "data_ranks": 2, "microbatch_rows": 2, "pad_id": prepared.pad_id, "bucket_multiple": 1}
     batches = list(Loader(prepared.table, order, **place))  # type: ignore[arg-type]
     found = measure(run.run, prepared, "bucket")
     assert found.slots == sum(batch.slots for batch in batches)
