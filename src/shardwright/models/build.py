@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import importlib
 import inspect
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 from shardwright.config.schema import Model
 from shardwright.errors import ModelError, did_you_mean
-from shardwright.layout.import_path import is_import_path
+from shardwright.layout.import_path import import_object, is_import_path
 from shardwright.models.hub_names import hub_names
 from shardwright.models.initialization import META, Recipe, Recorder, Whole, assign_owners, view_of
 from shardwright.models.model_config import model_directory as model_directory
@@ -148,7 +147,6 @@ def _run_transformers_rules(model: Any) -> None:
 
 
 def _from_function(spec: Model, recorder: Recorder) -> nn.Module:
-    path, _, name = spec.model_name_or_path.partition(":")
     if spec.init == "pretrained":
         raise ModelError(
             f"model.init is pretrained, but {spec.model_name_or_path} is a function, which has no weights.",
@@ -157,17 +155,7 @@ def _from_function(spec: Model, recorder: Recorder) -> nn.Module:
         )
     if spec.config_overrides:
         raise ModelError("model.config_overrides has no effect on a function.", "", "Use model.kwargs, or remove it.")
-    try:
-        function = getattr(importlib.import_module(path), name)
-    except ModuleNotFoundError as error:
-        raise ModelError(
-            f"model.model_name_or_path: {path} cannot be imported: {error}.",
-            "",
-            "Install the package, or put its directory on PYTHONPATH.",
-        ) from error
-    except AttributeError:
-        names = [n for n in vars(importlib.import_module(path)) if not n.startswith("_")]
-        raise ModelError(f"{path} has no `{name}`.", "", did_you_mean(name, names)) from None
+    function = import_object(spec.model_name_or_path, "model.model_name_or_path")
     _check_arguments(function, spec)
     try:
         with recorder:

@@ -7,7 +7,6 @@ nothing before it is read or tokenised again.
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -20,8 +19,8 @@ from shardwright.data.files import DataFile, find_files, sources_of
 from shardwright.data.formats import find_format, format_of
 from shardwright.data.read import digest_of
 from shardwright.data.sources import Record, Slice, slices, without_nulls
-from shardwright.errors import ConfigError, DataError, did_you_mean
-from shardwright.layout.import_path import is_import_path
+from shardwright.errors import ConfigError, DataError
+from shardwright.layout.import_path import import_object, is_import_path
 
 _SLICE_RECORDS = 256
 
@@ -151,19 +150,7 @@ def _format(source: FileSource | FunctionSource, data: Data) -> str | None:
 
 
 def _imported(path: str) -> Callable[[], Any]:
-    module, _, name = path.partition(":")
-    try:
-        found = importlib.import_module(module)
-        function: Callable[[], Any] = getattr(found, name)
-    except ImportError as error:
-        raise ConfigError(
-            f"data.train: {module} cannot be imported: {error}.",
-            "",
-            "Install the package, or put its directory on PYTHONPATH.",
-        ) from error
-    except AttributeError:
-        names = [n for n in vars(found) if not n.startswith("_")]
-        raise ConfigError(f"data.train: {module} has no `{name}`.", "", did_you_mean(name, names)) from None
+    function: Callable[[], Any] = import_object(path, "data.train")
     made = function()
     missing = [method for method in ("state_dict", "load_state_dict", "__iter__") if not hasattr(made, method)]
     if missing:
