@@ -252,7 +252,7 @@ def ours(run: RunFile, training: bool = True) -> tuple[float, float]:
         if not training:
             return engine.evaluate([batch])[0], 0.0
         engine.forward_backward(batch)
-    norm, loss, _ = engine._agree(False)
+    norm, loss, _ = engine._reduce_scalars(False)
     return loss / _targets(), norm
 
 

@@ -18,8 +18,8 @@ import scaffold
 import torch
 import torch.nn.functional as F
 
+from shardwright.arch.config_json import shape_from_config
 from shardwright.arch.flops import model_flops, utilisation
-from shardwright.arch.inventory import shape_from_config
 from shardwright.mesh.process_group import connect
 from shardwright.planner.job import Job, Layout
 from shardwright.planner.memory_timeline import peak

@@ -37,7 +37,8 @@ def worker(task: dict[str, Any]) -> None:
     scaffold.rank_of_task(task)
     import torch.distributed as dist
 
-    from shardwright.parallel import pipeline
+    from shardwright.backends.backend import choose_backend
+    from shardwright.parallel.pipeline import schedule_runner as pipeline
 
     ranks = task["ranks"]
     spent: dict[tuple[int, str], list[float]] = defaultdict(list)
@@ -55,7 +56,7 @@ def worker(task: dict[str, Any]) -> None:
 
         setattr(owner, name, call)
 
-    if task["schedule"] in pipeline.LISTED:
+    if choose_backend("cpu").pipeline_runtime(task["schedule"]) is not None:
         timed(pipeline._Runner, "compute_forward", "F")
         timed(pipeline._Runner, "compute_backward", "B")
     else:

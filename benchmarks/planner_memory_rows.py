@@ -20,7 +20,7 @@ from pathlib import Path
 
 from planner_rows import nanotron, torchtitan
 
-from shardwright.arch.known import known_shape
+from shardwright.arch.known_models import known_shape
 from shardwright.layout.axes import Axes
 from shardwright.planner.hardware import find_device
 from shardwright.planner.job import Job, Layout

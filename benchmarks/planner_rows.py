@@ -14,9 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shardwright.arch.inventory import generic_shape
-from shardwright.arch.known import known_shape
-from shardwright.arch.shape import Shape
+from shardwright.arch.known_models import known_shape
+from shardwright.arch.shape import Shape, generic_shape
 from shardwright.layout.axes import Axes
 from shardwright.planner.device import Device
 from shardwright.planner.hardware import find_device

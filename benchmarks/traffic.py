@@ -42,11 +42,11 @@ def worker(task: dict[str, Any]) -> None:
     import torch
     import torch.distributed as dist
 
-    from shardwright.arch.inventory import shape_from_config
+    from shardwright.arch.config_json import shape_from_config
     from shardwright.config import load_run_file
     from shardwright.layout.legality import check_run
     from shardwright.layout.names import with_layout
-    from shardwright.measure.communication import CommunicationRecorder, compare
+    from shardwright.measure.communication import CommunicationRecorder, compare_traffic
     from shardwright.mesh.device_mesh import axis_of_groups
     from shardwright.planner.of_run import job_of, layout_of
     from shardwright.planner.traffic import Place, traffic
@@ -77,7 +77,7 @@ def worker(task: dict[str, Any]) -> None:
         at, ddp = axes.coordinates(engine.rank), run.parallelism.data_parallel == "ddp"
         place = Place(at["tp"], 0 if ddp else at["dp_shard"] * axes.cp + at["cp"])
         job, layout = job_of(run, shape_from_config(task["model"])), layout_of(run, axes)
-        rows = compare(traffic(job, layout, at["pp"], place=place), recorder.traffic(), buckets=ddp)
+        rows = compare_traffic(traffic(job, layout, at["pp"], place=place), recorder.traffic(), buckets=ddp)
         own = [{**asdict(row), "equal": row.equal} for row in rows]
         gathered: list[Any] = [None] * task["ranks"]
         dist.all_gather_object(gathered, own)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardwright.layout.axes import Axes
 from shardwright.tools.check.compare import compare_records
-from shardwright.tools.check.explain import Finding, explain
+from shardwright.tools.check.diagnose import Finding, explain
 from shardwright.tools.check.record import MicrobatchNote, Notes, Record, Scalars
 from shardwright.tools.check.tolerance import Tolerance, float64_tolerance
 
@@ -186,4 +186,4 @@ def judge(
     comparison = compare_records(reference, candidate, tolerance)
     if comparison.passed:
         return None
-    return explain(reference, candidate, comparison, tolerance, axes or Axes(dp_shard=DATA_RANKS), "zero3")
+    return explain(reference, candidate, comparison, tolerance, axes or Axes(dp_shard=DATA_RANKS))

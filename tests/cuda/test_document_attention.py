@@ -10,7 +10,7 @@ from tests.cuda.test_gpu import ROUNDING, metrics, shardwright
 from tests.unit.attention.test_document_attention import ROWS, attention, drawn, heads, packed
 from torch import Tensor
 
-from shardwright.attention.document_attention import fits_flash
+from shardwright.attention.core import fits_cuda_flash
 from shardwright.attention.packed_rows import PackedRows
 
 pytestmark = [
@@ -35,7 +35,7 @@ def test_flash_by_lengths_is_attention_of_documents(window: int | None) -> None:
         right = attention(rows, *values, sliding_window=window)
         wanted = torch.autograd.grad(right, values, grad)
         there, narrow = on_gpu(rows, values)
-        assert fits_flash(narrow[0], narrow[2])
+        assert fits_cuda_flash(narrow[0], narrow[2])
         found = attention(there, *narrow, sliding_window=window)
         gradients = torch.autograd.grad(found, narrow, grad.to("cuda", torch.bfloat16))
         assert (found.double().cpu() - right).abs().max() < 0.03

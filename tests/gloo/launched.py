@@ -175,7 +175,7 @@ def stuck_in_a_chain() -> int:
     import torch
     import torch.distributed as dist
 
-    from shardwright.measure.outstanding import count_transfers, issued
+    from shardwright.measure.flight_recorder import count_transfers, issued
     from shardwright.mesh.process_group import connect
 
     count_transfers()

@@ -6,6 +6,7 @@ Rank 0 gathers whole tensors; copies of tied parameters are compared on the rank
 from __future__ import annotations
 
 import hashlib
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -13,10 +14,10 @@ import torch
 import torch.distributed as dist
 from tests.gloo.engine import UPDATES, Outcome, batches_for, gathered_moments, make_engine
 from tests.gloo.ranks import run_ranks
+from tests.stock_torch import without_gloo_package
 from torch import Tensor
 
 from shardwright.config.load import Loaded
-from shardwright.parallel import pipeline
 from shardwright.tools.check.gather import whole_on_first_rank
 from shardwright.train.update import Engine
 
@@ -70,11 +71,11 @@ def trained(loaded: Loaded, updates: int = UPDATES, **rows: Any) -> Outcome:
 
 def all_trained(cases: dict[str, Loaded], **rows: Any) -> dict[str, Outcome]:
     """`trained` for every case, in one start of the ranks. `torch ...`: under torch's runtime, whatever the schedule."""
-    found, listed = {}, pipeline.LISTED
+    found = {}
     for name, loaded in cases.items():
-        pipeline.LISTED = () if name.startswith("torch ") else listed
         try:
-            found[name] = trained(loaded, **rows)
+            with without_gloo_package() if name.startswith("torch ") else nullcontext():
+                found[name] = trained(loaded, **rows)
         except Exception as error:
             raise AssertionError(f"case {name}") from error
     return found

@@ -1,4 +1,4 @@
-"""FLOPs of one update, by place and by convention.
+"""FLOPs of one update.
 
 A multiply-add is 2 FLOPs. Backward costs twice the forward. The output head is a matrix product, tied or not; the input
 embedding is a lookup and costs none. Attention's two products have query heads, whatever the number of KV heads.
@@ -6,25 +6,25 @@ embedding is a lookup and costs none. Attention's two products have query heads,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from shardwright.arch.inventory import counts, matmuls
+from shardwright.arch.parameters import matmuls
 from shardwright.arch.shape import Shape
 
 FORWARD_AND_BACKWARD = 3
 UTILISATION = (
-    "MFU counts the matrix products of the model, forward and backward, with the head in and the embedding lookup out, and "
-    "attention in full, not halved for causality, over the keys of a token's own row or document; HFU adds what is "
-    "recomputed. Both are shares of the peak of all devices together."
+    "MFU counts the FLOPs of the model's matrix products, forward and backward: the blocks, the output head, and attention "
+    "over all keys of a token's own row or document, not halved for the causal mask. The embedding is a lookup: no FLOPs. "
+    "HFU adds the FLOPs of recomputation. Both are shares of the peak of all devices together."
 )
-"""What MFU and HFU mean wherever they are shown: the convention `shardwright` of `CONVENTIONS`."""
+"""What MFU and HFU mean wherever they are shown."""
 
 
 @lru_cache(maxsize=256)
 def block_matmul_weights(shape: Shape) -> float:
-    """Weights of one block that multiply every token; in a model that was counted, the mean of its blocks."""
+    """Weights of one block that multiply every token; in a model that was counted, the mean over its blocks."""
     if shape.counted:
         return (shape.counted.products - head_matmul_weights(shape)) / shape.layers
     return sum(product.fan_in * product.fan_out for product in matmuls(shape))
@@ -33,11 +33,6 @@ def block_matmul_weights(shape: Shape) -> float:
 def head_matmul_weights(shape: Shape) -> int:
     """Weights of the output head, also when it is the embedding."""
     return shape.vocab * shape.hidden
-
-
-def matmul_weights(shape: Shape) -> float:
-    """Weights that multiply every token: all blocks and the head, without the input embedding."""
-    return shape.layers * block_matmul_weights(shape) + head_matmul_weights(shape)
 
 
 def visible_keys(length: float, window: int | None, causal: bool) -> float:
@@ -85,7 +80,7 @@ def model_flops(shape: Shape, length: float, causal: bool = False) -> ModelFlops
 
 
 def recompute_flops(shape: Shape, length: float, mode: str, causal: bool = False) -> float:
-    """FLOPs per token that recomputation repeats, the part of HFU that MFU leaves out.
+    """FLOPs per token of recomputation, which HFU counts and MFU does not.
 
     mode: `none`; `selective`: attention's core again (matrix products are kept); `full`: every block's forward again.
     """
@@ -114,85 +109,3 @@ def document_flops(
 def utilisation(flops_per_token: float, tokens_per_second: float, devices: int, peak_flops_per_second: float) -> float:
     """Share of the peak of ALL devices: flops per token x tokens per second of all devices / (devices x peak)."""
     return flops_per_token * tokens_per_second / (devices * peak_flops_per_second)
-
-
-def _narayanan(s: Shape, length: int) -> float:
-    h, layers = s.hidden, s.layers
-    return 96 * layers * h**2 * (1 + length / (6 * h) + s.vocab / (16 * layers * h))
-
-
-def _megatron(s: Shape, length: int) -> float:
-    h, layers = s.hidden, s.layers
-    return 72 * layers * h**2 * (1 + length / (6 * h) + s.vocab / (12 * layers * h))
-
-
-def _korthikanti_selective(s: Shape, length: int) -> float:
-    h, layers = s.hidden, s.layers
-    return 72 * layers * h**2 * (1 + length / (3 * h) + s.vocab / (12 * layers * h))
-
-
-def _palm(s: Shape, length: int) -> float:
-    return 6 * counts(s).total + 12 * s.layers * s.query_width * length
-
-
-def _torchtitan(s: Shape, length: int) -> float:
-    return 6 * (counts(s).total - s.vocab * s.hidden) + 12 * s.layers * s.query_width * length
-
-
-def _mosaicml(s: Shape, length: int) -> float:
-    return 6 * counts(s).total + 12 * s.layers * s.hidden * length
-
-
-def _nanotron(s: Shape, length: int) -> float:
-    return model_flops(s, length).total + 6 * s.vocab * s.hidden
-
-
-def _six_p(s: Shape, length: int) -> float:
-    return 6.0 * counts(s).total
-
-
-@dataclass(frozen=True)
-class Convention:
-    """A published way of counting FLOPs per token; `counts_recompute` makes its quotient an HFU."""
-
-    name: str
-    flops_per_token: Callable[[Shape, int], float]
-    counts_recompute: bool
-    source: str
-
-
-CONVENTIONS = {
-    convention.name: convention
-    for convention in (
-        Convention(
-            "shardwright", lambda s, t: model_flops(s, t).total, False, "blocks, full attention and head, this file"
-        ),
-        Convention(
-            "shardwright-causal",
-            lambda s, t: model_flops(s, t, causal=True).total,
-            False,
-            "the same, visible keys only",
-        ),
-        Convention(
-            "narayanan",
-            _narayanan,
-            True,
-            "Narayanan et al. 2021 (arXiv:2104.04473), section 5.1: full recomputation counted",
-        ),
-        Convention(
-            "korthikanti", _megatron, False, "Korthikanti et al. 2022 (arXiv:2205.05198), appendix A, model FLOPs"
-        ),
-        Convention(
-            "korthikanti-selective",
-            _korthikanti_selective,
-            True,
-            "the same appendix, hardware FLOPs, selective recomputation",
-        ),
-        Convention("megatron", _megatron, False, "Megatron-LM README: 12BsLh^2(6 + s/h + V/(2Lh)), full attention"),
-        Convention("palm", _palm, False, "Chowdhery et al. 2022 (arXiv:2204.02311), appendix B: 6N + 12LHQT"),
-        Convention("torchtitan", _torchtitan, False, "torchtitan since 2025: 6(N - N_embedding) + 12LHQT"),
-        Convention("mosaicml", _mosaicml, False, "llm-foundry: 3(2N + 4Ldt) with N all parameters"),
-        Convention("nanotron", _nanotron, False, "nanotron: the head counted twice"),
-        Convention("6P", _six_p, False, "Kaplan et al. 2020 (arXiv:2001.08361): C = 6PD, attention left out"),
-    )
-}

@@ -1,4 +1,4 @@
-"""What decides a decoder-only model's parameters, activations and FLOPs, and what it is made of."""
+"""The sizes that decide a decoder-only model's parameters, activations and FLOPs."""
 
 from __future__ import annotations
 
@@ -6,66 +6,53 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
+from shardwright.errors import ConfigError
+
 Part = Literal["embedding", "positions", "attention", "mlp", "norm", "head"]
 Split = Literal["column", "row", "vocabulary"]
+"""The dim that tensor parallelism cuts: the output dim, the input dim, or the rows of embedding and head."""
 
 
 @dataclass(frozen=True)
-class Group:
-    """Parameters that are alike: one name pattern, one size.
+class ParameterGroup:
+    """Parameters with one name pattern and one size."""
 
-    name: fully qualified, `{}` where the block's number stands. count: how many there are (layers, or 1).
-    split: how tensor parallelism cuts it: `column` (output dim), `row` (input dim), `vocabulary` (rows of the embedding
-    or head), None: every tensor-parallel rank holds all of it. split_units: the whole pieces along that dim (heads for
-    attention, so that no head is cut).
-    """
-
-    name: str
+    name: str  # fully qualified; `{}` stands for the number of the block
     size: tuple[int, ...]
-    count: int
+    count: int  # how many parameters: the number of layers, or 1
     part: Part
-    split: Split | None = None
-    split_units: int = 0
+    split: Split | None = None  # None: every tensor-parallel rank holds the whole parameter
+    split_units: int = 0  # pieces along the split dim that stay whole: heads in attention, so that no head is cut
 
     @property
     def numel(self) -> int:
-        """Elements of one of them."""
+        """Elements of one parameter of the group."""
         return prod(self.size)
 
 
 @dataclass(frozen=True)
 class Counted:
-    """What was counted of a model that was built, in place of what follows from a family.
+    """Counts of a model that was built, in place of those that follow from a family."""
 
-    groups: its parameters. products: weights that multiply every token, the head's among them. attention_width: of queries
-    and values, the mean of both, summed over the layers.
-    """
-
-    groups: tuple[Group, ...]
-    products: float
-    attention_width: float
+    groups: tuple[ParameterGroup, ...]
+    products: float  # weights that multiply every token, the head's among them
+    attention_width: float  # mean width of queries and values, summed over the layers
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What decides a decoder-only model's parameters, activations and FLOPs.
+    """The sizes of a decoder-only model."""
 
-    ffn is the inner width of the MLP; gated: two matrices go up (gate and up). vocab is the number of rows of the
-    embedding as stored. learned_positions is the number of rows of the position table, 0 with rotary or ALiBi.
-    window: keys that a windowed layer sees; window_layers: how many layers are windowed. counted: of a model that was built
-    for it.
-    """
-
-    family: str
+    family: str  # a name of `families.FAMILIES`
     layers: int
     hidden: int
-    heads: int
+    heads: int  # query heads
     kv_heads: int
     head_dim: int
-    ffn: int
-    vocab: int
-    gated: bool = True
-    tied: bool = False
+    ffn: int  # inner width of the MLP
+    vocab: int  # rows of the embedding as stored
+    gated: bool = True  # two matrices go up: gate and up
+    tied: bool = False  # the output head is the embedding
     norm_bias: bool = False
     norms_per_block: int = 2
     qk_norm: bool = False
@@ -73,13 +60,13 @@ class Shape:
     out_bias: bool = False
     mlp_bias: bool = False
     head_bias: bool = False
-    learned_positions: int = 0
-    window: int | None = None
-    window_layers: int = 0
-    parallel_block: bool = False
-    max_positions: int = 0
+    learned_positions: int = 0  # rows of the position table; 0 with rotary or ALiBi
+    window: int | None = None  # keys that a layer with sliding window sees
+    window_layers: int = 0  # layers with sliding window
+    parallel_block: bool = False  # attention and MLP read the same input
+    max_positions: int = 0  # 0: not known
     name: str = ""
-    counted: Counted | None = None
+    counted: Counted | None = None  # of a model that was built in order to be counted
 
     @property
     def query_width(self) -> int:
@@ -93,7 +80,7 @@ class Shape:
 
     @property
     def attention_width(self) -> float:
-        """What a key costs a token in a layer, in multiply-adds for each of attention's two products."""
+        """Multiply-adds that a token spends on a key in a layer, for each of attention's two products."""
         return self.counted.attention_width / self.layers if self.counted else self.query_width
 
 
@@ -105,3 +92,44 @@ class Matmul:
     fan_in: int
     fan_out: int
     split: Split
+
+
+def generic_shape(
+    *,
+    layers: int,
+    hidden: int,
+    heads: int,
+    vocab: int,
+    ffn: int | None = None,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    gated: bool = False,
+    tied: bool = True,
+    biases: bool = True,
+    learned_positions: int = 0,
+    name: str = "",
+) -> Shape:
+    """A GPT of these sizes: pre-norm blocks of attention and MLP; ffn defaults to 4 x hidden, head_dim to hidden / heads."""
+    if head_dim is None and hidden % heads:
+        raise ConfigError(
+            f"hidden = {hidden} is not divisible by heads = {heads}.", "All heads are equally wide.", "Give head_dim."
+        )
+    return Shape(
+        family="gpt",
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads or heads,
+        head_dim=head_dim or hidden // heads,
+        ffn=ffn or 4 * hidden,
+        vocab=vocab,
+        gated=gated,
+        tied=tied,
+        norm_bias=biases,
+        qkv_bias=biases,
+        out_bias=biases,
+        mlp_bias=biases,
+        learned_positions=learned_positions,
+        max_positions=learned_positions,
+        name=name,
+    )

@@ -1,4 +1,4 @@
-"""What the blocks of a Transformers model ask of the core attention, and what they draw: seen in one forward on meta."""
+"""What the blocks of a Transformers model ask of the core attention, and their dropout: traced in one forward on meta."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ _UNDERSTOOD = {"position_ids", "use_cache", "cache", "past_key_values", "cache_p
 class AttentionCall:
     """One call of the core attention in a forward pass.
 
-    module: fully qualified name. window: keys that a query sees, None for all before it. others: arguments that an
-    attention of its own would have to know (softcap, sinks, biases, masks), by name. documents: they reached it.
+    module: fully qualified name.
+    window: keys that a query sees, None for all before it.
+    others: names of arguments that another core attention would have to know (softcap, sinks, biases, masks).
+    documents: whether the argument `documents` reached it.
     """
 
     module: str
@@ -39,7 +41,7 @@ class AttentionCall:
 
 
 @dataclass(frozen=True)
-class Seen:
+class ForwardTrace:
     """What one forward of a training step does. dropout: every probability above 0 outside of attention."""
 
     calls: tuple[AttentionCall, ...]
@@ -47,7 +49,7 @@ class Seen:
 
 
 class _Dropouts(TorchFunctionMode):
-    """Keeps the probability of each dropout in training, of modules and functions alike."""
+    """Collects the probability of each dropout in training, of modules and functions alike."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,10 +64,10 @@ class _Dropouts(TorchFunctionMode):
         return function(*args, **named)
 
 
-def look_into(model: nn.Module, documents: bool = False) -> Seen:
-    """What `model` (on meta, see `build_model`) does in one forward of a training step; it stays as it is.
+def trace_forward(model: nn.Module, documents: bool = False) -> ForwardTrace:
+    """What `model` (on meta, see `build_model`) does in one forward of a training step. The model is not changed.
 
-    documents: it is called with an argument of that name, as for packed rows.
+    documents: the model is called with an argument of that name, as for packed rows.
 
     Raises `ModelError` where the model's attention cannot be replaced, or where the model does not run on meta.
     """
@@ -74,7 +76,7 @@ def look_into(model: nn.Module, documents: bool = False) -> Seen:
     if replaceable is None or not replaceable():
         raise ModelError(
             f"The attention of {name} cannot be replaced.",
-            "Only Transformers models that call attention through AttentionInterface can be given another one.",
+            "Only Transformers models that call attention through AttentionInterface can have another core attention.",
         )
     names = {id(module): path for path, module in model.named_modules()}
     calls: list[AttentionCall] = []
@@ -93,25 +95,22 @@ def look_into(model: nn.Module, documents: bool = False) -> Seen:
         **others: Any,
     ) -> tuple[Tensor, None]:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        unknown = [
-            name
-            for name, given in others.items()
-            if given is not None and given is not False and name not in _UNDERSTOOD
-        ]
-        if attention_mask is not None:
-            unknown.append("attention_mask")
-        known = documents is _DOCUMENTS
-        calls.append(AttentionCall(names[id(module)], causal, dropout, sliding_window, tuple(unknown), known))
+        asked = {**others, "attention_mask": attention_mask}
+        unknown = tuple(
+            n for n, value in asked.items() if value is not None and value is not False and n not in _UNDERSTOOD
+        )
+        path, told = names[id(module)], documents is _DOCUMENTS
+        calls.append(AttentionCall(path, causal, dropout, sliding_window, unknown, told))
         return query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[-1])), None
 
     dropouts = _Dropouts()
     with _attention(model, probe), shapes_alone(model), torch.no_grad(), dropouts:
         _forward_on_meta(model, {"documents": _DOCUMENTS} if documents else {})
-    return Seen(tuple(calls), tuple(sorted(dropouts.probabilities - {0.0})))
+    return ForwardTrace(tuple(calls), tuple(sorted(dropouts.probabilities - {0.0})))
 
 
 def _forward_on_meta(model: nn.Module, more: dict[str, object]) -> None:
-    """One forward on stand-ins without values, in bf16: what is grouped by expert is refused in other dtypes on meta."""
+    """One forward on tensors without values, in bf16: torch refuses grouped products in other dtypes on meta."""
     tensors = {
         name: torch.empty_like(t, device="meta", dtype=torch.bfloat16 if t.is_floating_point() else t.dtype)
         for name, t in model.named_parameters()
@@ -129,8 +128,8 @@ def _forward_on_meta(model: nn.Module, more: dict[str, object]) -> None:
         torch.func.functional_call(model, tensors, kwargs=inputs)
     except Exception as error:  # whatever a model's code may raise on tensors without values
         raise ModelError(
-            f"{type(model).__name__} cannot be looked into: {type(error).__name__}: {error}",
-            "One forward on the meta device shows what its blocks ask of attention.",
+            f"{type(model).__name__} does not run on the meta device: {type(error).__name__}: {error}",
+            "One forward there shows what its blocks ask of attention.",
         ) from error
 
 

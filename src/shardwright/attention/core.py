@@ -1,7 +1,7 @@
 """Attention of a block of queries to a block of keys, with the log-sum-exp that lets blocks be merged.
 
 B rows, N query heads, K kv heads (N a multiple of K), Q queries, P keys, H head width. Tensors are [B, heads, tokens, H],
-log-sum-exps [B, N, Q]. Wide is float64 for float64 and float32 otherwise.
+log-sum-exps [B, N, Q]. The accumulation dtype is float64 for float64 and float32 otherwise.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.layout import attention
+from shardwright.backends.facts import backend_facts
+from shardwright.models.torch_dtypes import accumulation_dtype
 from shardwright.torch_private import (
     flash_attention_cpu,
     flash_attention_cpu_backward,
@@ -24,16 +25,11 @@ from shardwright.torch_private import (
 
 @dataclass(frozen=True)
 class Attended:
-    """Output [B, N, Q, H] and log-sum-exp of the scores [B, N, Q] of one block; `seeds` is what CUDA's backward asks for."""
+    """Output [B, N, Q, H] and log-sum-exp of the scores [B, N, Q] of one block; `seeds` is what CUDA's backward needs."""
 
     out: Tensor
     lse: Tensor
     seeds: tuple[Tensor, ...] = ()
-
-
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of sums over values of `dtype`."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def kernel(query: Tensor, key: Tensor, value: Tensor) -> str:
@@ -42,10 +38,13 @@ def kernel(query: Tensor, key: Tensor, value: Tensor) -> str:
         return "plain"
     if query.device.type == "cpu":
         return "cpu_flash" if query.dtype in (torch.float64, torch.float32, torch.bfloat16) else "plain"
-    narrow = query.dtype in (torch.bfloat16, torch.float16)
-    if query.device.type == "cuda" and narrow and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256:
-        return "cuda_flash"
-    return "plain"
+    return "cuda_flash" if fits_cuda_flash(query, value) else "plain"
+
+
+def fits_cuda_flash(query: Tensor, value: Tensor) -> bool:
+    """Whether torch's flash kernels for CUDA compute these."""
+    width, is_16bit = query.shape[-1], query.dtype in (torch.bfloat16, torch.float16)
+    return query.is_cuda and is_16bit and width == value.shape[-1] and width % 8 == 0 and width <= 256
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> Attended:
@@ -73,7 +72,7 @@ def attend_backward(
     how, (out, lse) = kernel(query, key, value), (whole.out, whole.lse)
     if how == "cpu_flash":
         given = [grad, query, key, value, out]
-        if backward_is_wide(query):
+        if backward_in_float32(query):
             given = [t.float() for t in given]
         found = flash_attention_cpu_backward(*given, lse, 0.0, causal, scale=scale)
         given.clear()
@@ -97,16 +96,17 @@ def attend_backward(
     return grads[0].to(query.dtype), grads[1].to(key.dtype), grads[2].to(value.dtype)
 
 
-def backward_is_wide(query: Tensor) -> bool:
+def backward_in_float32(query: Tensor) -> bool:
     """Whether `attend_backward` computes in float32 what came in bf16, since that is faster."""
     dtype = "bf16" if query.dtype == torch.bfloat16 else ""
-    return attention.backward_is_wide(query.device.type, dtype, query.shape[2], query.shape[3])
+    return backend_facts(query.device.type).backward_in_float32(dtype, query.shape[2], query.shape[3])
 
 
-def gains_from_wide(query: Tensor, key: Tensor, value: Tensor) -> bool:
+def own_backward_is_faster(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether `Attention` is faster for these than torch's own gradient. Compiled blocks are left to torch."""
-    wide = backward_is_wide(query) and kernel(query, key, value) == "cpu_flash"
-    return wide and not torch.compiler.is_compiling()
+    if torch.compiler.is_compiling():
+        return False
+    return backward_in_float32(query) and kernel(query, key, value) == "cpu_flash"
 
 
 class Attention(torch.autograd.Function):
@@ -134,7 +134,7 @@ class Merged:
     """
 
     def __init__(self, query: Tensor, value_width: int) -> None:
-        shape, wide = query.shape[:-1], wide_dtype(query.dtype)
+        shape, wide = query.shape[:-1], accumulation_dtype(query.dtype)
         self.out = torch.zeros((*shape, value_width), dtype=wide, device=query.device)
         self.lse = torch.zeros(shape, dtype=wide, device=query.device)
         self.seeds: tuple[Tensor, ...] = ()
@@ -153,7 +153,7 @@ class Merged:
 
 
 def _scores(query: Tensor, key: Tensor, scale: float, causal: bool) -> Tensor:
-    wide = wide_dtype(query.dtype)
+    wide = accumulation_dtype(query.dtype)
     scores = _per_head_transposed(query.to(wide), key.to(wide)) * scale
     if causal:
         size = (query.shape[2], key.shape[2])

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardwright.attention.core import Attention, gains_from_wide
+from shardwright.attention.core import Attention, fits_cuda_flash, own_backward_is_faster
 from shardwright.attention.packed_rows import PackedRows
 from shardwright.errors import ModelError
 from shardwright.torch_private import flash_attention_by_lengths
@@ -24,7 +24,7 @@ NAME = "shardwright_documents"
 
 
 def isolate_documents(model: nn.Module) -> None:
-    """Makes the core attention of `model` keep documents apart. They reach it as its keyword argument `documents`."""
+    """Makes the core attention of `model` keep documents apart, which reach it as the keyword argument `documents`."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, document_attention)
@@ -49,18 +49,20 @@ def document_attention(
     """Attention output [B, T, N, H] of queries [B, N, T, H]; zeros for padding.
 
     sliding_window: a query sees that many keys, its own among them. softcap: scores become softcap x tanh(score / softcap).
-    s_aux: [N], of each head a score that takes its share of the softmax and has no value (a sink).
+    s_aux: [N], a score of each head that takes its share of the softmax and has no value (an attention sink).
     documents: None where each row is one document.
     """
     if attention_mask is not None:
-        raise ModelError(f"{type(module).__name__} asks for a mask inside attention.", "It does not know of documents.")
+        raise ModelError(
+            f"{type(module).__name__} asks for a mask inside attention.", "The mask does not keep documents apart."
+        )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     options: dict[str, Any] = {"scale": scale, "dropout": dropout, "softcap": softcap, "sinks": s_aux}
     if documents is None or documents.whole:
         return _causal(query, key, value, window=sliding_window, **options), None
     shape = query.shape[0], query.shape[2]
     rows = [t.transpose(1, 2).flatten(0, 1) for t in (query, key, value)]
-    if softcap is None and s_aux is None and fits_flash(query, value):
+    if softcap is None and s_aux is None and fits_cuda_flash(query, value):
         order = documents.dense
         q, k, v = (order.take(t) for t in rows)
         out = flash_by_lengths(q, k, v, documents, scale, dropout, sliding_window)
@@ -98,7 +100,7 @@ def _causal(
     if written_out or (window is not None and window < length):
         mask = _band(length, window or length, query.device)
         key, value = (t.repeat_interleave(repeats, 1) if repeats > 1 else t for t in (key, value))
-    if mask is None and not dropout and gains_from_wide(query, key, value):
+    if mask is None and not dropout and own_backward_is_faster(query, key, value):
         return Attention.apply(query, key, value, scale, True).transpose(1, 2)
     if not written_out:
         out = F.scaled_dot_product_attention(
@@ -129,13 +131,6 @@ def _band(length: int, window: int, device: torch.device) -> Tensor:
     """[L, L] bool: query i sees the keys i - window + 1 to i."""
     distance = torch.arange(length, device=device).unsqueeze(1) - torch.arange(length, device=device)
     return (distance >= 0) & (distance < window)
-
-
-def fits_flash(query: Tensor, value: Tensor) -> bool:
-    """Whether torch's flash kernel, which takes documents by their lengths, computes these."""
-    width = query.shape[-1]
-    narrow = query.dtype in (torch.bfloat16, torch.float16)
-    return query.is_cuda and narrow and width == value.shape[-1] and width % 8 == 0 and width <= 256
 
 
 def flash_by_lengths(

@@ -19,7 +19,7 @@ class PackedRows:
     """Rows that hold documents one behind another, on a device.
 
     documents: [B, T] on the CPU, the number of each token's document within its row, -1 for padding. Tokens of one
-    document are neighbours. Everything else follows and is made when it is first asked for.
+    document are neighbours. All other properties follow from it and are computed at their first use.
     """
 
     documents: Tensor
@@ -57,16 +57,16 @@ class PackedRows:
 
     @cached_property
     def position_ids(self) -> Tensor:
-        """[B, T]: the place of each token in its document; 0 for padding."""
+        """[B, T]: the position of each token in its document; 0 for padding."""
         starts, lengths = self._spans
         positions = torch.zeros(self.documents.numel(), dtype=torch.int64)
-        places = _places(starts, lengths)
-        positions[places] = places - starts.repeat_interleave(lengths)
+        sources = _positions(starts, lengths)
+        positions[sources] = sources - starts.repeat_interleave(lengths)
         return positions.view(self.documents.shape).to(self.device, non_blocking=True)
 
     @cached_property
     def whole(self) -> bool:
-        """Whether there is nothing to keep apart: each row is one document from end to end, or all is padding."""
+        """Whether nothing has to be kept apart: each row is one document from end to end, or all is padding."""
         rows, width = self.documents.shape
         return self._spans[1].tolist() in ([width] * rows, [])
 
@@ -81,12 +81,12 @@ class PackedRows:
         """Documents of one length side by side, longest first: as in `groups`."""
         starts, lengths = self._spans
         by_length = lengths.argsort(descending=True, stable=True)
-        return self._order(_places(starts[by_length], lengths[by_length]))
+        return self._order(_positions(starts[by_length], lengths[by_length]))
 
     @cached_property
     def dense(self) -> Order:
         """Documents one behind another without padding, in order of rows."""
-        return self._order(_places(*self._spans))
+        return self._order(_positions(*self._spans))
 
     @cached_property
     def ends(self) -> Tensor:
@@ -99,48 +99,50 @@ class PackedRows:
         """Tokens of the longest document; 0 without documents."""
         return max(self._spans[1].tolist(), default=0)
 
-    def _order(self, places: Tensor) -> Order:
+    def _order(self, sources: Tensor) -> Order:
         size = self.documents.numel()
         back = torch.full((size,), -1, dtype=torch.int64)
-        back[places] = torch.arange(len(places))
+        back[sources] = torch.arange(len(sources))
         padding = (back < 0).nonzero().flatten()
 
         def move(tensor: Tensor) -> Tensor:
             return tensor.to(self.device, non_blocking=True)
 
-        straight = len(places) == size and bool((places == torch.arange(size)).all())
-        return Order(move(places), move(back.clamp(min=0)), move(padding) if len(padding) else None, straight)
+        straight = len(sources) == size and bool((sources == torch.arange(size)).all())
+        return Order(move(sources), move(back.clamp(min=0)), move(padding) if len(padding) else None, straight)
 
 
 @dataclass(frozen=True, eq=False)
 class Order:
     """Another order of the real tokens of flattened rows.
 
-    places [R]: where each comes from. back [B T]: where each token of the rows is, anywhere for padding. padding: the
-    tokens of the rows that are padding, None without. straight: nothing moves.
+    sources: [R], where each token stands in the flattened rows.
+    back: [B T], where each token of the rows stands in this order; any number for padding.
+    padding: the tokens of the rows that are padding, None without.
+    straight: nothing moves.
     """
 
-    places: Tensor
+    sources: Tensor
     back: Tensor
     padding: Tensor | None
     straight: bool
 
     def take(self, rows: Tensor) -> Tensor:
         """[R, ...]: the real tokens of `rows` [B T, ...] in this order."""
-        return rows if self.straight else _Taken.apply(rows, self)
+        return rows if self.straight else _Take.apply(rows, self)
 
     def put(self, tokens: Tensor) -> Tensor:
         """[B T, ...]: `tokens` [R, ...] back in their rows, and zeros for padding."""
         return tokens if self.straight else _Put.apply(tokens, self)
 
 
-class _Taken(torch.autograd.Function):
+class _Take(torch.autograd.Function):
     """A permutation whose gradient is one too: autograd's own adds token by token into zeros."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Order) -> Tensor:
         ctx.order = order
-        return rows.index_select(0, order.places)
+        return rows.index_select(0, order.sources)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -155,7 +157,7 @@ class _Put(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0].index_select(0, ctx.order.places), None
+        return grads[0].index_select(0, ctx.order.sources), None
 
 
 def _put(tokens: Tensor, order: Order) -> Tensor:
@@ -163,7 +165,7 @@ def _put(tokens: Tensor, order: Order) -> Tensor:
     return rows if order.padding is None else rows.index_fill_(0, order.padding, 0)
 
 
-def _places(starts: Tensor, lengths: Tensor) -> Tensor:
+def _positions(starts: Tensor, lengths: Tensor) -> Tensor:
     """[R]: the tokens start, start + 1, ... of each span, one span behind another."""
     before = lengths.cumsum(0) - lengths
     return torch.arange(int(lengths.sum())) + (starts - before).repeat_interleave(lengths)

@@ -28,7 +28,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwright.torch_private import collectives, group_of, unsafe_view
+from shardwright.backends.backend import Backend, choose_backend
+from shardwright.torch_private import collectives, unsafe_view
 
 
 @dataclass(frozen=True)
@@ -67,15 +68,8 @@ def _sum(x: Tensor, dim: int, size: int, rank: int, name: str) -> Tensor:
 def _sum_and_cut(x: Tensor, dim: int, size: int, rank: int, name: str) -> Tensor:
     pieces = x.unflatten(dim, (size, x.size(dim) // size)).movedim(dim, 0)
     flat = pieces.flatten(0, 1).contiguous()
-    if x.device.type == "cpu" and not torch.compiler.is_compiling():
-        # gloo reduces everything on all ranks to scatter it: twice the bytes of an exchange that is summed here. It is no
-        # functional collective, whose lists of sizes gloo takes another way with: that way has broken the heap (docs/LOG.md).
-        come = torch.empty_like(flat)
-        group = group_of(name)
-        dist.all_to_all_single(come, flat, group=group)
-        return come.view(pieces.shape).sum(0, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
-    own = collectives.wait_tensor(collectives.reduce_scatter_tensor(flat, "sum", size, name))
-    return own.view(pieces.shape[1:])
+    backend = Backend() if torch.compiler.is_compiling() else choose_backend(x.device.type)
+    return backend.reduce_scatter(flat, size, name)
 
 
 def _keep(x: Tensor, dim: int, size: int, rank: int, name: str) -> Tensor:

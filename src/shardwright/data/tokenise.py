@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from shardwright.arch.directory import TOKENIZER_FILES
+from shardwright.arch.model_files import TOKENIZER_FILES
 from shardwright.config.schema import Data
 from shardwright.data.encode import Encoded, Encoder
 from shardwright.data.files import DataFile

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from shardwright.arch.directory import (
+from shardwright.arch.model_files import (
     FOREIGN_WEIGHTS,
     MODEL_FILES,
     OTHER_FILES,

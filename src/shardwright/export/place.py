@@ -6,7 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
-from shardwright.arch.directory import (
+from shardwright.arch.model_files import (
     MODEL_FILES,
     OTHER_FILES,
     TOKENIZER_FILES,

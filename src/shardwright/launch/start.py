@@ -13,13 +13,12 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 
+from shardwright.backends.facts import backend_facts
 from shardwright.errors import ConfigError, ExitCode
 from shardwright.launch.output import without_waiting_for_readers
 from shardwright.launch.watch import Rank, Watch
 from shardwright.mesh.cluster_environment import (
     JOB,
-    MALLOC_MMAP,
-    MALLOC_TRIM,
     RESTARTS,
     STARTED_HERE,
     STORE_FD,
@@ -108,9 +107,7 @@ def rank_environment(
     resources = local_resources(inherited)
     share = str(threads or kept.get("OMP_NUM_THREADS") or share_of_cores(resources, [resources] * local_ranks))
     defaults |= {"OMP_NUM_THREADS": share, "MKL_NUM_THREADS": share}
-    if device == "cpu" and sys.platform == "linux" and MALLOC_MMAP not in kept:
-        # Large freed blocks stay with the process; see process_group._keep_freed_blocks.
-        defaults |= {MALLOC_MMAP: str(2**32), MALLOC_TRIM: str(2**34)}
+    defaults |= backend_facts(device).rank_environment(kept)
     forced = {"OMP_NUM_THREADS": share, "MKL_NUM_THREADS": share} if threads else {}
     return defaults | kept | forced
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from shardwright.backends.facts import backend_facts
 from shardwright.layout.axes import Axes
 from shardwright.layout.combinations import SPLIT_BACKWARD
 
@@ -14,26 +15,19 @@ CROSS_ENTROPY = "cross_entropy"
 IGNORE_INDEX = -100
 """The label of a position without a target: torch's and Transformers' own."""
 
-MIB = 2**20
-CHUNK_BYTES = {"cpu": 64 * MIB, "cpu bf16": 256 * MIB, "cuda": 512 * MIB, "cuda bf16": 512 * MIB}
-"""fp32 logits of one chunk, by device and compute dtype. A CPU's caches like small ones. Every chunk reads and writes the
-gradient of the head, which costs more than the products that make it where these are fast: below about 1,000 tokens on a
-GPU, below 512 on a CPU in bf16 (measured)."""
-
 WORTHWHILE = 4
-"""Chunks from which on `auto` makes the loss in chunks: below, whole logits are no peak of memory. On a CPU packed rows are
-always made so, in one chunk where they are small: positions without a target are left out of the head (conversations,
-half of them targets: 1.4 times the speed; text: no slower; benchmarks/unequal_text.py)."""
+"""Chunks from which on `auto` makes the loss in chunks: below, whole logits are no peak of memory."""
 
 
 def chunk_bytes(device: str, dtype: str) -> int:
     """fp32 logits of a chunk on a device of this kind; dtype: of compute."""
-    return CHUNK_BYTES[f"{device} bf16" if dtype == "bf16" else device]
+    facts = backend_facts(device)
+    return facts.chunk_bytes_bf16 if dtype == "bf16" else facts.chunk_bytes
 
 
 def worthwhile(logits: float, packed: bool, device: str, dtype: str) -> bool:
     """Whether `auto` makes a loss over so many logits in chunks. packed: several documents stand in a row."""
-    if packed and device == "cpu":
+    if packed and backend_facts(device).packed_in_chunks:
         return True
     return 4 * logits >= WORTHWHILE * chunk_bytes(device, dtype)
 

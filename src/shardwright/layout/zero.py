@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shardwright.backends.facts import GLOO_FACTS, backend_facts
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -54,12 +56,8 @@ class Stage:
         return float(self.gathers(microbatches) + self.reductions(microbatches))
 
 
-PREFETCH = {"cpu": 2, "cuda": 1}
-"""Units gathered ahead by default. gloo gathers the next unit only when it is asked to: with one, the link rests while a
-gathered unit is copied; two are 3 to 4% faster at 1 Gbit/s (docs/LOG.md). NCCL's stream has no such pause."""
-EXCHANGED = 2
-"""Units whose gradients gloo exchanges at a time (`backends/gloo/reductions.py`): what was sent and what comes
-are both in memory."""
+PREFETCH = {device: backend_facts(device).prefetch for device in ("cpu", "cuda")}
+EXCHANGED = GLOO_FACTS.exchanged_units
 
 STAGES = {
     "ddp": Stage("ddp", False, False, False, False, False, False),

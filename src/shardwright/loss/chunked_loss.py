@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shardwright.backends.facts import backend_facts
 from shardwright.backends.tp_collectives import Peers, all_sum, copy_in
 from shardwright.config.schema import RunFile
 from shardwright.errors import ModelError
@@ -35,9 +36,6 @@ from shardwright.mesh.device_mesh import to_local
 from shardwright.models.model_parts import find_parts
 from shardwright.torch_private import own_parameters
 
-PREPARED = 64
-"""Targets are filled up to a multiple on a CPU in bf16: its products are compiled for each new shape, which takes longer than
-they do (`benchmarks/unequal_text.py --bf16`)."""
 PRODUCT_ELEMENTS = 2**21
 """Of the head's gradient in the compute dtype, made at a time and added to the sum in float32."""
 
@@ -325,8 +323,8 @@ class ChunkedHead:
         if labels.shape != x.shape[:-1]:
             raise ValueError(f"hidden states of shape {tuple(x.shape)} for labels {tuple(labels.shape)}")
         divided = self._peers is not None
-        prepared = x.device.type == "cpu" and x.dtype == torch.bfloat16 and not divided
-        multiple = PREPARED if prepared else 1
+        even = x.dtype == torch.bfloat16 and not divided
+        multiple = backend_facts(x.device.type).targets_multiple if even else 1
         targets = Targets.of(labels, weights, self._chunks.tokens, x.device, divided, multiple)
         if self._peers is not None:
             check_ids(targets.labels, self._chunks.vocabulary)

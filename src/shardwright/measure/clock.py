@@ -16,14 +16,14 @@ _of_thread = threading.local()
 
 
 def busy() -> float:
-    """Seconds that the calling thread has run or was ready to run: what it did itself, without waiting for others.
+    """Seconds that the calling thread has run or was ready to run; time in which it waited for other ranks does not count.
 
-    A rank that computes slowly, or whose core is taken by something else, has more of them; one that waits in a
-    collective has not. NaN where the kernel does not tell (it is Linux's schedstat).
+    The number grows faster on a rank that computes slowly or shares its core, and stands still in a collective. NaN without
+    Linux's schedstat.
     """
     with suppress(OSError, ValueError):
         if not hasattr(_of_thread, "figures"):
-            _of_thread.figures = os.open("/proc/thread-self/schedstat", os.O_RDONLY)  # stays open: half the time
+            _of_thread.figures = os.open("/proc/thread-self/schedstat", os.O_RDONLY)  # kept open: halves the cost
         running, ready, _ = os.pread(_of_thread.figures, 100, 0).split()
         return (int(running) + int(ready)) * 1e-9
     return float("nan")

@@ -1,14 +1,14 @@
-"""Memory of tensors over an update, by phase and by what it is for, seen where torch dispatches: the same on CPU and GPU.
+"""Memory of tensors over an update, by phase and by category, seen where torch dispatches: the same on CPU and GPU.
 
-Every storage that an operator makes is counted until it is freed; one that `fully_shard` empties and fills counts as large as
-it is. Not seen: workspace inside of a kernel, what C++ allocates without an operator, and what other threads make.
+A storage counts from the operator that makes it until it is freed. A storage that `fully_shard` empties and refills counts with
+its current size. Not seen: the workspace of a kernel, what C++ allocates without an operator, tensors of other threads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -19,59 +19,52 @@ from torch.distributed.tensor import DTensor
 
 from shardwright.torch_private import TorchDispatchMode, current_backward, storage_id, tree_leaves
 
-PHASES = ("forward", "backward", "update", "evaluate", "save")
-
 
 @dataclass
 class _Block:
-    """One storage: its bytes now, and what made it. task: number of the backward pass that made it, -1 outside of one."""
+    """One storage."""
 
     size: int
+    """Bytes now."""
     operator: str
     phase: str
     width: int
+    """Last dimension of the tensor that the operator made."""
     task: int
+    """Autograd's number of the backward pass that made it, -1 outside of one."""
     category: str = ""
     emptied: bool = False
 
 
 @dataclass(frozen=True)
-class Peak:
-    """The fullest moment: its bytes, the operator that made the last block, the phase, and what was alive, by category."""
+class MemoryPeak:
+    """The moment with the most bytes alive."""
 
     bytes: int
     operator: str
+    """The operator that made the last block."""
     phase: str
     composition: dict[str, int]
-
-
-@dataclass
-class MemoryTimeline:
-    """What a `LiveMemory` has seen since it was last cleared.
-
-    samples: (number of the operator, phase, bytes alive) whenever a new high of the phase is reached.
-    """
-
-    by_phase: dict[str, int] = field(default_factory=dict)
-    samples: list[tuple[int, str, int]] = field(default_factory=list)
+    """Bytes by the planner's categories."""
 
 
 class LiveMemory(TorchDispatchMode):
     """A context in which storages are counted; it can be entered again and again.
 
-    vocabulary: width of logits, which are told apart by it. device: kind of device that is counted.
+    vocabulary: width of logits, by which they are recognised. device: kind of device that is counted.
     """
 
     def __init__(self, vocabulary: int = 0, device: str = "cpu") -> None:
         super().__init__()
         self.vocabulary, self.device = vocabulary, device
         self.live, self.phase = 0, ""
-        self.timeline = MemoryTimeline()
         self._blocks: dict[int, _Block] = {}
         self._refs: dict[int, Any] = {}
         self._number = self._most = 0
         self._at: tuple[str, str, int, dict[int, int]] = ("", "", -1, {})
         self._ever: dict[int, _Block] = {}
+        self.peak_by_phase: dict[str, int] = {}
+        self.samples: list[tuple[int, str, int]] = []  # (number of the operator, phase, bytes) at each new peak
 
     # What happens to storages
 
@@ -92,9 +85,9 @@ class LiveMemory(TorchDispatchMode):
             return
         width = tensor.shape[-1] if tensor.dim() else 0
         task = current_backward()
-        self._take(storage, _Block(storage.nbytes(), str(func), self._now(), width, task))
+        self._add(storage, _Block(storage.nbytes(), str(func), self._now(), width, task))
 
-    def _take(self, storage: Any, block: _Block) -> None:
+    def _add(self, storage: Any, block: _Block) -> None:
         key = storage_id(storage)
         self._refs[key] = ref(storage, partial(self._freed, key, block))
         self._blocks[key] = block
@@ -117,17 +110,17 @@ class LiveMemory(TorchDispatchMode):
         if change <= 0:
             return
         phase = self._now()
-        self._note(phase)
+        self._note_phase(phase)
         if self.live > self._most:
             self._most = self.live
             alive = {id(b): b.size for b in self._blocks.values()}
-            self._ever.update((id(b), b) for b in self._blocks.values())  # kept, so that an id stays its own
+            self._ever.update((id(b), b) for b in self._blocks.values())  # kept alive, so that no id is used twice
             self._at = (block.operator, phase, current_backward(), alive)
 
-    def _note(self, phase: str) -> None:
-        if self.live > self.timeline.by_phase.get(phase, 0):
-            self.timeline.by_phase[phase] = self.live
-            self.timeline.samples.append((self._number, phase, self.live))
+    def _note_phase(self, phase: str) -> None:
+        if self.live > self.peak_by_phase.get(phase, 0):
+            self.peak_by_phase[phase] = self.live
+            self.samples.append((self._number, phase, self.live))
 
     def _now(self) -> str:
         if self.phase == "forward" and current_backward() != -1:
@@ -135,7 +128,7 @@ class LiveMemory(TorchDispatchMode):
         return self.phase
 
     def __enter__(self) -> LiveMemory:
-        self._watch = _watched(self._resized)
+        self._watch = _resizes_reported(self._resized)
         self._watch.__enter__()
         super().__enter__()
         return self
@@ -147,40 +140,38 @@ class LiveMemory(TorchDispatchMode):
     # What is asked
 
     def clear(self) -> None:
-        """Forgets highs and samples; what is alive stays counted."""
-        self.timeline, self._most, self._ever = MemoryTimeline(), 0, {}
+        """Forgets peaks and samples; living storages stay counted."""
+        self.peak_by_phase, self.samples, self._most = {}, [], 0
         self._at = ("", "", -1, {})
+        self._ever = {}
 
     def enter(self, phase: str) -> None:
-        """From now on it is `phase`; the backward passes within `forward` are told apart by themselves."""
+        """Starts `phase`; backward passes within `forward` are recognised without a call."""
         self.phase = phase
-        self._note(phase)
+        self._note_phase(phase)
 
     def hold(self, category: str, tensors: Iterable[Tensor]) -> None:
         """Counts tensors that were made before this context was entered."""
-        for tensor in tensors:
-            plain = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            storage = plain.untyped_storage()
-            if plain.device.type == self.device and storage_id(storage) not in self._blocks:
-                self._take(storage, _Block(storage.nbytes(), "", self.phase, 0, -1, category))
+        for storage in _storages(tensors, self.device):
+            if storage_id(storage) not in self._blocks:
+                self._add(storage, _Block(storage.nbytes(), "", self.phase, 0, -1, category))
 
     def label(self, category: str, tensors: Iterable[Tensor]) -> None:
-        """Says what the storages of `tensors` are for; the first word on a storage stays."""
-        for tensor in tensors:
-            plain = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            block = self._blocks.get(storage_id(plain))
+        """Sets the category of the storages of `tensors`; the first category of a storage stays."""
+        for storage in _storages(tensors, self.device):
+            block = self._blocks.get(storage_id(storage))
             if block is not None and not block.category:
                 block.category = category
 
-    def peak(self) -> Peak:
-        """The fullest moment since `clear`, by the planner's categories."""
+    def peak(self) -> MemoryPeak:
+        """The peak since `clear`."""
         operator, phase, task, alive = self._at
         sums: dict[str, int] = {}
         for key, size in alive.items():
             name = self._category(self._ever[key], task)
             sums[name] = sums.get(name, 0) + size
         parts = sorted(sums.items(), key=lambda part: -part[1])
-        return Peak(self._most, operator, phase, {name: size for name, size in parts if size})
+        return MemoryPeak(self._most, operator, phase, {name: size for name, size in parts if size})
 
     def _category(self, block: _Block, task: int) -> str:
         if block.category:
@@ -196,9 +187,19 @@ class LiveMemory(TorchDispatchMode):
         return "activations" if block.phase == "forward" else "recomputation and workspace"
 
 
+def _storages(tensors: Iterable[Tensor], device: str) -> Iterator[Any]:
+    for tensor in tensors:
+        plain = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if plain.device.type == device:
+            yield plain.untyped_storage()
+
+
 @contextmanager
-def _watched(changed: Callable[[Any], None]) -> Iterator[None]:
-    """Calls `changed(storage)` after each resize of a storage: no operator tells of it."""
+def _resizes_reported(changed: Callable[[Any], None]) -> Iterator[None]:
+    """Calls `changed(storage)` after each resize of a storage.
+
+    torch (2.11 to 2.14) has no operator for `fully_shard`'s `resize_` of a storage, so no dispatch mode sees the call.
+    """
     before = torch.UntypedStorage.resize_
 
     def resize(storage: Any, size: int) -> Any:

@@ -1,12 +1,22 @@
-"""Memory of this process, on the accelerator and on the host: its peaks, and what is allocated now."""
+"""Memory of this process, on the accelerator and on the host: its peaks, what is allocated now, and what ran out."""
 
 from __future__ import annotations
 
 import ctypes
 import resource
 import sys
+import traceback
+from collections.abc import Iterable, Mapping
 
 import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shardwright.torch_private import storage_id
+
+REST = "activations and all else"
+_MESSAGES = ("can't allocate memory", "not enough memory", "out of memory")
+"""Parts of the RuntimeErrors of torch's CPU allocators (2.11 to 2.14), which have no class of their own."""
 
 _RSS_UNIT = 1 if sys.platform == "darwin" else 1024
 
@@ -36,9 +46,9 @@ class _MallocFigures(ctypes.Structure):
 
 
 def allocated_bytes(device: torch.device) -> int | None:
-    """Bytes that the allocator has given out and not got back: torch's on an accelerator, the C library's on the CPU.
+    """Bytes that are allocated now: by torch on an accelerator, by the whole process on the CPU.
 
-    The C library's hold what Python and libraries have allocated too. None where it does not tell (it is glibc's mallinfo2).
+    None on a CPU without glibc's `mallinfo2`.
     """
     if device.type != "cpu":
         return int(torch.accelerator.memory_stats(device)["allocated_bytes.all.current"])
@@ -49,3 +59,34 @@ def allocated_bytes(device: torch.device) -> int | None:
     ask.restype = _MallocFigures
     figures = ask()
     return int(figures.uordblks + figures.hblkhd)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether `error` is an allocation that failed: of torch's allocators, or of Python's."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _MESSAGES)
+
+
+def in_backward(error: BaseException) -> bool:
+    """Whether `error` came out of a backward pass."""
+    names = ("backward", "_engine_run_backward")
+    return any(frame.name in names for frame in traceback.extract_tb(error.__traceback__))
+
+
+def bytes_by_group(groups: Mapping[str, Iterable[Tensor]], total: int | None) -> dict[str, int]:
+    """Bytes of the storages of `groups`, largest first; a storage counts once, in the first group that holds it.
+
+    total: all allocated bytes. Those of no group are `REST`: tensors that autograd has saved cannot be listed.
+    """
+    seen: set[int] = set()
+    found: dict[str, int] = {}
+    for name, tensors in groups.items():
+        for tensor in tensors:
+            plain = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            if (storage := storage_id(plain)) not in seen:
+                seen.add(storage)
+                found[name] = found.get(name, 0) + plain.untyped_storage().nbytes()
+    if total is not None:
+        found[REST] = max(0, total - sum(found.values()))
+    return {name: size for name, size in sorted(found.items(), key=lambda part: -part[1]) if size}

@@ -1,4 +1,4 @@
-"""How long communication of each axis took in a window of updates, and how much of it no compute covered.
+"""How long communication of each axis took in some profiled updates, and how much of it no compute covered.
 
 Read from the trace that torch's profiler writes (Chrome's format), for NCCL and gloo alike:
 
@@ -20,15 +20,17 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from shardwright.measure.communication import KINDS, MARK, CommunicationRecorder
-from shardwright.measure.spans import Span, difference, length, union
+from shardwright.measure.communication import MARK, CommunicationRecorder, collective_kind
 from shardwright.torch_private import COLLECTIVE_NAMESPACES
+
+Span = tuple[float, float]
+"""(start, end), in any one unit of time."""
 
 MATRIX_PRODUCTS = ("mm", "bmm", "matmul", "linear", "attention", "gemm", "conv", "cutlass", "einsum")
 """What the names of operators and kernels hold that are bound by arithmetic, when large."""
@@ -54,7 +56,7 @@ class Event(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Communicated:
+class CollectiveTime:
     """Seconds that collectives of one axis and kind ran, and of these the seconds that no compute covered."""
 
     axis: str
@@ -64,50 +66,50 @@ class Communicated:
 
 
 @dataclass(frozen=True)
-class Window:
-    """One rank's window of a trace, in seconds.
-
-    seconds: its length. compute: some operator or kernel ran. products: of that, matrix products and attention.
-    exposed: some communication ran and no compute. idle: neither: on a CPU the interpreter, on a GPU the host is late.
-    by_axis: longest exposed first; spans of two axes at once count for both. exposed_axes: exposed seconds of each axis,
-    moments in which several of its collectives run counted once.
-    """
+class TraceTimes:
+    """What one rank did in a trace, in seconds."""
 
     seconds: float
+    """Length of the trace."""
     compute_seconds: float
+    """Some operator or kernel ran."""
     products_seconds: float
+    """Of the compute: matrix products and attention."""
     exposed_seconds: float
+    """Some communication ran and no compute."""
     idle_seconds: float
-    by_axis: tuple[Communicated, ...] = field(default=())
+    """Neither ran: on a CPU the interpreter worked, on a GPU the host was late."""
+    by_axis: tuple[CollectiveTime, ...] = field(default=())
+    """Longest exposed first; a span in which two axes communicate counts for both."""
     exposed_axes: Mapping[str, float] = field(default_factory=dict)
+    """Exposed seconds of each axis; a span in which several of its collectives run counts once."""
 
-    def per(self, updates: int) -> Window:
-        """The same, of one of `updates` updates."""
-        parts = (
-            replace(one, seconds=one.seconds / updates, exposed_seconds=one.exposed_seconds / updates)
-            for one in self.by_axis
-        )
-        return Window(
+    def per(self, updates: int) -> TraceTimes:
+        """The same for one of `updates` updates."""
+        return TraceTimes(
             self.seconds / updates,
             self.compute_seconds / updates,
             self.products_seconds / updates,
             self.exposed_seconds / updates,
             self.idle_seconds / updates,
-            tuple(parts),
+            tuple(
+                CollectiveTime(one.axis, one.collective, one.seconds / updates, one.exposed_seconds / updates)
+                for one in self.by_axis
+            ),
             {axis: seconds / updates for axis, seconds in self.exposed_axes.items()},
         )
 
 
 @contextmanager
-def profiled(device: torch.device, groups: Mapping[str, str], keep: Path | None = None) -> Iterator[list[Window]]:
-    """Runs its block under torch's profiler; the list that it gives holds the window afterwards.
+def profiled(device: torch.device, groups: Mapping[str, str], keep: Path | None = None) -> Iterator[list[TraceTimes]]:
+    """Runs its block under torch's profiler; the list that it yields holds the times afterwards.
 
-    groups: name of a process group -> axis (`parallel.mesh.axis_of_groups`). keep: where the trace stays, for Perfetto.
+    groups: name of a process group -> axis (`mesh.device_mesh.axis_of_groups`). keep: where the trace stays, for Perfetto.
     """
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    found: list[Window] = []
+    found: list[TraceTimes] = []
     with torch.profiler.profile(activities=activities) as profiler:
         with CommunicationRecorder(groups, annotate=True):
             yield found
@@ -116,16 +118,11 @@ def profiled(device: torch.device, groups: Mapping[str, str], keep: Path | None 
     with tempfile.TemporaryDirectory() as scratch:
         path = keep or Path(scratch) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        found.append(read_trace(path, groups))
+        found.append(trace_times(json.loads(path.read_text(encoding="utf-8")), groups))
 
 
-def read_trace(path: Path, axes: Mapping[str, str] | None = None) -> Window:
-    """`window_of` the trace in the file at `path`."""
-    return window_of(json.loads(path.read_text(encoding="utf-8")), axes)
-
-
-def window_of(trace: Mapping[str, Any], axes: Mapping[str, str] | None = None) -> Window:
-    """What a trace of one rank holds. axes: name of a process group -> axis (`parallel.mesh.axis_of_groups`), for NCCL."""
+def trace_times(trace: Mapping[str, Any], axes: Mapping[str, str] | None = None) -> TraceTimes:
+    """The times of a trace of one rank. axes: name of a process group -> axis (`mesh.device_mesh.axis_of_groups`), for NCCL."""
     events = [
         Event(
             e.get("cat", ""),
@@ -141,10 +138,10 @@ def window_of(trace: Mapping[str, Any], axes: Mapping[str, str] | None = None) -
     kernels = [event for event in events if event.category == "kernel"]
     calls = list(_kernel_calls(kernels, axes or {}) if kernels else _host_calls(events))
     compute = _device_compute(kernels) if kernels else _host_compute(events, [span for _, _, span in calls])
-    return _window(events, calls, compute)
+    return _times(events, calls, compute)
 
 
-def _window(events: list[Event], calls: list[tuple[str, str, Span]], compute: list[tuple[str, Span]]) -> Window:
+def _times(events: list[Event], calls: list[tuple[str, str, Span]], compute: list[tuple[str, Span]]) -> TraceTimes:
     computed = union(span for _, span in compute)
     products = [span for name, span in compute if _is_product(name)]
     grouped: dict[tuple[str, str], list[Span]] = defaultdict(list)
@@ -155,10 +152,10 @@ def _window(events: list[Event], calls: list[tuple[str, str, Span]], compute: li
     every = [span for _, _, span in calls]
     whole = (min(e.start for e in events), max(e.end for e in events)) if events else (0.0, 0.0)
     by_axis = [
-        Communicated(axis, kind, length(spans) * 1e-6, length(difference(spans, computed)) * 1e-6)
+        CollectiveTime(axis, kind, length(spans) * 1e-6, length(difference(spans, computed)) * 1e-6)
         for (axis, kind), spans in grouped.items()
     ]
-    return Window(
+    return TraceTimes(
         length([whole]) * 1e-6,
         length(computed) * 1e-6,
         length(products) * 1e-6,
@@ -180,20 +177,12 @@ def _kernel_calls(kernels: Iterable[Event], axes: Mapping[str, str]) -> Iterator
     for kernel in kernels:
         if "nccl" in kernel.name.lower():
             group = str(kernel.arguments.get("Process Group Name", ""))
-            text = str(kernel.arguments.get("Collective name", kernel.name)).lower()
-            yield axes.get(group, group or "unknown"), _kind_of(text), kernel.span
+            name = str(kernel.arguments.get("Collective name", kernel.name))
+            yield axes.get(group, group or "unknown"), collective_kind(name), kernel.span
 
 
 def _device_compute(kernels: Iterable[Event]) -> list[tuple[str, Span]]:
     return [(kernel.name, kernel.span) for kernel in kernels if "nccl" not in kernel.name.lower()]
-
-
-def _kind_of(text: str) -> str:
-    """The collective in a name as different places spell it: `_allgather_base`, `ncclDevKernel_AllGather`."""
-    if "recv" in text:
-        return "receive"
-    plain = text.replace("_", "")
-    return next((kind for word, kind in KINDS.items() if word.replace("_", "") in plain), text)
 
 
 # Operators of the host
@@ -218,10 +207,10 @@ def _host_calls(events: Iterable[Event]) -> Iterator[tuple[str, str, Span]]:
             if mark is not None:
                 yield mark[0], mark[1], event.span
             elif "wait" not in event.name:
-                yield "unknown", _kind_of(event.name), event.span
+                yield "unknown", collective_kind(event.name), event.span
     waiting = list(marks)
     for event in gloo:
-        kinds = _DONE_AS.get(_kind_of(event.name), (_kind_of(event.name),))
+        kinds = _DONE_AS.get(collective_kind(event.name), (collective_kind(event.name),))
         mark = next((m for m in waiting if m[1] in kinds and m[2].start <= event.start), None)
         if mark is not None:
             waiting.remove(mark)
@@ -260,3 +249,37 @@ def _outermost(events: Iterable[Event]) -> Iterator[Event]:
         if event.end > end:
             yield event
             end = event.end
+
+
+def union(spans: Iterable[Span]) -> list[Span]:
+    """The same moments as spans that do not touch, in order."""
+    joined: list[Span] = []
+    for start, end in sorted(span for span in spans if span[1] > span[0]):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def difference(spans: Iterable[Span], covered: Iterable[Span]) -> list[Span]:
+    """What of `spans` no span of `covered` covers, as a union."""
+    left: list[Span] = []
+    covers, at = union(covered), 0
+    for start, end in union(spans):
+        while at < len(covers) and covers[at][1] <= start:
+            at += 1
+        here = at
+        while here < len(covers) and covers[here][0] < end:
+            if covers[here][0] > start:
+                left.append((start, covers[here][0]))
+            start = max(start, covers[here][1])
+            here += 1
+        if start < end:
+            left.append((start, end))
+    return left
+
+
+def length(spans: Iterable[Span]) -> float:
+    """How long the spans are together, moments in several of them counted once."""
+    return sum(end - start for start, end in union(spans))

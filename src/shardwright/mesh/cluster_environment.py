@@ -24,8 +24,6 @@ RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 """Set by torchrun and by our launcher: how often this job's ranks were started anew."""
 JOB = "SHARDWRIGHT_JOB"
 """Set by the launcher in its ranks: the name of the job, the same at each start of them."""
-MALLOC_MMAP = "MALLOC_MMAP_THRESHOLD_"
-MALLOC_TRIM = "MALLOC_TRIM_THRESHOLD_"
 
 _SRUN_MARKS = (
     "SLURM_STEP_NUM_TASKS",

@@ -5,9 +5,7 @@ However a rank was started (see `mesh/cluster_environment.py`), it ends in the s
 
 from __future__ import annotations
 
-import ctypes
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -17,8 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwright.backends.facts import backend_facts
 from shardwright.errors import ConfigError, ShardwrightError
-from shardwright.mesh.cluster_environment import MALLOC_MMAP, RankInfo, read_rank_info
+from shardwright.mesh.cluster_environment import RankInfo, read_rank_info
 from shardwright.mesh.host_resources import (
     HostResources,
     assign_devices,
@@ -147,7 +146,7 @@ def connect(
     all_resources = rendezvous.exchange(mine)
     kind, notice = choose_device(device, all_resources)
     torch.set_num_threads(threads_per_rank(threads, rank_info, os.environ, mine, all_resources))
-    kept = kind == "cpu" and _keep_freed_blocks()
+    kept = backend_facts(kind).keep_freed_blocks(os.environ)
     place = torch.device(kind)
     options: dict[str, Any] = {"backend": BACKENDS[kind], "timeout": timedelta(seconds=timeout_seconds)}
     if kind == "cuda":
@@ -211,19 +210,3 @@ def self_test(device: torch.device) -> None:
                 f"Gradients would be wrong without a word (torch {torch.__version__}, {dist.get_backend()}).",
                 "Use another torch version or backend.",
             )
-
-
-def _keep_freed_blocks() -> bool:
-    """Tells glibc to keep large freed blocks, unless the environment has set its thresholds; returns whether it does.
-
-    Blocks over 32 MB are otherwise mapped, and their pages fault, at every allocation: 4 to 5% of a training step.
-    The launcher sets the variables; this is for the other ways to start.
-    """
-    if MALLOC_MMAP in os.environ:
-        value = os.environ[MALLOC_MMAP]
-        return value.isdecimal() and int(value) >= 2**31 - 1
-    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-    if libc is None or not hasattr(libc, "mallopt"):
-        return False
-    m_trim_threshold, m_mmap_threshold = -1, -3
-    return bool(libc.mallopt(m_mmap_threshold, 2**31 - 1) and libc.mallopt(m_trim_threshold, -1))

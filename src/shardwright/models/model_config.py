@@ -13,8 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from shardwright.arch.config_json import read_config as read_json
 from shardwright.arch.families import refuse_quantized
-from shardwright.arch.inventory import read_config as read_json
 from shardwright.config.schema import Model
 from shardwright.errors import ConfigError, ModelError, did_you_mean
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shardwright.arch.directory import FOREIGN_WEIGHTS, matching
+from shardwright.arch.model_files import FOREIGN_WEIGHTS, matching
 from shardwright.errors import ModelError
 from shardwright.models.initialization import Recipe, Whole, modules_above
 from shardwright.models.safetensors_io import Entry, read_header, read_slice

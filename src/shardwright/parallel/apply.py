@@ -10,14 +10,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.attention.document_attention import isolate_documents
-from shardwright.attention.document_rules import check_packed_model, check_padded_model
-from shardwright.backends.cpu_attention import speed_up_narrow_attention
+from shardwright.attention.rules import check_packed_model, check_padded_model
+from shardwright.backends.backend import choose_backend
+from shardwright.backends.facts import backend_facts
 from shardwright.config.schema import Parallelism, RunFile
 from shardwright.errors import ModelError
 from shardwright.layout.loss import CROSS_ENTROPY
 from shardwright.layout.pipeline_schedules import chunks_of, rank_stages, stage_rank
 from shardwright.layout.size_rules import is_balanced, schedule_of, stage_count
-from shardwright.layout.zero import PREFETCH, STAGES
+from shardwright.layout.zero import STAGES
 from shardwright.loss.chunked_loss import ChunkedHead, LossChunks, find_loss_chunks
 from shardwright.mesh.device_mesh import replica_group, shard_mesh
 from shardwright.models.build import check_own_attention
@@ -28,7 +29,7 @@ from shardwright.models.torch_dtypes import TORCH_DTYPES
 from shardwright.parallel.activation_checkpointing import compile_block, recompute_block
 from shardwright.parallel.context.attention import ContextPlace, split_attention
 from shardwright.parallel.context.rules import check_context_model
-from shardwright.parallel.ddp import BUCKET_BYTES, Replicated
+from shardwright.parallel.ddp import Replicated
 from shardwright.parallel.fsdp import Sharded, ShardOptions, Unit
 from shardwright.parallel.mixed_precision import compute_in
 from shardwright.parallel.pipeline.schedule_runner import Pipelined, Ties
@@ -78,8 +79,8 @@ def parallelize(
         isolate_documents(model)
     else:
         check_own_attention(model, run.model)
-        if device.type == "cpu" and run.precision.param_dtype == "bf16" and is_transformers(model):
-            speed_up_narrow_attention(model)
+        if run.precision.param_dtype == "bf16" and is_transformers(model):
+            choose_backend(device.type).replace_attention(model)
     decide_by_document(model)
     for name in parts.blocks:
         if run.memory.activation_checkpointing != "none":
@@ -112,7 +113,7 @@ def _replicated(
     filled = nn.ModuleList([model, *stages]) if stages else model
     materialise(filled, run.model, seed=run.training.seed, device=device)
     compute_in(model, TORCH_DTYPES[run.precision.param_dtype])
-    group, bucket_bytes = replica_group(mesh), run.parallelism.bucket_bytes or BUCKET_BYTES[device.type]
+    group, bucket_bytes = replica_group(mesh), run.parallelism.bucket_bytes or backend_facts(device.type).bucket_bytes
     return Replicated(model, group, bucket_bytes, reduce_dtype, overlap=not stages)
 
 
@@ -203,7 +204,7 @@ def shard_options(run: RunFile, device: str) -> ShardOptions:
         reshard_after_forward=stage.reshard_after_forward
         if p.reshard_after_forward is None
         else p.reshard_after_forward,
-        prefetch=PREFETCH[device] if p.prefetch is None else p.prefetch,
+        prefetch=backend_facts(device).prefetch if p.prefetch is None else p.prefetch,
         param_dtype=TORCH_DTYPES[run.precision.param_dtype],
         reduce_dtype=TORCH_DTYPES[run.precision.reduce_dtype],
         cpu_offload=run.memory.cpu_offload == "params",

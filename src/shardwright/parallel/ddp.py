@@ -22,9 +22,6 @@ from shardwright.errors import ShardwrightError
 from shardwright.layout.zero import STAGES
 from shardwright.mesh.device_mesh import to_local
 
-BUCKET_BYTES = {"cpu": 4 * 2**20, "cuda": 25 * 2**20}
-"""Bytes of a stretch by device. The first is sent when it is full and the last is waited for: on a slow link both count."""
-
 
 @dataclass
 class _Flat:

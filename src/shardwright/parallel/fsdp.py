@@ -23,7 +23,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from shardwright.backends.gloo.reductions import Wire, runs_on_gloo
+from shardwright.backends.backend import choose_backend
 from shardwright.layout.zero import Stage
 
 
@@ -66,7 +66,7 @@ class Sharded:
         `mesh` has the dimension of shards, before it that of replicas where there are any.
         """
         self.module, self.stage, self._options = model, options.stage, options
-        self._hybrid, self._mesh = mesh.ndim == 2, mesh
+        self._mesh = mesh
         # fully_shard refuses 0-dim parameters: they stay whole on every rank and are summed after backward.
         whole = {p for p in model.parameters() if p.dim() == 0}
         policy = MixedPrecisionPolicy(
@@ -88,10 +88,7 @@ class Sharded:
         fully_shard(model, reshard_after_forward=False, **settings)
         self._modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
         self._set_flags([unit.modules[0] for unit in units])
-        self._wire: Wire | None = None
-        if runs_on_gloo(mesh):
-            self._wire = Wire(mesh.get_group(0) if self._hybrid else None)
-            self._wire.install(self._modules)
+        self._reductions = choose_backend(mesh.device_type).reductions(self._modules, mesh)
 
     def _set_flags(self, order: Sequence[nn.Module]) -> None:
         for module in self._modules:
@@ -120,13 +117,10 @@ class Sharded:
     def microbatch(self, last: bool) -> Iterator[None]:
         """Around forward and backward of one microbatch: the stage says whether it gathers, reduces and reshards."""
         stage = self.stage
-        if self._wire is not None:
-            self._wire.last = last
         for module in self._modules:
             module.set_requires_gradient_sync(last or stage.reduces_each_microbatch, recurse=False)
             module.set_reshard_after_backward(last or stage.gathers_each_microbatch, recurse=False)
-            if self._hybrid and self._wire is None:
-                module.set_requires_all_reduce(last, recurse=False)
+        self._reductions.begin(last)  # behind set_requires_gradient_sync, which sets set_requires_all_reduce too
         yield
 
     def finish_gradients(self) -> None:
@@ -135,8 +129,7 @@ class Sharded:
         Then calls `finishers`. The parameters are looked up here and in the model's order: weights are filled after
         sharding, which makes new parameters, and a set would have another order on each rank.
         """
-        if self._wire is not None:
-            self._wire.finish()
+        self._reductions.finish()
         whole = [p for p in self.module.parameters() if p.dim() == 0 and p.requires_grad]
         if whole:
             self._sum_whole(whole)

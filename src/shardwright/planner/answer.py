@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardwright.arch.flops import model_flops, recompute_flops, utilisation
-from shardwright.arch.inventory import counts
+from shardwright.arch.parameters import counts
 from shardwright.planner.advice import (
     PATHS,
     first_to_test,
@@ -18,7 +18,7 @@ from shardwright.planner.advice import (
     will_not_fix,
 )
 from shardwright.planner.memory_timeline import short_peak
-from shardwright.planner.reliability import Interruptions, interruptions
+from shardwright.planner.reliability import CHECKPOINT_BYTES, Interruptions, interruptions
 from shardwright.planner.search import Choice, Found, Search
 from shardwright.planner.space import KINDS
 from shardwright.planner.traffic import sent_by_axis, traffic
@@ -26,9 +26,6 @@ from shardwright.units import GIB
 
 if TYPE_CHECKING:
     from shardwright.planner.job import Job, Layout
-
-CHECKPOINT_BYTES = 12
-"""Per parameter: fp32 weights and two fp32 moments."""
 
 
 def layout_name(layout: Layout) -> str:
@@ -239,7 +236,7 @@ def answer(search: Search, shown: int = 5) -> Answer:
     own = describe(search, first) if first is not None else None
     limits: tuple[str, ...] = ()
     if first is not None and own is not None:
-        limits = will_not_fix(search, first, own.composition, own.allocated_bytes).sentences
+        limits = tuple(will_not_fix(search, first, own.composition, own.allocated_bytes))
     would_fit = () if ranked else tuple(what_would_fit(search))
     nodes = max(1, search.devices // search.device.node.devices)
     total = counts(search.job.shape).total

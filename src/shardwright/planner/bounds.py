@@ -8,7 +8,7 @@ from math import inf
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardwright.arch.inventory import counts
+from shardwright.arch.parameters import counts
 from shardwright.dtypes import DTYPE_BYTES
 from shardwright.layout.axes import Axes
 from shardwright.planner.block_bytes import ActivationKey, block_bytes

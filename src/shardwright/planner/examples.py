@@ -1,19 +1,43 @@
-"""Worked examples: the arithmetic of sharding in small, each line computed by the functions the planner itself uses.
+"""Worked examples of the arithmetic of sharding, with the numbers of the published texts: `plan --explain examples`.
 
-Every function states one piece of arithmetic for any numbers; `worked_examples` gives it the numbers of the published
-texts, so that what people learned elsewhere can be found here.
+The numbers come from functions that the planner itself uses, and from ZeRO's own account of model states.
 """
 
 from __future__ import annotations
 
-from math import prod
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from shardwright.layout.zero import STAGES
-from shardwright.planner.reliability import training_flops, training_seconds
-from shardwright.planner.states import ideal_states
+from shardwright.planner.reliability import DAY, training_flops
 from shardwright.units import GB, TB
 
 ZERO = "Rajbhandari et al. 2019 (arXiv:1910.02054), section 3.1 and figure 1"
+KAPLAN = "Kaplan et al. 2020 (arXiv:2001.08361)"
+
+
+class StateBytes(NamedTuple):
+    """Bytes of one rank's model states."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+
+def ideal_states(
+    parameters: float, data_parallel: str, degree: int, element_bytes: tuple[float, float, float] = (2, 2, 12)
+) -> StateBytes:
+    """Model states of a rank by the ZeRO paper's account, sharded over `degree` ranks as `layout/zero.py` says of the kind.
+
+    element_bytes: bytes per parameter of weights, gradients and optimizer states; by default those of mixed-precision Adam.
+    """
+    stage = STAGES[data_parallel]
+    sharded = (stage.shards_parameters, stage.shards_gradients, stage.shards_optimizer)
+    return StateBytes(*(parameters * size / (degree if shard else 1) for size, shard in zip(element_bytes, sharded)))
 
 
 def _size(size_bytes: float, digits: int = 1) -> str:
@@ -21,119 +45,61 @@ def _size(size_bytes: float, digits: int = 1) -> str:
     return f"{size_bytes / unit:.{digits}f}".removesuffix(".0") + f" {name}"
 
 
-def _count(value: float) -> str:
-    return f"{value / 1e9:g}e9" if value >= 1e9 else f"{value:g}"
+def _sum(parts: tuple[float, ...]) -> str:
+    return " + ".join(_size(part).removesuffix(" GB") for part in parts)
 
 
-def state_lines(parameters: float) -> list[str]:
-    """Model states of mixed-precision Adam on one device: 2 + 2 + 12 bytes per parameter."""
-    total = ideal_states(parameters, "ddp", 1).total
-    name = _count(parameters)
-    return [
-        f"model states = (2 + 2 + 12) x {name} bytes = 16 x {name} = {_size(total, 2 if total >= TB else 1)}  [{ZERO}]"
-    ]
+def _one_device(billions: int) -> str:
+    total, n = ideal_states(billions * 1e9, "ddp", 1).total, f"{billions}e9"
+    return f"model states = (2 + 2 + 12) x {n} bytes = 16 x {n} = {_size(total, 2 if total >= TB else 1)}  [{ZERO}]"
 
 
-def stage_lines(degree: int) -> list[str]:
-    """Bytes per parameter of each ZeRO stage."""
-    lines = []
-    for kind, arithmetic in (
-        ("zero1", "2 + 2 + 12 / {n}"),
-        ("zero2", "2 + (2 + 12) / {n}"),
-        ("zero3", "(2 + 2 + 12) / {n}"),
-    ):
-        total = ideal_states(1, kind, degree).total
-        lines.append(f"{kind} on {degree} ranks: {arithmetic.format(n=degree)} = {total:g}P bytes  [{ZERO}]")
-    return lines
-
-
-def shard_lines(parameters: float, degree: int, device_bytes: float | None = None) -> list[str]:
-    """Full sharding: states per rank, and what a device has left."""
-    s = ideal_states(parameters, "zero3", degree)
-    name = _count(parameters)
-    weights, gradients, optimizer = (
-        _size(part).removesuffix(" GB") for part in (s.parameters, s.gradients, s.optimizer)
+def _sharded(billions: int, ranks: int) -> Iterator[str]:
+    states = ideal_states(billions * 1e9, "zero3", ranks)
+    weights, gradients, optimizer = (_size(part) for part in states)
+    yield (
+        f"zero3, {billions}e9 over {ranks} ranks: weights 2 x {billions}e9 / {ranks} = {weights}, gradients {gradients}, "
+        f"optimizer 12 x {billions}e9 / {ranks} = {optimizer}"
     )
-    lines = [
-        f"zero3, {name} over {degree} ranks: weights 2 x {name} / {degree} = {weights} GB, gradients {gradients} GB, "
-        f"optimizer 12 x {name} / {degree} = {optimizer} GB",
-        f"{weights} + {gradients} + {optimizer} = {_size(s.total)} per rank  [{ZERO}]",
-    ]
-    if device_bytes is not None:
-        rest = _size(device_bytes - s.total)
-        lines.append(
-            f"{_size(device_bytes)} - {_size(s.total)} = {rest} left for activations, gathered units and workspace"
-        )
-    return lines
+    yield f"{_sum(states)} = {_size(states.total)} per rank  [{ZERO}]"
 
 
-def peak_lines(
-    parameters: float, degree: int, blocks: int, activation_bytes: float, workspace_bytes: float
-) -> list[str]:
-    """The peak in the backward of one block: fp32 throughout, two Adam moments, no master copy."""
-    whole = ideal_states(parameters, "zero3", 1, parameter_bytes=4, gradient_bytes=4, optimizer_bytes=8).total
-    states = ideal_states(parameters, "zero3", degree, parameter_bytes=4, gradient_bytes=4, optimizer_bytes=8).total
+def _peak(parameters: float, ranks: int, blocks: int, activations: float, workspace: float) -> Iterator[str]:
+    """The peak in the backward of one block: all in fp32, two Adam moments, no master copy."""
+    whole, states = (ideal_states(parameters, "zero3", n, (4, 4, 8)).total for n in (1, ranks))
     block = parameters / blocks * 4
-    total = states + activation_bytes + block + block + workspace_bytes
-    terms = " + ".join(
-        _size(part).removesuffix(" GB") for part in (states, activation_bytes, block, block, workspace_bytes)
-    )
-    return [
-        f"{_count(parameters)} parameters in fp32: (4 + 4 + 8) bytes = {_size(whole)}, over {degree} ranks {_size(states)}",
-        f"one of {blocks} blocks gathered: {_size(block)}, and its gradient before the reduce-scatter: {_size(block)}",
-        f"peak in its backward = states + activations + gathered + gradient + workspace = {terms} = {_size(total)}",
-    ]
+    parts = (states, activations, block, block, workspace)
+    yield f"{parameters / 1e9:g}e9 parameters in fp32: (4 + 4 + 8) bytes = {_size(whole)}, over {ranks} ranks {_size(states)}"
+    yield f"one of {blocks} blocks gathered: {_size(block)}, and its gradient before the reduce-scatter: {_size(block)}"
+    yield f"peak in its backward = states + activations + gathered + gradient + workspace = {_sum(parts)} = {_size(sum(parts))}"
 
 
-def matrix_lines(rows: int, columns: int, element_bytes: int, payload_bytes: float, bandwidth: float) -> list[str]:
-    """The size of one gathered matrix, and the least time a payload takes on a link."""
-    size = rows * columns * element_bytes
-    return [
-        f"{rows:,} x {columns:,} x {element_bytes} bytes = {_size(size, 2)}",
-        f"{_size(payload_bytes)} / {_size(bandwidth)}/s = {payload_bytes / bandwidth * 1e3:.0f} ms at least",
-    ]
-
-
-def batch_lines(ranks: int, rows: int, microbatches: int) -> list[str]:
-    """Rows of one update: what accumulation makes of the microbatch."""
-    return [
-        f"{ranks} ranks x {rows} rows x {microbatches} microbatches = {prod((ranks, rows, microbatches))} sequences per update"
-    ]
-
-
-def training_lines(parameters: float, tokens: float, flops_per_second: float) -> list[str]:
-    """C = 6PD and the days it takes at a sustained rate."""
-    flops = training_flops(parameters, tokens)
-    days = training_seconds(parameters, tokens, flops_per_second) / 86400
-    return [
-        f"C = 6PD = 6 x {_count(parameters)} x {_count(tokens)} = {flops:.2e} FLOPs  [Kaplan et al. 2020 (arXiv:2001.08361)]",
-        f"{flops:.2e} / {flops_per_second / 1e15:g}e15 FLOP/s = {days:.0f} days, without interruptions",
-    ]
-
-
-def traffic_lines() -> list[str]:
-    """Traffic of one update in units of the parameters' bytes."""
-    two, three = STAGES["ddp"].units_sent(), STAGES["zero3"].units_sent()
-    return [
-        f"ddp: a ring all-reduce is a reduce-scatter and an all-gather: {two:g} units x (N - 1) / N per rank",
-        f"zero3: an all-gather in forward, one in backward, a reduce-scatter: {three:g} units x (N - 1) / N per rank",
-    ]
-
-
-def worked_examples() -> list[str]:
-    """The examples of the two texts this planner follows, line by line."""
-    sections = (
-        ("Why one device is not enough", [*state_lines(70e9), *state_lines(7e9)]),
-        ("What each stage shards", stage_lines(4)),
-        ("70B on 64 devices of 80 GB", shard_lines(70e9, 64, 80 * GB)),
-        ("405B on 128 devices", shard_lines(405e9, 128)),
-        ("A peak is more than the states", peak_lines(1e9, 4, 20, 3 * GB, 0.5 * GB)),
-        ("A large gathered unit", matrix_lines(16384, 65536, 2, 2 * GB, 100 * GB)),
-        ("Rows of one update", batch_lines(2, 4, 8)),
-        ("Traffic", traffic_lines()),
-        ("Training time of 70B on 1.4T tokens at 25 PFLOP/s", training_lines(70e9, 1.4e12, 25e15)),
-    )
-    lines = []
-    for title, body in sections:
-        lines += [title, *(f"  {line}" for line in body)]
-    return lines
+def worked_examples() -> Iterator[str]:
+    """The examples of the two texts that this planner follows, line by line."""
+    yield "Why one device is not enough"
+    yield f"  {_one_device(70)}"
+    yield f"  {_one_device(7)}"
+    yield "What each stage shards"
+    for kind, sums in (("zero1", "2 + 2 + 12 / 4"), ("zero2", "2 + (2 + 12) / 4"), ("zero3", "(2 + 2 + 12) / 4")):
+        yield f"  {kind} on 4 ranks: {sums} = {ideal_states(1, kind, 4).total:g}P bytes  [{ZERO}]"
+    yield "70B on 64 devices of 80 GB"
+    yield from (f"  {line}" for line in _sharded(70, 64))
+    states = ideal_states(70e9, "zero3", 64).total
+    yield f"  80 GB - {_size(states)} = {_size(80 * GB - states)} left for activations, gathered units and workspace"
+    yield "405B on 128 devices"
+    yield from (f"  {line}" for line in _sharded(405, 128))
+    yield "A peak is more than the states"
+    yield from (f"  {line}" for line in _peak(1e9, 4, 20, 3 * GB, 0.5 * GB))
+    yield "A large gathered unit"
+    yield f"  16,384 x 65,536 x 2 bytes = {_size(16384 * 65536 * 2, 2)}"
+    yield f"  2 GB / 100 GB/s = {2 * GB / (100 * GB) * 1e3:.0f} ms at least"
+    yield "Rows of one update"
+    yield f"  2 ranks x 4 rows x 8 microbatches = {2 * 4 * 8} sequences per update"
+    yield "Traffic"
+    ddp, zero3 = (STAGES[kind].units_sent() for kind in ("ddp", "zero3"))
+    yield f"  ddp: a ring all-reduce is a reduce-scatter and an all-gather: {ddp:g} units x (N - 1) / N per rank"
+    yield f"  zero3: an all-gather in forward, one in backward, a reduce-scatter: {zero3:g} units x (N - 1) / N per rank"
+    yield "Training time of 70B on 1.4T tokens at 25 PFLOP/s"
+    flops = training_flops(70e9, 1.4e12)
+    yield f"  C = 6PD = 6 x 70e9 x 1400e9 = {flops:.2e} FLOPs  [{KAPLAN}]"
+    yield f"  {flops:.2e} / 25e15 FLOP/s = {flops / 25e15 / DAY:.0f} days, without interruptions"

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from shardwright.arch.flops import model_flops, recompute_flops
-from shardwright.arch.inventory import counts
+from shardwright.arch.parameters import counts
 from shardwright.dtypes import DTYPE_BYTES
 from shardwright.errors import ConfigError, did_you_mean
 from shardwright.planner.activations import kept_tensors, loss_copies, total_per_token

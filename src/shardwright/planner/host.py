@@ -11,7 +11,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from shardwright.arch.families import family_of
-from shardwright.arch.inventory import parameters
+from shardwright.arch.parameters import parameters
 from shardwright.planner.program import SHARDWRIGHT, Program
 from shardwright.planner.rank_bytes import holds, moments_of, rules
 from shardwright.planner.states import local_size
@@ -51,7 +51,7 @@ def host_bytes(job: Job, layout: Layout, rank: int = 0, program: Program = SHARD
         else:
             here = first >= 0 if group.part in ("embedding", "positions") else last >= 0
             count = int(here or (group.part == "embedding" and job.shape.tied and last >= 0))
-        size = local_size(group, layout.axes.tp, family.matrix_in_first)
+        size = local_size(group, layout.axes.tp, family.transposed_weights)
         shard = -(-size[0] // rule.degree) * prod(size[1:])
         pinned += count * 2 * pinned_bytes(shard * rule.master)
         elements += count * shard

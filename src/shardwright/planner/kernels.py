@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from shardwright.arch.inventory import counts
+from shardwright.arch.parameters import counts
 from shardwright.arch.shape import Shape
 from shardwright.dtypes import DTYPE_BYTES
 from shardwright.planner.device import Device

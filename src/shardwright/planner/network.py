@@ -1,9 +1,8 @@
 """Seconds of collectives: latency of every step plus bytes over bandwidth, on nodes of equal devices.
 
-N ranks of a group, of which `local` stand in one node. A ring sends (N - 1) / N of the payload to the next
-rank in N - 1 steps; where it crosses nodes, each of the `local` ranks has its own network card, so the ring
-sees local x network bandwidth, but never more than the links. Thakur, Rabenseifner, Gropp 2005
-(doi:10.1177/1094342005051521) for the cost of rings and trees.
+N ranks of a group, of which `local` are in each node. A ring sends (N - 1) / N of the payload to the next rank in N - 1 steps.
+Where a ring crosses nodes, each of the `local` ranks has its own network card: the ring has local x network bandwidth, but at
+most that of the links. The costs of rings and trees: Thakur, Rabenseifner, Gropp 2005 (doi:10.1177/1094342005051521).
 """
 
 from __future__ import annotations
@@ -16,28 +15,28 @@ if TYPE_CHECKING:
     from shardwright.planner.device import Device
 
 TREE_BANDWIDTH = 0.5
-"""A tree sends the payload up and down through every inner node: half a ring's bandwidth, log2(N) steps."""
+"""A tree sends the payload up and down through every inner rank: half the bandwidth of a ring, log2(N) steps."""
 
 
 @dataclass(frozen=True)
-class Group:
-    """The ranks of one collective: `size` of them, `local` in each node."""
+class RankGroup:
+    """The ranks of one collective."""
 
     size: int
-    local: int
+    local: int  # ranks of the group in each node
 
     @property
     def nodes(self) -> float:
         return self.size / self.local
 
 
-def group_of(size: int, stride: int, devices_per_node: int) -> Group:
-    """The group along an axis whose neighbours are `stride` ranks apart."""
-    return Group(size, max(1, min(size, devices_per_node // stride if stride <= devices_per_node else 1)))
+def group_of(size: int, stride: int, devices_per_node: int) -> RankGroup:
+    """The group along a mesh axis whose neighbours are `stride` ranks apart."""
+    return RankGroup(size, max(1, min(size, devices_per_node // stride if stride <= devices_per_node else 1)))
 
 
-def ring_bandwidth(device: Device, group: Group) -> float:
-    """Bytes/s that each rank of the ring sends."""
+def ring_bandwidth(device: Device, group: RankGroup) -> float:
+    """Bytes/s that each rank of a ring sends."""
     node, e = device.node, device.efficiency
     link = node.link_bandwidth * e.link
     if group.size <= group.local:
@@ -46,7 +45,7 @@ def ring_bandwidth(device: Device, group: Group) -> float:
     return min(link, network) if group.local > 1 else network
 
 
-def step_latency(device: Device, group: Group) -> float:
+def step_latency(device: Device, group: RankGroup) -> float:
     """Seconds of one ring step: the slowest hop decides."""
     return device.node.link_latency if group.size <= group.local else device.node.network_latency
 
@@ -61,31 +60,33 @@ class Line(NamedTuple):
         return self.fixed + self.per_byte * payload_bytes
 
 
-def gather_line(device: Device, group: Group) -> Line:
-    """An all-gather, or a reduce-scatter, by the bytes of the full tensor."""
+def gather_line(device: Device, group: RankGroup) -> Line:
+    """An all-gather or a reduce-scatter, by the bytes of the full tensor."""
     n = group.size
     if n == 1:
         return Line(0.0, 0.0)
     return Line((n - 1) * step_latency(device, group), (n - 1) / n / ring_bandwidth(device, group))
 
 
-def all_reduce_lines(device: Device, group: Group) -> tuple[Line, Line]:
-    """A ring (reduce-scatter and all-gather) and a tree; the faster of the two is what happens."""
+def all_reduce_lines(device: Device, group: RankGroup) -> tuple[Line, Line]:
+    """An all-reduce as a ring (reduce-scatter and all-gather) and as a tree; NCCL takes the faster one."""
     if group.size == 1:
         return Line(0.0, 0.0), Line(0.0, 0.0)
-    one = gather_line(device, group)
+    gather = gather_line(device, group)
     steps = device.node.link_latency * log2(group.local)
     if group.nodes > 1:
         steps += device.node.network_latency * log2(group.nodes)
-    return Line(2 * one.fixed, 2 * one.per_byte), Line(2 * steps, 2 / (ring_bandwidth(device, group) * TREE_BANDWIDTH))
+    return Line(2 * gather.fixed, 2 * gather.per_byte), Line(
+        2 * steps, 2 / (ring_bandwidth(device, group) * TREE_BANDWIDTH)
+    )
 
 
-def gather_seconds(device: Device, group: Group, payload_bytes: float) -> float:
-    """An all-gather, or a reduce-scatter, whose full tensor has `payload_bytes`."""
+def gather_seconds(device: Device, group: RankGroup, payload_bytes: float) -> float:
+    """An all-gather or a reduce-scatter whose full tensor has `payload_bytes`."""
     return gather_line(device, group).seconds(payload_bytes)
 
 
-def all_reduce_seconds(device: Device, group: Group, payload_bytes: float) -> float:
+def all_reduce_seconds(device: Device, group: RankGroup, payload_bytes: float) -> float:
     """The faster of ring and tree."""
     ring, tree = all_reduce_lines(device, group)
     return min(ring.seconds(payload_bytes), tree.seconds(payload_bytes))

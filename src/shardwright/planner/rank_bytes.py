@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from shardwright.arch.inventory import matrix_weights
+from shardwright.arch.parameters import matrix_weights
 from shardwright.arch.shape import Shape
 from shardwright.dtypes import DTYPE_BYTES
 from shardwright.layout.pipeline_schedules import head_blocks, rank_stages, split_blocks

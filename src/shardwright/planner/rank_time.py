@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardwright.arch.inventory import counts
+from shardwright.arch.parameters import counts
 from shardwright.dtypes import DTYPE_BYTES
 from shardwright.layout.axes import Axes
 from shardwright.layout.pipeline_schedules import rank_stages

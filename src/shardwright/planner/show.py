@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 WIDTH = 60
 FILLS = "█▓▒░▚▞▤▥▦▧"
+MOST_REFUSED = 8
 
 
 def gib(size: float) -> str:
@@ -21,18 +22,15 @@ def gib(size: float) -> str:
 
 
 def keys_line(described: Described) -> str:
-    """`--training.per_device_train_batch_size 2 ...`: what sets this layout in a run."""
-    flags = [
-        f"--{key} {str(value).lower() if isinstance(value, bool) else value}"
-        for key, value in described.keys.items()
-        if "." in key
-    ]
-    rest = [f"{key} {value}" for key, value in described.keys.items() if "." not in key]
-    return " ".join(flags) + (f"  ({', '.join(rest)})" if rest else "")
+    """`--training.per_device_train_batch_size 2 ...`: the flags that set this layout in a run."""
+    keys = {key: str(value).lower() if isinstance(value, bool) else value for key, value in described.keys.items()}
+    flags = " ".join(f"--{key} {value}" for key, value in keys.items() if "." in key)
+    rest = ", ".join(f"{key} {value}" for key, value in keys.items() if "." not in key)
+    return flags + (f"  ({rest})" if rest else "")
 
 
 def bar(described: Described, capacity: float) -> Iterator[str]:
-    """The peak of a layout: one bar as wide as the device's memory, and what each stretch of it is."""
+    """The peak memory of a layout: a bar as wide as the device's memory, and the tensors that fill it."""
     drawn, legend, used = "", [], 0.0
     overhead = described.device_bytes - described.allocated_bytes
     parts = [*described.composition.items(), ("fragmentation and context", overhead)]
@@ -44,7 +42,7 @@ def bar(described: Described, capacity: float) -> Iterator[str]:
     yield f"    |{drawn[: 2 * WIDTH]:<{WIDTH}}| {gib(described.device_bytes)} of {gib(capacity)}"
     for start in range(0, len(legend), 3):
         yield "     " + "   ".join(legend[start : start + 3])
-    yield f"     at: {described.moment}"
+    yield f"     memory is fullest at: {described.moment}"
 
 
 def parts_line(described: Described) -> str:
@@ -53,21 +51,6 @@ def parts_line(described: Described) -> str:
     return ", ".join(
         f"{name} {seconds / described.seconds:.0%}" for name, seconds in shares if seconds >= 0.005 * described.seconds
     )
-
-
-def head(a: Answer) -> Iterator[str]:
-    job = a.job
-    name = job.shape.name or job.shape.family
-    yield (
-        f"{name}: {format_count(a.parameters)} parameters on {a.devices:,} x {a.device} ({gib(a.capacity_bytes)} each)"
-    )
-    packed = f" in documents of {job.attended:,.0f}" if job.document_length else ""
-    yield (
-        f"Update: {job.global_batch_size:,} rows of {job.max_length:,} tokens{packed}; {job.param_dtype} compute, "
-        f"{job.reduce_dtype} reduction, "
-        f"{job.master_dtype} weights, {job.optimizer}"
-    )
-    yield f"{a.considered:,} legal layouts considered"
 
 
 def layout_table(ranked: tuple[Described, ...]) -> Iterator[str]:
@@ -84,96 +67,100 @@ def layout_table(ranked: tuple[Described, ...]) -> Iterator[str]:
             f"{recompute:<10}{d.seconds:>9.2f}{d.tokens_per_second:>15,.0f}{d.mfu:>6.0%}{d.hfu:>6.0%}"
             f"{gib(d.device_bytes):>11}"
         )
+    yield "  microbatch: rows x microbatches of an update, per data rank. peak: memory of the fullest device."
     yield (
-        "  MFU and HFU: full attention (not halved for causal), head in, embedding lookup out; HFU "
-        "counts recomputed blocks."
+        "  MFU counts attention over all keys (not halved for the causal mask) and the output head, but no embedding lookup; "
+        "HFU adds recomputed blocks."
     )
 
 
-def first(a: Answer) -> Iterator[str]:
-    path, d = PATHS[a.path], a.first
-    assert d is not None
+def _head(a: Answer) -> Iterator[str]:
+    problem = a.job
+    yield (
+        f"{problem.shape.name or problem.shape.family}: {format_count(a.parameters)} parameters on {a.devices:,} x {a.device} "
+        f"({gib(a.capacity_bytes)} each)"
+    )
+    packed = f" in documents of {problem.attended:,.0f} tokens" if problem.document_length else ""
+    yield (
+        f"One update: {problem.global_batch_size:,} rows of {problem.max_length:,} tokens{packed}; "
+        f"{problem.param_dtype} compute, {problem.reduce_dtype} gradient reduction, "
+        f"{problem.master_dtype} weights, optimizer {problem.optimizer}"
+    )
+    yield f"{a.considered:,} legal layouts searched"
+    yield ""
+
+
+def _first(a: Answer) -> Iterator[str]:
+    d = a.first
+    if d is None:
+        yield "Nothing fits with all states on the devices. Each of these changes alone makes a layout fit, the smallest first:"
+        yield from (f"  - {line}" for line in a.would_fit)
+        return
+    path = PATHS[a.path]
     yield f"Test first: {path.name} ({path.situation})"
     yield f"  {d.name}: {keys_line(d)}"
     yield f"  {format_seconds(d.seconds)} per update: {parts_line(d)}"
     if d.sent_bytes:
-        yield "  Sends per update and device: " + ", ".join(
-            f"{axis} {gib(size)}" for axis, size in d.sent_bytes.items()
-        )
-    yield f"  Check besides: {path.checks}"
+        sent = ", ".join(f"{gib(size)} over {axis}" for axis, size in d.sent_bytes.items())
+        yield f"  Each device sends per update: {sent}"
+    yield f"  Check before a long run: {path.checks}"
     yield from bar(d, a.capacity_bytes)
+    yield ""
+    yield "Layouts that fit, the best of each kind, fastest first (of layouts within 2%, the simpler one first):"
+    # The layout to test first need not be among the fastest: it then stands below them.
+    known = [ranked.name for ranked in a.ranked]
+    yield from layout_table(a.ranked if d.name in known else (*a.ranked, d))
 
 
-def nothing(a: Answer) -> Iterator[str]:
-    yield "Nothing fits with all state on the devices. What would, nearest first:"
-    for line in a.would_fit:
-        yield f"  - {line}"
+def _refused(a: Answer) -> Iterator[str]:
+    if a.refused:
+        yield ""
+        yield "Does not fit, even with one row per microbatch, everything recomputed and the finest sharding:"
+    shown = a.refused[:MOST_REFUSED]
+    for r in shown:
+        name = f"{r.family:<{max(len(each.family) for each in shown) + 2}}"
+        yield f"  {name}{gib(r.device_bytes):>12}, mostly {r.mostly}" + (f"  -> {r.change}" if r.change else "")
+    if len(a.refused) > MOST_REFUSED:
+        yield f"  and {len(a.refused) - MOST_REFUSED} more (--json lists all)"
+    if a.illegal:
+        reasons = sorted(a.illegal.items(), key=lambda item: -item[1])
+        yield "Not legal (how many sizes of tp, cp and pp): " + "; ".join(f"{reason} ({n})" for reason, n in reasons)
 
 
-def refused(a: Answer, most: int = 8) -> Iterator[str]:
-    if not a.refused:
-        return
-    yield "Does not fit, at its leanest (one row, everything recomputed, finest sharding):"
-    width = max(len(r.family) for r in a.refused[:most]) + 2
-    for r in a.refused[:most]:
-        yield f"  {r.family:<{width}}{gib(r.device_bytes):>12}  mostly {r.mostly}" + (
-            f"  -> {r.change}" if r.change else ""
-        )
-    if len(a.refused) > most:
-        yield f"  and {len(a.refused) - most} more families (--json lists them)"
-
-
-def interruption_lines(a: Answer) -> Iterator[str]:
+def _interruptions(a: Answer) -> Iterator[str]:
     i = a.interruptions
     yield (
-        f"Interruptions: one in {format_seconds(i.mtbf_seconds)} expected ({FAILURES_SOURCE}); save "
-        f"{format_seconds(i.save_seconds)}, restart "
-        f"{format_seconds(i.restart_seconds)} (assumed)"
+        f"Failures: one every {format_seconds(i.mtbf_seconds)} is expected ({FAILURES_SOURCE}); a save takes "
+        f"{format_seconds(i.save_seconds)} and a restart {format_seconds(i.restart_seconds)} (assumed)"
     )
-    yield (f"  save every {format_seconds(i.interval_seconds)} (Daly 2006): {i.effective:.1%} effective training time")
-
-
-def training_lines(a: Answer, tokens: float) -> Iterator[str]:
-    """Days for so many tokens, by C = 6PD and by the predicted step."""
-    if a.first is None:
-        return
-    flops = training_flops(a.parameters, tokens)
-    seconds = tokens / a.first.tokens_per_second
     yield (
-        f"Training on {format_count(tokens)} tokens: C = 6PD = {flops:.3g} FLOP; {format_seconds(seconds)} "
-        f"at the predicted rate "
-        f"({format_flops(flops / seconds)}/s by that count), "
-        f"{format_seconds(seconds / a.interruptions.effective)} with interruptions"
+        f"  save every {format_seconds(i.interval_seconds)} (Daly 2006): {i.effective:.1%} of the time is then effective "
+        "training time"
     )
+
+
+def _training(a: Answer, tokens: float) -> Iterator[str]:
+    """Days for so many tokens, by C = 6PD and by the predicted step."""
+    if a.first is not None:
+        flops = training_flops(a.parameters, tokens)
+        seconds = tokens / a.first.tokens_per_second
+        yield (
+            f"Training on {format_count(tokens)} tokens: C = 6PD = {flops:.3g} FLOP take {format_seconds(seconds)} at the "
+            f"predicted speed ({format_flops(flops / seconds)}/s by this count), "
+            f"{format_seconds(seconds / a.interruptions.effective)} with failures"
+        )
 
 
 def text(a: Answer, tokens: float | None = None) -> Iterator[str]:
-    """The whole answer, line by line."""
-    yield from head(a)
-    yield ""
-    if a.first is None:
-        yield from nothing(a)
-    else:
-        yield from first(a)
-        yield ""
-        yield "Fits, fastest first; within 2% the simpler one:"
-        # The path to test first need not be among the fastest families: it stands below them.
-        known = [d.name for d in a.ranked]
-        yield from layout_table(a.ranked if a.first.name in known else (*a.ranked, a.first))
-    if a.refused:
-        yield ""
-        yield from refused(a)
-    if a.illegal:
-        reasons = "; ".join(
-            f"{reason} ({number})" for reason, number in sorted(a.illegal.items(), key=lambda item: -item[1])
-        )
-        yield f"Not legal: {reasons}"
+    """The whole answer, line by line. tokens: of the whole run, for its duration."""
+    yield from _head(a)
+    yield from _first(a)
+    yield from _refused(a)
     if a.limits:
         yield ""
-        yield "What this will not fix:"
-        for line in a.limits:
-            yield f"  - {line}"
+        yield "What this layout does not solve:"
+        yield from (f"  - {line}" for line in a.limits)
     yield ""
-    yield from interruption_lines(a)
+    yield from _interruptions(a)
     if tokens:
-        yield from training_lines(a, tokens)
+        yield from _training(a, tokens)

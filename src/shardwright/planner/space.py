@@ -1,12 +1,13 @@
-"""Every legal layout of a job on a number of devices: what may be combined, and why the rest may not.
+"""The search space: every legal layout of a job on a number of devices, and why the other layouts are not legal.
 
-Words: a shell is (tp, cp, pp); a cell adds schedule, microbatch and recomputation to it. What is left are the
-data-parallel variants of a cell, which change neither kernels nor pipeline: they only add time, so a cell's
-time without them is a bound.
+A shell is the sizes of tp, cp and pp; a cell is a shell with schedule, microbatch and recomputation. The layouts of a cell
+differ in data parallelism only, which changes neither kernels nor pipeline: it only adds time, so the time of the cell without
+it is a lower bound.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
@@ -26,23 +27,19 @@ UNITS: tuple[int | str, ...] = ("block", 2, 4, "root")
 PREFETCH = (1, 2)
 
 KINDS = ("ddp", "zero1", "zero2", "zero3", "hsdp", "offload")
-"""Data-parallel families. hsdp is zero3 with dp_replicate > 1; offload is zero3 with shards and optimizer on
-the host.
-"""
+"""Data-parallel kinds. hsdp is zero3 with dp_replicate > 1; offload is zero3 with shards and optimizer on the host."""
 
 ON_DEVICE = KINDS[:-1]
-"""Without offload, which needs host memory that the catalogue does not know: it is searched when asked
-for.
-"""
+"""Without offload, which is searched on request only: the catalogue does not know the memory of hosts."""
 
 WITHOUT_HSDP = tuple(kind for kind in KINDS if kind != "hsdp")
 
 SPLIT_WEIGHTS = tuple(name for name in SPLIT_BACKWARD if excluded({name, *FULLY_SHARD}))
-"""Schedules that make the weights' gradient apart and run without `fully_shard` only."""
+"""Schedules that compute gradients of weights apart, and run without `fully_shard` only."""
 
 
 class Shell(NamedTuple):
-    """Sizes of the model-parallel axes, and of the data axis that they leave."""
+    """Sizes of tp, cp and pp, and of the data axis that they leave."""
 
     tp: int
     cp: int
@@ -51,22 +48,18 @@ class Shell(NamedTuple):
 
     @property
     def family(self) -> str:
-        """Which axes split the model: `tp+pp`, `tp`, `pp` or an empty string. cp splits rows, so it does not
-        count.
-        """
+        """The axes that split the model: `tp+pp`, `tp`, `pp` or an empty string. cp splits rows and is not among them."""
         return "+".join(name for name, size in (("tp", self.tp), ("pp", self.pp)) if size > 1)
 
 
 class Cell(NamedTuple):
-    """A shell with schedule, microbatch and recomputation; the data-parallel variants are what is left
-    open.
-    """
+    """A shell with schedule, microbatch and recomputation."""
 
     shell: Shell
     schedule: Schedule | None
-    chunks: int
+    chunks: int  # pipeline stages of a rank
     microbatch_rows: int
-    microbatches: int
+    microbatches: int  # of each data rank in an update
     recompute: Recompute
 
 
@@ -78,42 +71,30 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 def tensor_reason(shape: Shape, tp: int) -> str:
-    """Why the model cannot be split over `tp` ranks, or an empty string: whole heads and equal MLP
-    columns.
-    """
-    for name, value in (
-        ("num_attention_heads", shape.heads),
-        ("num_key_value_heads", shape.kv_heads),
-        ("intermediate_size", shape.ffn),
-    ):
-        if value % tp:
-            return f"{name} = {value} is not divisible by tp_size = {tp}"
-    return ""
+    """Why the model cannot be split over `tp` ranks, which hold whole heads and equal MLP columns; empty where it can."""
+    sizes = {"num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads, "intermediate_size": shape.ffn}
+    reasons = (f"{name} = {size} is not divisible by tp_size = {tp}" for name, size in sizes.items() if size % tp)
+    return next(reasons, "")
 
 
 def shells(job: Job, devices: int) -> tuple[list[Shell], dict[str, int]]:
-    """The legal shells, and for each reason how many were refused."""
+    """The legal shells, and how many shells each reason refuses."""
     legal: list[Shell] = []
-    refused: dict[str, int] = {}
-
-    def refuse(reason: str) -> None:
-        refused[reason] = refused.get(reason, 0) + 1
-
+    refused: Counter[str] = Counter()
     for tp in divisors(devices):
-        reason = tensor_reason(job.shape, tp)
-        if reason:
-            refuse("tp_size must divide heads, key/value heads and the MLP's width")
+        if tensor_reason(job.shape, tp):
+            refused["tp_size must divide the heads, the key and value heads, and the width of the MLP"] += 1
             continue
         for cp in divisors(devices // tp):
             if cp > 1 and job.max_length % (2 * cp):
-                refuse("2 x cp_size must divide max_length")
+                refused["2 x cp_size must divide max_length"] += 1
                 continue
             for pp in divisors(devices // (tp * cp)):
                 data = devices // (tp * cp * pp)
                 if pp > job.shape.layers:
-                    refuse(f"pp_size is more than the {job.shape.layers} blocks")
+                    refused[f"pp_size is larger than the number of blocks, {job.shape.layers}"] += 1
                 elif job.global_batch_size % data:
-                    refuse(f"the data ranks do not divide the {job.global_batch_size} rows of an update")
+                    refused[f"the number of data ranks must divide the {job.global_batch_size} rows of an update"] += 1
                 else:
                     legal.append(Shell(tp, cp, pp, data))
     return legal, refused
@@ -121,12 +102,12 @@ def shells(job: Job, devices: int) -> tuple[list[Shell], dict[str, int]]:
 
 @lru_cache(maxsize=65536)
 def schedules(pp: int, layers: int, microbatches: int) -> tuple[tuple[Schedule | None, int], ...]:
-    """(schedule, chunks) that run with so many microbatches."""
+    """The (schedule, chunks) that run with so many microbatches."""
     if pp == 1:
         return ((None, 1),)
     options: list[tuple[Schedule, int]] = [("gpipe", 1), ("1f1b", 1)]
     options += [("interleaved_1f1b", chunks) for chunks in CHUNKS if pp * chunks <= layers]
-    options += [("zero_bubble", 1)]
+    options.append(("zero_bubble", 1))
     if 2 * pp <= layers:
         options.append(("zbv", 2))
     return tuple(option for option in options if not legality(option[0], pp, option[1], microbatches))
@@ -149,9 +130,7 @@ def cells(job: Job, shell: Shell) -> Iterator[Cell]:
 
 
 def kinds_of(cell: Cell) -> tuple[str, ...]:
-    """The data-parallel families that a cell can have. Without a group to shard over there is only ddp (on
-    one rank).
-    """
+    """The data-parallel kinds of a cell's layouts. With one rank to shard over there is only ddp, and offload."""
     if cell.schedule in SPLIT_WEIGHTS:
         return ("ddp",)
     if cell.shell.data * cell.shell.cp == 1:
@@ -166,7 +145,7 @@ def _axes(shell: Shell, replicate: int) -> Axes:
 
 @lru_cache(maxsize=65536)
 def splits(data: int, cp: int, kind: str) -> tuple[tuple[int, bool], ...]:
-    """(replicas, reshard after forward) that a family can have; the first shards most and keeps least gathered."""
+    """The (replicas, reshard after forward) of a kind; the first one shards most and keeps least gathered."""
     if kind == "ddp":
         return ((1, False),)
     if kind == "offload":
@@ -194,7 +173,7 @@ def variant(cell: Cell, kind: str, replicate: int, reshard: bool) -> Layout:
 
 
 def variants(cell: Cell, kind: str) -> Iterator[Layout]:
-    """Every layout of a cell in one data-parallel family."""
+    """Every layout of a cell of one data-parallel kind."""
     for replicate, reshard in splits(cell.shell.data, cell.shell.cp, kind):
         yield variant(cell, kind, replicate, reshard)
 

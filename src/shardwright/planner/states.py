@@ -12,8 +12,8 @@ from math import prod
 from typing import NamedTuple
 
 from shardwright.arch.families import family_of
-from shardwright.arch.inventory import parameters
-from shardwright.arch.shape import Group, Shape
+from shardwright.arch.parameters import parameters
+from shardwright.arch.shape import ParameterGroup, Shape
 from shardwright.layout.zero import STAGES
 
 
@@ -66,7 +66,7 @@ def _ceil(value: int, divisor: int) -> int:
     return -(-value // divisor)
 
 
-def split_dim(group: Group, tp: int, in_first: bool) -> int | None:
+def split_dim(group: ParameterGroup, tp: int, in_first: bool) -> int | None:
     """The dim along which tensor parallelism cuts a parameter, None where every rank holds all of it."""
     if group.split is None or tp == 1:
         return None
@@ -76,7 +76,7 @@ def split_dim(group: Group, tp: int, in_first: bool) -> int | None:
     return 0 if rows != (in_first and group.split != "vocabulary") else 1
 
 
-def local_size(group: Group, tp: int, in_first: bool) -> tuple[int, ...]:
+def local_size(group: ParameterGroup, tp: int, in_first: bool) -> tuple[int, ...]:
     """The size of one parameter on one tensor-parallel rank, rounded up."""
     dim = split_dim(group, tp, in_first)
     return tuple(_ceil(size, tp) if axis == dim else size for axis, size in enumerate(group.size))
@@ -105,7 +105,7 @@ def local_elements(shape: Shape, tp: int, degree: int) -> LocalElements:
     matrix = 0
     sums = {"block": [0, 0], "embedding": [0, 0], "head": [0, 0]}
     for group in parameters(shape):
-        size = local_size(group, tp, family.matrix_in_first)
+        size = local_size(group, tp, family.transposed_weights)
         if group.name.startswith(family.block + "."):
             part, matrix = "block", max(matrix, prod(size))
         else:

@@ -12,7 +12,7 @@ from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardwright.arch.families import family_of
-from shardwright.arch.inventory import parameters
+from shardwright.arch.parameters import parameters
 from shardwright.dtypes import DTYPE_BYTES
 from shardwright.layout.pipeline_schedules import head_blocks, split_blocks
 from shardwright.layout.traffic import (
@@ -32,7 +32,7 @@ from shardwright.planner.rank_bytes import holds, rank_elements, rules
 from shardwright.planner.states import split_dim
 
 if TYPE_CHECKING:
-    from shardwright.arch.shape import Group, Shape
+    from shardwright.arch.shape import ParameterGroup, Shape
     from shardwright.planner.job import Job, Layout
 
 
@@ -122,7 +122,7 @@ def own_stages(shape: Shape, stages: int) -> tuple[int, ...]:
     return split_blocks(shape.layers, stages, head_blocks(block, shape.vocab * shape.hidden))
 
 
-def _groups(shape: Shape, part: str) -> Iterator[Group]:
+def _groups(shape: Shape, part: str) -> Iterator[ParameterGroup]:
     """The parameters of `block`, `embedding`, `positions` or `end` (final norm and head)."""
     inside = family_of(shape.family).block + "."
     for group in parameters(shape):
@@ -136,13 +136,13 @@ class _Parts:
 
     def __init__(self, shape: Shape, tp: int, degree: int, place: Place) -> None:
         self._shape, self._tp, self._degree, self._place = shape, tp, degree, place
-        self._in_first = family_of(shape.family).matrix_in_first
+        self._in_first = family_of(shape.family).transposed_weights
         self.block, self.embedding, self.positions, self.end = (
             sum(self._shard(group, 0) for group in _groups(shape, part))
             for part in ("block", "embedding", "positions", "end")
         )
 
-    def _shard(self, group: Group, shard: int) -> int:
+    def _shard(self, group: ParameterGroup, shard: int) -> int:
         size = list(group.size)
         if (dim := split_dim(group, self._tp, self._in_first)) is not None:
             size[dim] = _piece(size[dim], self._tp, self._place.tp)

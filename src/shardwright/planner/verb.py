@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwright.arch.inventory import generic_shape
-from shardwright.arch.of_model import Inventory, built_by, shape_of_model
+from shardwright.arch.model_shape import Inventory, built_by, shape_of_model
+from shardwright.arch.shape import generic_shape
 from shardwright.errors import ConfigError, ExitCode
 from shardwright.planner.advice import first_to_test
 from shardwright.planner.answer import answer, describe, layout_keys, layout_name
@@ -27,14 +28,14 @@ if TYPE_CHECKING:
     from shardwright.arch.shape import Shape
 
 PACKED = (
-    "data.batching is pack: attention is counted over whole rows, more than documents need; `shardwright inspect` prints "
-    "the --document-length to give here"
+    "Rows are packed, and attention is counted over whole rows: more than their documents need. Give --document-length, which "
+    "`shardwright inspect` prints."
 )
 
 
 @dataclass(frozen=True)
 class Request:
-    """What `plan` is asked: flags, or a run file whose values the flags replace. None: not given."""
+    """What `plan` is asked: flags, or a run file whose values the flags replace. None: the flag was not given."""
 
     run_file: Path | None = None
     model: str | None = None
@@ -57,8 +58,9 @@ class Request:
     compiled: bool = False
     offload: bool = False
     overrides: tuple[str, ...] = ()
-    inventory: Inventory | None = None
-    """Builds a model of another kind, in a process of its own; None where that is not possible."""
+    inventory: Inventory | None = (
+        None  # builds a model that is not read from its config.json; None: no model can be built
+    )
 
 
 def _generic(request: Request, layers: int) -> Shape:
@@ -66,7 +68,7 @@ def _generic(request: Request, layers: int) -> Shape:
     if hidden is None or heads is None or vocab is None:
         sizes = {"--hidden": hidden, "--heads": heads, "--vocab": vocab}
         missing = ", ".join(name for name, value in sizes.items() if value is None)
-        raise ConfigError(f"--layers needs {missing} too.", "Together they give the shape of the model.")
+        raise ConfigError(f"--layers needs {missing} too.", "These sizes together give the shape of the model.")
     return generic_shape(
         layers=layers,
         hidden=hidden,
@@ -88,8 +90,7 @@ def _shape(request: Request, run: Any) -> Shape:
         raise ConfigError(
             "No model is given.",
             "",
-            "Give a run file, --model (a known name, config.json or its directory) or --layers --hidden "
-            "--heads --vocab.",
+            "Give a run file, --model (a known model, a config.json or its directory), or --layers --hidden --heads --vocab.",
         )
     if request.model or run is None:
         return shape_of_model(name, request.inventory, {"attn_implementation": "eager"})
@@ -118,8 +119,8 @@ def make_search(request: Request) -> tuple[Search, Any]:
             flag = "--" + key.replace("_", "-")
             raise ConfigError(
                 f"{flag} is not given.",
-                "The planner holds the objective fixed and needs its sizes.",
-                f"Add {flag}, or a run file.",
+                "Every layout trains the same update on the same devices, so plan needs their sizes.",
+                f"Add {flag}, or a run file." if key != "devices" else f"Add {flag}.",
             )
         if value < 1:
             raise ConfigError(f"{key} = {value}, but must be at least 1.")
@@ -151,64 +152,55 @@ def make_search(request: Request) -> tuple[Search, Any]:
 
 
 def named(search: Search, name: str) -> Choice | None:
-    """The fastest layout that fits of those with this name; None when none fits. Raises `ConfigError` when it
-    is not legal.
-    """
+    """The fastest layout of this name that fits; None when none fits. Raises `ConfigError` when the name is not legal here."""
     from shardwright.layout.names import parse_layout
 
-    keys = parse_layout(name)
+    keys, job = parse_layout(name), search.job
     tp, cp, pp = (keys.get(f"{axis}_size", 1) for axis in ("tp", "cp", "pp"))
-    replicate = keys.get("dp_replicate_size")
-    kind = keys.get("data_parallel", "zero3")
+    replicate, kind = keys.get("dp_replicate_size"), keys.get("data_parallel", "zero3")
     if replicate and kind == "zero3":
         kind = "hsdp"
     taken = tp * cp * pp * (replicate or 1)
     if search.devices % taken:
         raise ConfigError(
-            f"`{name}` takes multiples of {taken} devices, not {search.devices}.",
-            "",
-            "Change --devices or a size.",
+            f"`{name}` needs a multiple of {taken} devices, not {search.devices}.", "", "Change --devices or a size."
         )
-    reason = tensor_reason(search.job.shape, tp)
+    reason = tensor_reason(job.shape, tp)
     if reason:
         raise ConfigError(f"`{name}`: {reason}.", "Each rank must hold whole heads and equal columns.")
     data = search.devices // (tp * cp * pp)
-    if search.job.global_batch_size % data:
+    if job.global_batch_size % data:
         raise ConfigError(
-            f"`{name}`: {data} data ranks do not divide the {search.job.global_batch_size} rows of an update.",
+            f"`{name}`: the {job.global_batch_size} rows of an update cannot be divided over {data} data ranks.",
             "The batch is part of the objective.",
         )
     return search.only(tp, cp, pp, kind, replicate, keys.get("pp_schedule"))
 
 
-def _compare(search: Search, names: tuple[str, str], write: Callable[[str], object]) -> int:
-    found = {name: named(search, name) for name in names}
-    fitting = [describe(search, choice) for choice in found.values() if choice is not None]
-    if fitting:
-        for line in layout_table(tuple(fitting)):
-            write(line)
-    for name, choice in found.items():
-        if choice is None:
-            write(f"  {name}: does not fit {search.device.name} with any microbatch, recomputation or schedule")
+def _compared(search: Search, found: dict[str, Choice | None]) -> Iterator[str]:
+    """Layouts side by side, by the name that each was asked for: time, memory, and what each is made of."""
+    described = {name: describe(search, choice) for name, choice in found.items() if choice is not None}
+    if described:
+        yield from layout_table(tuple(described.values()))
+    for name in found:
+        if name not in described:
+            yield f"  {name}: does not fit on {search.device.name} with any microbatch, recomputation or schedule"
             continue
-        d = describe(search, choice)
-        write(f"\n{name}: {keys_line(d)}")
-        write(f"  {parts_line(d)}")
-        for line in bar(d, search.capacity):
-            write(line)
-    if len(fitting) == 2:
-        a, b = fitting
-        write(
+        d = described[name]
+        yield f"\n{name}: {keys_line(d)}"
+        yield f"  {parts_line(d)}"
+        yield from bar(d, search.capacity)
+    if len(described) == 2:
+        a, b = described.values()
+        yield (
             f"\n{a.name} takes {a.seconds / b.seconds:.2f} times the time and "
             f"{a.device_bytes / b.device_bytes:.2f} times the memory of {b.name}"
         )
-    return ExitCode.DONE if fitting else ExitCode.NOTHING_FITS
 
 
 def _explain(search: Search, field: str, tokens: float | None, write: Callable[[str], object]) -> int:
-    """The arithmetic of the layout to test first; where nothing fits, of the one that needs least."""
-    from shardwright.planner.explain import Subject
-    from shardwright.planner.explain import explain as explain_field
+    """The arithmetic of the layout to test first or, where nothing fits, of the layout that needs least memory."""
+    from shardwright.planner.explain import Subject, explain
     from shardwright.planner.explain_time import time_lines
 
     found = search.run()
@@ -217,18 +209,16 @@ def _explain(search: Search, field: str, tokens: float | None, write: Callable[[
     if choice is not None:
         layout, time = choice.layout, choice.time
     else:
-        rejections = [r for r in found.rejected.values() if r.layout is not None]
+        rejections = [(r.device_bytes, r.layout) for r in found.rejected.values() if r.layout is not None]
         if not rejections:
             raise ConfigError("No layout is legal.", "; ".join(found.refused), "Change the devices or the batch.")
-        least = min(rejections, key=lambda r: r.device_bytes)
-        assert least.layout is not None
-        layout, time = least.layout, None
-        write("Nothing fits; this is the layout that needs least.")
+        layout, time = min(rejections, key=itemgetter(0))[1], None
+        write("Nothing fits. These lines are about the layout that needs least memory.")
     write(f"{layout_name(layout)}: " + " ".join(f"{key} {value}" for key, value in layout_keys(layout).items()))
     subject = Subject(
         search.job, layout, search.device, search.devices, time=time, program=search.program, tokens=tokens
     )
-    for line in explain_field(name, subject):
+    for line in explain(name, subject):
         write(line)
     for line in time_lines(name, search.clock, layout):
         write(f"  {line}")
@@ -243,10 +233,9 @@ def run_plan(
     explain: str | None = None,
     write: Callable[[str], object] = print,
 ) -> int:
-    """Prints the plan and returns the exit code: 4 when nothing fits with all state on the devices.
+    """Prints the plan and returns the exit code: 4 when nothing fits with all states on the devices.
 
-    compare: two layout names. explain: a field of the answer, `all`, or `examples` for the notes' worked
-    examples, which need no job. write: gets each line.
+    compare: two layout names. explain: a field of the answer, `all`, or `examples`. write: gets each line.
     """
     if explain == "examples":
         from shardwright.planner.examples import worked_examples
@@ -254,35 +243,26 @@ def run_plan(
         for line in worked_examples():
             write(line)
         return ExitCode.DONE
-    # Nothing that the search makes is part of a cycle: the collector would only look at its many small objects
-    # again and again, which takes a tenth of the time.
+    # The search makes many small objects and no cycles: the garbage collector would take a tenth of the time for nothing.
     collects = gc.isenabled()
     gc.disable()
     try:
-        return _answered(request, as_json, compare, explain, write)
+        search, run = make_search(request)
+        if explain is not None:
+            return _explain(search, explain, request.tokens, write)
+        if compare is not None:
+            asked = {name: named(search, name) for name in compare}
+            lines, fits = list(_compared(search, asked)), any(asked.values())
+        else:
+            result = answer(search)
+            lines, fits = list(text(result, request.tokens)), result.fits
+            if as_json:
+                lines = [json.dumps(result.as_dict(), indent=1)]
+            if not as_json and run is not None and run.data.batching == "pack" and request.document_length is None:
+                lines.append(PACKED)
+        for line in lines:
+            write(line)
+        return ExitCode.DONE if fits else ExitCode.NOTHING_FITS
     finally:
         if collects:
             gc.enable()
-
-
-def _answered(
-    request: Request,
-    as_json: bool,
-    compare: tuple[str, str] | None,
-    explain: str | None,
-    write: Callable[[str], object],
-) -> int:
-    search, run = make_search(request)
-    if explain is not None:
-        return _explain(search, explain, request.tokens, write)
-    if compare is not None:
-        return _compare(search, compare, write)
-    result = answer(search)
-    if as_json:
-        write(json.dumps(result.as_dict(), indent=1))
-    else:
-        for line in text(result, request.tokens):
-            write(line)
-        if run is not None and run.data.batching == "pack" and request.document_length is None:
-            write(PACKED)
-    return ExitCode.DONE if result.fits else ExitCode.NOTHING_FITS

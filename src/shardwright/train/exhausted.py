@@ -17,8 +17,7 @@ from shardwright.errors import ConfigError, MemoryExhausted
 from shardwright.launch import Heartbeat
 from shardwright.layout.axes import Axes
 from shardwright.layout.legality import check_device, check_run
-from shardwright.measure.exhausted import alive, in_backward, is_out_of_memory
-from shardwright.measure.memory import allocated_bytes
+from shardwright.measure.memory import allocated_bytes, bytes_by_group, in_backward, is_out_of_memory
 from shardwright.train.planned import plan_of, shape_of
 from shardwright.train.update import Engine
 from shardwright.units import format_bytes
@@ -62,7 +61,7 @@ def _explained(watched: Watched, error: BaseException) -> MemoryExhausted:
     if beat.phase == "forward_backward":
         moment = moment.replace("forward_backward", "backward" if in_backward(error) else "forward")
     total = allocated_bytes(watched.device)
-    held = alive(_groups(watched.engine), None if total is None else total - watched.base_bytes)
+    held = bytes_by_group(_groups(watched.engine), None if total is None else total - watched.base_bytes)
     traceback.clear_frames(error.__traceback__)  # frees what they held: the rest needs some memory too
     asked = (str(error).splitlines() or ["no memory"])[0][:200]
     what = f"Rank {watched.rank} ran out of memory in {moment}: {type(error).__name__}: {asked}"

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from rich.console import Console
 
 from shardwright.data.loader import UpdateBatch
-from shardwright.measure.record import Progress, Record
+from shardwright.measure import metric_names as names
+from shardwright.measure.metrics_log import MetricsLog, Progress
 from shardwright.train.anomaly import SlowRanks
 from shardwright.train.metrics import Metrics, Pending, Values
 from shardwright.train.update import UpdateResult
@@ -21,7 +22,7 @@ AT_ONCE_SECONDS = 0.5
 class Log:
     """Rank 0 writes and prints; the others only take part. Entries come in the order of updates.
 
-    first_update: see `Record`. updates: of the whole run.
+    first_update: see `MetricsLog`. updates: of the whole run.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class Log:
         first = dist.get_rank() == 0
         self._metrics, self._updates = metrics, updates
         self._progress = progress = Progress(console, updates) if first else None
-        self._record = Record(output_dir, report_to, first_update, progress.say) if progress else None
+        self._record = MetricsLog(output_dir, report_to, first_update, progress.say) if progress else None
         self._slow = SlowRanks()
         self._pending: tuple[UpdateResult, Pending] | None = None
 
@@ -56,7 +57,7 @@ class Log:
         if self._record is None or self._progress is None:
             return
         self._record.log(result.update, values)
-        if slow := self._slow.look(values["perf/slowest_rank"], values["perf/slowest_rank_factor"]):
+        if slow := self._slow.look(values[names.SLOWEST_RANK], values[names.SLOWEST_FACTOR]):
             self._progress.say(slow)
         left = self._metrics.usual_seconds * (self._updates - result.update - 1)
         self._progress.show(result.update, values, left)

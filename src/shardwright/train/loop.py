@@ -17,6 +17,7 @@ from shardwright.data.loader import UpdateBatch
 from shardwright.errors import ExitCode, NonFiniteError, SpikeError
 from shardwright.launch import Heartbeat
 from shardwright.measure import clock
+from shardwright.measure import metric_names as names
 from shardwright.mesh.cluster_environment import Job
 from shardwright.train.anomaly import Spikes
 from shardwright.train.checkpoints import Checkpoints, Progression
@@ -187,10 +188,10 @@ class Trainer:
         log.entry(
             self.at.update - 1,
             {
-                "eval/loss": loss,
-                "eval/perplexity": math.exp(min(loss, 700)),
-                "eval/target_tokens": targets,
-                "perf/training_seconds": sum(self._metrics.seconds),
+                names.EVAL_LOSS: loss,
+                names.PERPLEXITY: math.exp(min(loss, 700)),
+                names.EVAL_TARGETS: targets,
+                names.TRAINING_SECONDS: sum(self._metrics.seconds),
                 **self.memory.agreed(memory),
             },
         )

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 
 from shardwright.data.loader import UpdateBatch
-from shardwright.layout.axes import AXES
 from shardwright.measure import clock
+from shardwright.measure import metric_names as names
+from shardwright.measure.bottleneck import Bottleneck, UpdateTimes, find_bottleneck
 from shardwright.measure.memory import peak_device_bytes, peak_host_bytes
-from shardwright.measure.profile import Window, profiled
-from shardwright.measure.verdict import Figures, Verdict, what_limits
+from shardwright.measure.profile import TraceTimes, profiled
 from shardwright.mesh.device_mesh import all_groups
 from shardwright.train.anomaly import slow_rank
 from shardwright.train.update import Engine, UpdateResult
@@ -31,11 +31,8 @@ WARMUP_UPDATES = 2
 RECENT_UPDATES = 1000
 """Updates that percentiles are of: the newest ones."""
 
-PHASES = ("forward", "backward", "update")
+PHASES = names.PHASES[:3]
 """Phases of an update whose memory is measured now and then (`train/phase_memory.py`)."""
-
-WHERE = (*AXES, "all ranks")
-"""The names of the groups whose communication a profiled update tells apart."""
 
 Values = dict[str, float | int | None]
 
@@ -86,7 +83,7 @@ class Metrics:
         self._slowest: tuple[int, float] = (0, 1.0)
         self._waits: list[float] = []
         self._real = self._slots = 0
-        self._window: Window | None = None
+        self._window: TraceTimes | None = None
         self._exposed = math.nan
         self._exposed_of: Mapping[str, float] = {}
         self._memory: Mapping[str, int] = {}
@@ -96,7 +93,7 @@ class Metrics:
         seconds: float,
         waited: float,
         batch: UpdateBatch,
-        window: Window | None = None,
+        window: TraceTimes | None = None,
         memory: Mapping[str, int] | None = None,
     ) -> None:
         """An update that took so many seconds, of which it waited for data.
@@ -115,7 +112,7 @@ class Metrics:
         self._waited_since += waited
         self._real, self._slots = self._real + batch.real_tokens, self._slots + batch.slots
 
-    def profile(self) -> AbstractContextManager[list[Window]]:
+    def profile(self) -> AbstractContextManager[list[TraceTimes]]:
         """A context for one update; the window that it gives is for `add`. Collective."""
         return profiled(self._engine.device, all_groups(self._engine.mesh))
 
@@ -141,7 +138,7 @@ class Metrics:
             "waited": self._waited,
             "own": self._own_seconds(),
             "exposed": self._exposed,
-            **{where: self._exposed_of.get(where, 0.0) for where in WHERE},
+            **{where: self._exposed_of.get(where, 0.0) for where in names.GROUPS},
             "useful": useful,
             "again": again,
             "host": float(peak_host_bytes()),
@@ -162,24 +159,24 @@ class Metrics:
                 **self._of_update(result, batch, target_tokens),
                 **self._of_speed(columns, batch, percentiles),
                 **self._of_memory(columns),
-                "data/wait_seconds": max(columns["waited"]),
-                "data/padding_fraction": 1 - batch.real_tokens / batch.slots,
-                "data/real_tokens": batch.real_tokens,
-                "data/slots": batch.slots,
-                "data/target_tokens": batch.target_tokens,
+                names.DATA_WAIT: max(columns["waited"]),
+                names.PADDING: 1 - batch.real_tokens / batch.slots,
+                names.REAL_TOKENS: batch.real_tokens,
+                names.SLOTS: batch.slots,
+                names.TARGET_TOKENS: batch.target_tokens,
             }
 
         return Pending(work.is_completed, read)
 
     def _of_update(self, result: UpdateResult, batch: UpdateBatch, target_tokens: int) -> Values:
         return {
-            "train/loss": result.loss,
-            "train/grad_norm": result.grad_norm,
-            "train/clip_coefficient": result.clip_coefficient,
-            "train/lr": result.learning_rate,
-            "train/skipped": int(result.skipped),
-            "train/epoch": self._epoch(result.update + 1),
-            "train/target_tokens": target_tokens,
+            names.LOSS: result.loss,
+            names.GRAD_NORM: result.grad_norm,
+            names.CLIP_COEFFICIENT: result.clip_coefficient,
+            names.LEARNING_RATE: result.learning_rate,
+            names.SKIPPED: int(result.skipped),
+            names.EPOCH: self._epoch(result.update + 1),
+            names.TARGETS_SO_FAR: target_tokens,
         }
 
     def _of_speed(
@@ -194,41 +191,37 @@ class Metrics:
         share = self._utilisation.share if self._utilisation else None
         exposed = [value for value in columns["exposed"] if math.isfinite(value)]
         return {
-            "perf/target_tokens_per_s": rate,
-            "perf/target_tokens_per_s_per_device": rate / len(columns["seconds"]),
-            "perf/step_seconds": seconds,
-            "perf/step_seconds_p50": p50,
-            "perf/step_seconds_p95": p95,
-            "perf/step_seconds_max": most,
-            "perf/slowest_rank": slowest if factor > 1 else None,
-            "perf/slowest_rank_factor": factor if factor > 1 else None,
-            "perf/mfu": share(useful, seconds) if share else None,
-            "perf/hfu": share(useful + again, seconds) if share else None,
-            "comm/exposed_seconds": max(exposed) if exposed else None,
-            **{
-                f"comm/exposed_seconds/{where.replace(' ', '_')}": most
-                for where in WHERE
-                if (most := max(columns[where])) > 0
-            },
+            names.TARGETS_PER_SECOND: rate,
+            names.TARGETS_PER_SECOND_PER_DEVICE: rate / len(columns["seconds"]),
+            names.STEP_SECONDS: seconds,
+            names.STEP_P50: p50,
+            names.STEP_P95: p95,
+            names.STEP_MAX: most,
+            names.SLOWEST_RANK: slowest if factor > 1 else None,
+            names.SLOWEST_FACTOR: factor if factor > 1 else None,
+            names.MFU: share(useful, seconds) if share else None,
+            names.HFU: share(useful + again, seconds) if share else None,
+            names.EXPOSED: max(exposed) if exposed else None,
+            **{names.EXPOSED_OF[where]: most for where in names.GROUPS if (most := max(columns[where])) > 0},
         }
 
     @staticmethod
     def _of_memory(columns: Mapping[str, list[float]]) -> Values:
         """The most of any rank; phases only where they were measured."""
-        kinds = ("allocated", "reserved", "host")
-        found: Values = {f"mem/peak_{kind}_bytes": int(max(columns[kind])) or None for kind in kinds}
+        kinds = {"allocated": names.PEAK_ALLOCATED, "reserved": names.PEAK_RESERVED, "host": names.PEAK_HOST}
+        found: Values = {name: int(max(columns[kind])) or None for kind, name in kinds.items()}
         phases = {phase: int(max(columns[phase])) for phase in PHASES}
-        return found | {f"mem/{phase}_peak_bytes": most for phase, most in phases.items() if most}
+        return found | {names.PHASE_PEAK[phase]: most for phase, most in phases.items() if most}
 
-    def verdict(self) -> Verdict | None:
+    def verdict(self) -> Bottleneck | None:
         """What limited the run, as this rank has seen it; None before an update is done."""
         if not self.seconds:
             return None
         step, window = median(self.steady), self._window
         scale = step / window.seconds if window else 0.0
         slowest, factor = self._slowest
-        return what_limits(
-            Figures(
+        return find_bottleneck(
+            UpdateTimes(
                 step,
                 median(self._waits[WARMUP_UPDATES:] or self._waits),
                 1 - self._real / self._slots,

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.measure.live_memory import LiveMemory
+from shardwright.measure.metric_names import PHASE_PEAK
 from shardwright.train.update import Engine
 
 
@@ -51,7 +52,7 @@ class PhaseMemory:
                 yield found
         finally:
             engine.enter = before
-        found.update(memory.timeline.by_phase)
+        found.update(memory.peak_by_phase)
         self.seen.update(found)
 
     def agreed(self, peaks: Mapping[str, int] | None) -> dict[str, float | int | None]:
@@ -60,4 +61,4 @@ class PhaseMemory:
             return {}
         most = torch.tensor(list(peaks.values()), dtype=torch.int64, device=self._engine.device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        return {f"mem/{phase}_peak_bytes": size for phase, size in zip(peaks, most.tolist())}
+        return {PHASE_PEAK[phase]: size for phase, size in zip(peaks, most.tolist())}

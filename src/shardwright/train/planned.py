@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from shardwright.arch.of_model import built_by, shape_of_model
+from shardwright.arch.model_shape import built_by, shape_of_model
 from shardwright.arch.shape import Shape
 from shardwright.config.schema import RunFile
 from shardwright.errors import ShardwrightError

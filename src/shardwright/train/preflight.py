@@ -20,7 +20,7 @@ from shardwright.errors import ConfigError, DamagedCheckpointError, ShardwrightE
 from shardwright.launch import own_job
 from shardwright.layout.legality import notices
 from shardwright.loss.objective import own_loss
-from shardwright.measure.record import check_sinks
+from shardwright.measure.metrics_log import check_sinks
 from shardwright.mesh.cluster_environment import RankInfo
 from shardwright.models.build import build_model
 from shardwright.models.materialise import check_weights, weight_notices

@@ -18,8 +18,8 @@ from shardwright.launch import Heartbeat, OwnWatch, finish, listen_for_dumps, ow
 from shardwright.launch.lock import PATIENCE_SECONDS, lock_of, owned, read_owner
 from shardwright.layout.legality import check_device, check_run
 from shardwright.measure import clock
-from shardwright.measure.outstanding import count_transfers, issued
-from shardwright.measure.record import device_facts, versions
+from shardwright.measure.environment import device_facts, versions
+from shardwright.measure.flight_recorder import count_transfers, issued
 from shardwright.mesh.cluster_environment import RankInfo
 from shardwright.mesh.process_group import Connection, connect
 from shardwright.models.build import quiet_transformers

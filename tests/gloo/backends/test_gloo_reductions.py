@@ -28,19 +28,20 @@ from tests.gloo.engine import (
     worst,
 )
 from tests.gloo.ranks import run_ranks
+from tests.stock_torch import without_gloo_package
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardwright.backends.gloo.reductions import Wire
+from shardwright.backends.facts import GLOO_FACTS
+from shardwright.backends.gloo.reductions import ExchangedReductions
 from shardwright.config.load import Loaded
-from shardwright.layout.zero import EXCHANGED, STAGES
+from shardwright.layout.zero import STAGES
 from shardwright.measure.communication import CommunicationRecorder
 from shardwright.mesh.device_mesh import axis_of_groups
 from shardwright.parallel.fsdp import Sharded, ShardOptions, Unit
 
 pytestmark = [pytest.mark.gloo, pytest.mark.slow]
 
-STOCK = "shardwright.parallel.fsdp.runs_on_gloo"
 HYBRID = {"parallelism__dp_replicate_size": 2}
 BF16 = {f"precision__{name}_dtype": "bf16" for name in ("param", "reduce")} | {"precision__master_dtype": "fp32"}
 
@@ -95,15 +96,15 @@ def gradients(loaded: Loaded, delayed: bool = False) -> dict[str, Tensor]:
 def in_flight(loaded: Loaded) -> tuple[int, int, Counter[str]]:
     """(exchanges at a time at most, exchanges in an update, collectives over the shards by kind)."""
     counts: list[int] = []
-    send = Wire.send
+    send = ExchangedReductions.send
 
-    def counted(wire: Wire, *arguments: Any) -> None:
-        send(wire, *arguments)
-        counts.append(len(wire._arriving))
+    def counted(reductions: ExchangedReductions, *arguments: Any) -> None:
+        send(reductions, *arguments)
+        counts.append(len(reductions._exchanges))
 
     engine = make_engine(loaded)
     with (
-        mock.patch.object(Wire, "send", counted),
+        mock.patch.object(ExchangedReductions, "send", counted),
         CommunicationRecorder(axis_of_groups(engine.mesh)) as recorder,
     ):
         engine.forward_backward(batches_for(engine, 0))
@@ -118,7 +119,7 @@ def everything() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, loaded in SAME.items():
         mine = trained(loaded, updates=2)
-        with mock.patch(STOCK, lambda mesh: False):
+        with without_gloo_package():
             stock = trained(loaded, updates=2)
         first = tolerance.of_model(mine.start, ROWS * T)
         bounds = (first, first * tolerance.GROWTH, first * tolerance.GROWTH)
@@ -179,7 +180,7 @@ def test_few_units_are_in_flight_and_gloo_reduces_nothing(ranks: list[dict[str, 
     """Two microbatches of three blocks, embedding, and norm with head."""
     for rank in ranks:
         most, count, kinds = rank["in flight"]
-        assert most == EXCHANGED
+        assert most == GLOO_FACTS.exchanged_units
         assert count == kinds["all-to-all"] == 2 * 5
         assert set(kinds) == {"all-gather", "all-to-all"}
 

@@ -26,7 +26,7 @@ from tests.odd_models import OddModel
 from tests.started import LIMIT
 from torch import Tensor, nn
 
-from shardwright.arch.inventory import shape_from_config
+from shardwright.arch.config_json import shape_from_config
 from shardwright.checkpoint import saver, store
 from shardwright.layout.names import with_layout
 from shardwright.measure.live_memory import LiveMemory
@@ -250,7 +250,7 @@ def _rise(trainer: Trainer, live: LiveMemory, update: int) -> int:
     live.enter("save")
     trainer.checkpoints.start()
     trainer.checkpoints.saver.finish()
-    return live.timeline.by_phase["save"] - before
+    return live.peak_by_phase["save"] - before
 
 
 class Running(OddModel):

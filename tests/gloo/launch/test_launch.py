@@ -23,7 +23,7 @@ from tests.started import LIMIT
 
 from shardwright.launch.start import rank_environment
 
-pytestmark = pytest.mark.gloo
+pytestmark = [pytest.mark.gloo, pytest.mark.slow]
 
 FOREVER = str(2 * LIMIT)
 """Seconds: longer than a test waits for what must end."""
@@ -310,7 +310,6 @@ def test_a_second_interrupt_ends_at_once(launchers: Launchers, tmp_path: Path) -
     assert launcher.returncode == 130 and "Press Ctrl-C again to end at once" in errors
 
 
-@pytest.mark.slow
 def test_ten_starts_at_once(launchers: Launchers, tmp_path: Path) -> None:
     """A134: ten runs started together, with one log directory; each rank 1 finds the rank 0 of its own run."""
     started = [launchers.start("meet", f"token {number}") for number in range(10)]
@@ -363,7 +362,6 @@ def _record_with_torchrun(directory: Path) -> None:
     subprocess.run(command, cwd=directory, env=_environment(), check=True, timeout=LIMIT, capture_output=True)
 
 
-@pytest.mark.slow
 def test_every_way_to_start_gives_the_same_configuration(launchers: Launchers, tmp_path: Path) -> None:
     """A137: by shardwright, torchrun and Slurm's variables. A135: threads as torch reports them. A134: two at once."""
     other = tmp_path / "other"
@@ -381,7 +379,6 @@ def test_every_way_to_start_gives_the_same_configuration(launchers: Launchers, t
     assert entries[0]["world_size"] == 2 and entries[0]["sum"] == 3.0 and entries[0]["keeps_freed_blocks"]
 
 
-@pytest.mark.slow
 def test_a_signal_to_one_rank_stops_all_after_the_same_update(launchers: Launchers, tmp_path: Path) -> None:
     """A102: SIGTERM to rank 1 of 2; both leave after the same update, and the run's code is 75."""
     launcher = launchers.start("train", str(tmp_path), "asked")
@@ -393,7 +390,6 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_update(launchers: Launche
     assert asked1 and not asked0
 
 
-@pytest.mark.slow
 def test_a_rank_that_raises_is_shown_before_its_peers_lose_it(launchers: Launchers, tmp_path: Path) -> None:
     """A104 with gloo: loaders hold copies of the rank's sockets, and its peer still notices."""
     launcher = launchers.start("train", str(tmp_path), "raise")

@@ -35,7 +35,7 @@ from tests.gloo.engine import (
 from tests.gloo.ranks import THREADS, run_ranks
 from torch import Tensor, nn
 
-from shardwright.arch import Shape
+from shardwright.arch.shape import Shape
 from shardwright.config.load import Loaded
 from shardwright.data.loader import Microbatch, UpdateBatch
 from shardwright.errors import ShardwrightError

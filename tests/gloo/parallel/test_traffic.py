@@ -14,12 +14,12 @@ import pytest
 from tests.gloo.engine import GPT2, LLAMA, QWEN3, batches_for, make_engine, run_file
 from tests.gloo.ranks import run_ranks
 
-from shardwright.arch.inventory import shape_from_config
+from shardwright.arch.config_json import shape_from_config
 from shardwright.arch.shape import Shape
 from shardwright.config.load import Loaded
 from shardwright.layout.legality import check_run
 from shardwright.layout.traffic import Traffic
-from shardwright.measure.communication import CommunicationRecorder, compare
+from shardwright.measure.communication import CommunicationRecorder, compare_traffic
 from shardwright.mesh.device_mesh import axis_of_groups
 from shardwright.planner.of_run import job_of, layout_of
 from shardwright.planner.traffic import Place, traffic
@@ -104,7 +104,7 @@ def test_predicted_is_recorded(name: str, ranks: list[dict[str, Recorded]]) -> N
     job, layout = job_of(run, _shape(CASES[name])), layout_of(run, check_run(CASES[name], 4))
     for rank in ranks:
         (stage, place), recorded = rank[name]
-        rows = compare(traffic(job, layout, stage, place=place), recorded, buckets=ddp)
+        rows = compare_traffic(traffic(job, layout, stage, place=place), recorded, buckets=ddp)
         assert rows
         assert [row for row in rows if not row.equal] == [], (stage, place)
 
@@ -113,12 +113,12 @@ def test_the_comparison_can_tell(ranks: list[dict[str, Recorded]]) -> None:
     """One call more or one byte more is seen, and so is an axis that one side does not know."""
     _, recorded = ranks[0]["hybrid"]
     assert {t.axis for t in recorded} == {"dp_replicate", "dp_shard"}
-    assert all(row.equal for row in compare(recorded, recorded, buckets=False))
+    assert all(row.equal for row in compare_traffic(recorded, recorded, buckets=False))
     first, *rest = recorded
     for changed in (
         replace(first, count=first.count + 1),
         replace(first, payload_bytes=first.payload_bytes + 4),
     ):
-        assert sum(not row.equal for row in compare([changed, *rest], recorded, buckets=False)) == 1
+        assert sum(not row.equal for row in compare_traffic([changed, *rest], recorded, buckets=False)) == 1
     unknown = replace(first, axis="tp")
-    assert {r.axis for r in compare([*recorded, unknown], recorded, buckets=False) if not r.equal} == {"tp"}
+    assert {r.axis for r in compare_traffic([*recorded, unknown], recorded, buckets=False) if not r.equal} == {"tp"}

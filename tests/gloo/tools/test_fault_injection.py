@@ -24,7 +24,7 @@ from shardwright.layout.names import apply_layout
 from shardwright.tools.check.adjust import adjust
 from shardwright.tools.check.candidate import CandidateSpec, record_updates
 from shardwright.tools.check.compare import compare_records
-from shardwright.tools.check.explain import explain
+from shardwright.tools.check.diagnose import explain
 from shardwright.tools.check.record import Record
 from shardwright.tools.check.reference import run_reference
 from shardwright.tools.check.tolerance import float64_tolerance
@@ -135,7 +135,7 @@ def judged(plants: list[tuple[str, str, str]], directory: Path) -> dict[tuple[st
         if comparison.passed:
             found[example, layout, fault] = ""
         else:
-            finding = explain(reference, candidate, comparison, float64_tolerance(), axes, layout)
+            finding = explain(reference, candidate, comparison, float64_tolerance(), axes)
             found[example, layout, fault] = finding.diagnosis.name
     torch.set_num_threads(threads)
     return found

@@ -1,4 +1,4 @@
-"""Peak memory of tensors, measured on gloo ranks, beside what the planner says, under every way to split.
+"""MemoryPeak memory of tensors, measured on gloo ranks, beside what the planner says, under every way to split.
 
 Known-fault rows: A109 (peaks by phase), A112 (gradients at rest).
 """
@@ -14,11 +14,11 @@ from tests.gloo.engine import LLAMA, batches_for, make_engine, run_file
 from tests.gloo.ranks import run_ranks
 from torch import Tensor
 
-from shardwright.arch.inventory import shape_from_config
+from shardwright.arch.config_json import shape_from_config
 from shardwright.config.load import Loaded
 from shardwright.layout.legality import check_run
 from shardwright.layout.names import with_layout
-from shardwright.measure.live_memory import LiveMemory, Peak
+from shardwright.measure.live_memory import LiveMemory, MemoryPeak
 from shardwright.planner.memory_timeline import short_peak
 from shardwright.planner.of_run import job_of, layout_of
 
@@ -52,7 +52,7 @@ def loaded(name: str) -> Loaded:
     return with_layout(run, name)
 
 
-def _peaks(names: tuple[str, ...]) -> dict[str, tuple[Peak, dict[str, int]]]:
+def _peaks(names: tuple[str, ...]) -> dict[str, tuple[MemoryPeak, dict[str, int]]]:
     """(fullest moment of the second update, bytes by phase) on this rank."""
     found = {}
     for name in names:
@@ -70,12 +70,12 @@ def _peaks(names: tuple[str, ...]) -> dict[str, tuple[Peak, dict[str, int]]]:
                 engine.step()
                 states = engine.optimizer.state.values()
                 memory.label("optimizer states", (v for s in states for v in s.values() if isinstance(v, Tensor)))
-        found[name] = (memory.peak(), memory.timeline.by_phase)
+        found[name] = (memory.peak(), memory.peak_by_phase)
     return found
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[dict[str, tuple[Peak, dict[str, int]]]]:
+def ranks() -> list[dict[str, tuple[MemoryPeak, dict[str, int]]]]:
     return run_ranks(_peaks, RANKS, EVERY)
 
 
@@ -87,7 +87,7 @@ def planned(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_the_plan_is_within_a_tenth(name: str, ranks: list[dict[str, tuple[Peak, dict[str, int]]]]) -> None:
+def test_the_plan_is_within_a_tenth(name: str, ranks: list[dict[str, tuple[MemoryPeak, dict[str, int]]]]) -> None:
     """Of the fullest rank. Model states are what the planner says to 2%: A112, gradients at rest among them."""
     most = max((rank[name][0] for rank in ranks), key=lambda peak: peak.bytes)
     plan = planned(name)
@@ -98,7 +98,7 @@ def test_the_plan_is_within_a_tenth(name: str, ranks: list[dict[str, tuple[Peak,
         assert most.composition[part] == pytest.approx(plan.composition[part], rel=0.02), part
 
 
-def test_phases(ranks: list[dict[str, tuple[Peak, dict[str, int]]]]) -> None:
+def test_phases(ranks: list[dict[str, tuple[MemoryPeak, dict[str, int]]]]) -> None:
     """A109: forward, backward and update have highs of their own, and the peak is the highest of them."""
     for peak, phases in (rank[name] for rank in ranks for name in EVERY):
         assert {"backward", "update"} <= set(phases) <= {"forward", "backward", "update"}

@@ -20,11 +20,11 @@ from tests.tiny_models import FAMILIES
 from torch import Tensor, nn
 
 from shardwright.attention import document_attention
-from shardwright.attention.core import Attention, backward_is_wide
+from shardwright.attention.core import Attention, backward_in_float32
 from shardwright.attention.document_attention import isolate_documents
-from shardwright.attention.document_rules import check_packed_model, check_padded_model
 from shardwright.attention.packed_rows import PackedRows
-from shardwright.backends.cpu_attention import speed_up_narrow_attention
+from shardwright.attention.rules import check_packed_model, check_padded_model
+from shardwright.backends.gloo.attention import replace_attention
 from shardwright.config.schema import Model
 from shardwright.errors import ConfigError, ModelError
 from shardwright.layout.legality import check_run
@@ -80,7 +80,7 @@ def test_narrow_gradients_are_no_worse_than_torchs(kv_heads: int) -> None:
     def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return document_attention.document_attention(nn.Module(), q, k, v, None)[0]
 
-    assert backward_is_wide(drawn[0].bfloat16()) and not backward_is_wide(drawn[0])
+    assert backward_in_float32(drawn[0].bfloat16()) and not backward_in_float32(drawn[0])
     exact = run(torch.float64, plain)
     errors = []
     for function in (ours, plain):
@@ -243,7 +243,7 @@ def test_flash_is_told_lengths_ends_and_window(window: int | None, monkeypatch: 
         return (written_out(*batch, one, left + 1 if left >= 0 else None, None, named["scale"])[0],)
 
     monkeypatch.setattr(document_attention, "flash_attention_by_lengths", flash)
-    monkeypatch.setattr(document_attention, "fits_flash", lambda query, value: True)
+    monkeypatch.setattr(document_attention, "fits_cuda_flash", lambda query, value: True)
     for mix in (ROWS, drawn(1), [[5, 7], [12]]):
         rows = packed(mix)
         q, k, v = heads(rows, 4), heads(rows, 2), heads(rows, 2)
@@ -367,7 +367,7 @@ def test_documents_reach_attention_in_these_families(family: str, tmp_path: Path
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (lambda: transformers.StableLmConfig(**SIZES), "is not told of documents (2 calls of attention)."),
+        (lambda: transformers.StableLmConfig(**SIZES), "does not get `documents` (2 calls of attention)."),
         (lambda: transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=4, pad_token_id=0),
          "BloomForCausalLM does not take position_ids, with data.batching pack."),
         (lambda: transformers.Lfm2Config(**SIZES, layer_types=["conv", "full_attention"]), "layers of type conv."),
@@ -479,7 +479,7 @@ def test_rows_of_one_document_take_the_wide_backward(family: str) -> None:
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").bfloat16().eval()
     ids = torch.randint(0, config.vocab_size, (2, 9))
     before = model(input_ids=ids, use_cache=False).logits
-    speed_up_narrow_attention(model)
+    replace_attention(model)
     after = model(input_ids=ids, use_cache=False).logits
     assert torch.equal(before, after)
     names = {type(node).__name__ for node in _graph(after)}

@@ -71,7 +71,7 @@ def test_phases_and_categories() -> None:
             memory.label("optimizer states", states)
             at_rest.append(memory.live)
     numel = sum(p.numel() for p in model.parameters())
-    peak, phases = memory.peak(), memory.timeline.by_phase
+    peak, phases = memory.peak(), memory.peak_by_phase
     assert set(phases) == {"forward", "backward", "update"}
     assert peak.bytes == phases["backward"] > phases["forward"] > phases["update"]
     assert peak.phase == "backward" and "log_softmax_backward" in peak.operator

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from shardwright.measure.profile import window_of
-from shardwright.measure.spans import difference, length, union
+from shardwright.measure.profile import difference, length, trace_times, union
 
 
 def event(category: str, name: str, thread: Any, start: float, end: float, **args: Any) -> dict[str, Any]:
@@ -50,7 +49,7 @@ GLOO = [
 
 def test_gloo() -> None:
     """Hidden: 50 of the 100 ms of the reduce-scatter, which gloo calls an all-reduce. Its own threads' sums do not cover."""
-    window = window_of({"traceEvents": GLOO})
+    window = trace_times({"traceEvents": GLOO})
     found = {(one.axis, one.collective): one for one in window.by_axis}
     assert set(found) == {("tp", "all-gather"), ("dp_shard", "reduce-scatter")}
     gather, scatter = found["tp", "all-gather"], found["dp_shard", "reduce-scatter"]
@@ -76,7 +75,7 @@ def test_a_span_belongs_to_its_own_kind() -> None:
         event("user_annotation", "gloo:send", 1, 20, 40),
         event("user_annotation", "gloo:send", 1, 50, 80),
     ]
-    found = {one.axis: one.seconds for one in window_of({"traceEvents": events}).by_axis}
+    found = {one.axis: one.seconds for one in trace_times({"traceEvents": events}).by_axis}
     assert found == pytest.approx({"tp": 0.004, "pp": 0.020, "cp": 0.030})
 
 
@@ -103,7 +102,7 @@ def test_nccl() -> None:
             **{"Process Group Name": "9", "Collective name": "_reduce_scatter_base"},
         ),
     ]
-    window = window_of({"traceEvents": events}, {"5": "dp_shard"})
+    window = trace_times({"traceEvents": events}, {"5": "dp_shard"})
     found = {(one.axis, one.collective): one for one in window.by_axis}
     assert found["dp_shard", "all-gather"].seconds == pytest.approx(0.100)
     assert found["dp_shard", "all-gather"].exposed_seconds == pytest.approx(0.0)
@@ -114,7 +113,7 @@ def test_nccl() -> None:
 
 
 def test_an_empty_trace() -> None:
-    assert window_of({"traceEvents": []}).seconds == 0
+    assert trace_times({"traceEvents": []}).seconds == 0
 
 
 def test_collectives_of_an_axis_at_once_count_once() -> None:
@@ -124,7 +123,7 @@ def test_collectives_of_an_axis_at_once_count_once() -> None:
         event("kernel", "ncclDevKernel_AllGather", 20, 0, 10, **group),
         event("kernel", "ncclDevKernel_ReduceScatter", 21, 5, 15, **group),
     ]
-    window = window_of({"traceEvents": events}, {"1": "dp_shard"})
+    window = trace_times({"traceEvents": events}, {"1": "dp_shard"})
     assert window.exposed_axes == pytest.approx({"dp_shard": 0.015})
     assert sum(one.exposed_seconds for one in window.by_axis) == pytest.approx(0.020)
     assert window.per(2).exposed_axes == pytest.approx({"dp_shard": 0.0075})

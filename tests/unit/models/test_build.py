@@ -210,7 +210,9 @@ def test_function_arguments_reach_the_function() -> None:
     model = build_model(spec, torch.float64)
     assert len(model.layers) == 5
     materialise(model, spec, seed=0, device=CPU)
-    with pytest.raises((ConfigError, ModelError), match=r"inlet\.weight is not as build_model left it: it is on cpu already"):
+    with pytest.raises(
+        (ConfigError, ModelError), match=r"inlet\.weight is not as build_model left it: it is on cpu already"
+    ):
         materialise(model, spec, seed=0, device=CPU)
     added = build_model(spec, torch.float64)
     added.extra = nn.Linear(2, 2, device="meta")

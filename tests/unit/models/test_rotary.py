@@ -12,8 +12,8 @@ import transformers
 from torch import Tensor
 
 from shardwright.attention.document_attention import isolate_documents
-from shardwright.attention.document_rules import check_packed_model
 from shardwright.attention.packed_rows import PackedRows
+from shardwright.attention.rules import check_packed_model
 from shardwright.config.schema import Model
 from shardwright.models import build_model, materialise
 from shardwright.models.rotary import decide_by_document, follows_length, lengths_of

@@ -13,8 +13,8 @@ from tests.places import REFERENCE
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwright.arch import shape_from_config
-from shardwright.arch.known import known_shape
+from shardwright.arch.config_json import shape_from_config
+from shardwright.arch.known_models import known_shape
 from shardwright.planner.activations import block_kept, kept_tensors, loss_copies, total_per_token
 from shardwright.planner.program import MEGATRON_2022, SHARDWRIGHT
 

@@ -7,14 +7,13 @@ import csv
 import pytest
 from tests.places import REFERENCE
 
-from shardwright.arch.known import known_shape
+from shardwright.arch.known_models import known_shape
 from shardwright.errors import ConfigError
 from shardwright.layout.axes import Axes
-from shardwright.planner.examples import worked_examples
+from shardwright.planner.examples import ideal_states, worked_examples
 from shardwright.planner.explain import FIELDS, Subject, explain
 from shardwright.planner.hardware import find_device
 from shardwright.planner.job import Job, Layout
-from shardwright.planner.states import ideal_states
 
 TEXT = "\n".join(worked_examples())
 

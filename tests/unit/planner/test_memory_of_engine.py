@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 from weakref import ref
 
@@ -18,7 +19,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardwright.arch import shape_from_config
+from shardwright.arch.config_json import shape_from_config
+from shardwright.backends import facts
 from shardwright.config.load import load_run_file
 from shardwright.data.loader import Microbatch, UpdateBatch
 from shardwright.layout.axes import Axes, resolve_axes
@@ -139,7 +141,7 @@ def test_short_rows_peak_in_the_backward_of_a_block(monkeypatch: pytest.MonkeyPa
 
     Planned for a GPU, which has no attention backward in float32.
     """
-    monkeypatch.setattr("shardwright.layout.attention.WIDE_BACKWARD", 0)
+    monkeypatch.setattr(facts, "GLOO_FACTS", replace(facts.GLOO_FACTS, float32_backward=0))
     live = measured("tiny", "zero3", "full", "bf16", 2, tokens=16)
     config = json.loads((EXAMPLES / "tiny" / "config.json").read_text()) | SIZES["tiny"]
     job = Job(shape_from_config(config), 16, RANKS * ROWS * 2, "bf16")
@@ -149,7 +151,7 @@ def test_short_rows_peak_in_the_backward_of_a_block(monkeypatch: pytest.MonkeyPa
 
 
 def test_attention_in_float32_counts_in_the_backward_of_a_block() -> None:
-    """A CPU makes it in bf16 where rows are short (`layout/attention.py`): copies of five tensors and three gradients."""
+    """A CPU makes it in bf16 where rows are short (`backends/facts.py`): copies of five tensors and three gradients."""
     shape = shape_from_config(json.loads((EXAMPLES / "tiny" / "config.json").read_text()) | SIZES["tiny"])
 
     def work(device_kind: Any, tokens: int) -> float:

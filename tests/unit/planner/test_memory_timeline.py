@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.arch import generic_shape
-from shardwright.arch.inventory import matrix_weights, named_sizes
-from shardwright.arch.known import known_shape
+from shardwright.arch.known_models import known_shape
+from shardwright.arch.parameters import matrix_weights, named_sizes
+from shardwright.arch.shape import generic_shape
 from shardwright.layout.axes import Axes
 from shardwright.layout.pipeline_schedules import legality
 from shardwright.layout.zero import STAGES

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from shardwright.arch.known import known_shape
+from shardwright.arch.known_models import known_shape
 from shardwright.layout.axes import Axes
 from shardwright.planner.block_bytes import in_chunks
 from shardwright.planner.device import Device

@@ -16,14 +16,13 @@ from shardwright.planner.reliability import (
     interruptions,
     mean_time_between_failures,
     training_flops,
-    training_seconds,
     young_interval,
 )
 
 
 def test_the_notes_example_588e23_flops_and_about_272_days() -> None:
     assert training_flops(70e9, 1.4e12) == pytest.approx(5.88e23)
-    assert round(training_seconds(70e9, 1.4e12, 25e15) / DAY) == 272
+    assert round(training_flops(70e9, 1.4e12) / 25e15 / DAY) == 272
 
 
 def test_default_rate_is_llama_3s_table() -> None:

@@ -10,14 +10,15 @@ from itertools import product
 import pytest
 
 from shardwright.arch.flops import attention_forward_flops, model_flops, utilisation
-from shardwright.arch.inventory import counts, generic_shape
+from shardwright.arch.parameters import counts
+from shardwright.arch.shape import generic_shape
 from shardwright.layout.axes import Axes
 from shardwright.layout.pipeline_schedules import legality, split_blocks
 from shardwright.planner.device import Device
 from shardwright.planner.hardware import find_device
 from shardwright.planner.job import Job, Layout
 from shardwright.planner.kernels import Software, attention_seconds, block_time, matmul_seconds
-from shardwright.planner.network import Group, gather_seconds
+from shardwright.planner.network import RankGroup, gather_seconds
 from shardwright.planner.step_time import Clock, StepTime
 
 H100 = find_device("h100-sxm-80gb")
@@ -118,7 +119,7 @@ def test_zero3_exposes_what_does_not_fit_under_compute() -> None:
     """Prefetch hides a block's gather under the block before, and none without it. The ends are always exposed:
     embedding and head, the first gather of a pass, and what leaves last.
     """
-    job, shard = Job(SHAPE, 512, 8), Group(8, 8)
+    job, shard = Job(SHAPE, 512, 8), RankGroup(8, 8)
     block = counts(SHAPE).block * 2.0
     gather, reduce = gather_seconds(H100, shard, block), gather_seconds(H100, shard, 2 * block)
     b = block_time(H100, IDEAL, SHAPE, 1, 512, 1, 1, False, "none", "flash", "bf16", 512)
@@ -145,7 +146,7 @@ def test_ddp_exposes_what_does_not_fit_under_the_last_backward() -> None:
     assert few.reduction > 0 and whole.reduction > 0
     late = Clock(job, H100, replace(IDEAL, overlap_data_parallel=False)).step(Layout(Axes(dp_shard=8), "ddp", 1), (32,))
     volume = counts(SHAPE).total * 4.0
-    assert late.reduction == pytest.approx(2 * gather_seconds(H100, Group(8, 8), volume))
+    assert late.reduction == pytest.approx(2 * gather_seconds(H100, RankGroup(8, 8), volume))
 
 
 def test_host_time_is_a_floor() -> None:

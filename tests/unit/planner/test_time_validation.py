@@ -17,7 +17,7 @@ import planner_rows
 from planner_rows import STALLED, all_rows, nanotron_stages
 from planner_validation import summary, time_errors
 
-from shardwright.arch.inventory import counts
+from shardwright.arch.parameters import counts
 
 
 @pytest.fixture(scope="module")

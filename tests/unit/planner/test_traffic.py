@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from shardwright.arch import generic_shape
-from shardwright.arch.known import known_shape
+from shardwright.arch.known_models import known_shape
+from shardwright.arch.shape import generic_shape
 from shardwright.layout.axes import Axes
 from shardwright.layout.pipeline_schedules import actions, communicate, stage_rank
 from shardwright.planner.job import Job, Layout

@@ -49,12 +49,12 @@ def test_llama_8b_on_8_devices() -> None:
     for part in (
         "8.0 B parameters on 8 x h100-sxm-80gb",
         "Test first: FSDP2",
-        "Check besides: Grouping",
+        "Check before a long run: units",
         "of 80.0 GiB",
-        "Fits, fastest first",
+        "Layouts that fit",
         "Does not fit",
         "ddp ",
-        "What this will not fix",
+        "What this layout does not solve",
         "padding",
         "effective training time",
         "C = 6PD",
@@ -157,14 +157,14 @@ def test_run_file(tmp_path: Path) -> None:
         "training: {global_batch_size: 64, max_steps: 1}\nprecision: {param_dtype: bf16}\n"
     )
     code, text = plan(Request(run_file=run, devices=8, device="h100"))
-    assert code == 0 and "64 rows of 8,192 tokens; bf16 compute, fp32 reduction" in text
+    assert code == 0 and "64 rows of 8,192 tokens; bf16 compute, fp32 gradient reduction" in text
     code, text = plan(Request(run_file=run, devices=8, device="h100", overrides=("--data.max_length", "4096")))
     assert "64 rows of 4,096 tokens" in text
     packed = ("--data.batching", "pack")
     code, text = plan(Request(run_file=run, devices=8, device="h100", overrides=packed))
     assert "attention is counted over whole rows" in text
     code, text = plan(Request(run_file=run, devices=8, device="h100", overrides=packed, document_length=700.4))
-    assert "64 rows of 8,192 tokens in documents of 700" in text and "counted over whole rows" not in text
+    assert "64 rows of 8,192 tokens in documents of 700 tokens" in text and "counted over whole rows" not in text
 
 
 def test_a_hardware_file_of_a_cpu_is_planned_as_the_catalogues_cpu(tmp_path: Path) -> None:

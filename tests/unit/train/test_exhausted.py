@@ -11,8 +11,7 @@ from torch import Tensor
 
 from shardwright.config.load import Loaded, load_run_file
 from shardwright.layout.legality import check_run
-from shardwright.measure.exhausted import REST, alive, in_backward, is_out_of_memory
-from shardwright.measure.memory import allocated_bytes
+from shardwright.measure.memory import REST, allocated_bytes, bytes_by_group, in_backward, is_out_of_memory
 from shardwright.train.exhausted import nearest_that_fits
 from shardwright.train.planned import plan_of, shape_of
 
@@ -46,9 +45,12 @@ def test_storages_count_once() -> None:
     """A view shares its storage; the rest is what no group holds."""
     weight, state = torch.zeros(100), torch.zeros(300)
     groups = {"parameters": [weight, weight.view(10, 10)], "gathered": [weight[:5]], "states": [state]}
-    assert alive(groups, None) == {"states": 1200, "parameters": 400}
-    assert list(alive(groups, 2000)) == ["states", "parameters", REST] and alive(groups, 2000)[REST] == 400
-    assert REST not in alive(groups, 1000)
+    assert bytes_by_group(groups, None) == {"states": 1200, "parameters": 400}
+    assert (
+        list(bytes_by_group(groups, 2000)) == ["states", "parameters", REST]
+        and bytes_by_group(groups, 2000)[REST] == 400
+    )
+    assert REST not in bytes_by_group(groups, 1000)
 
 
 def test_the_c_library_tells_what_is_allocated() -> None:

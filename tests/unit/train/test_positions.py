@@ -15,7 +15,7 @@ import torch
 import transformers
 from tests.gloo.engine import ODD, run_file
 
-from shardwright.attention.document_rules import check_packed_model
+from shardwright.attention.rules import check_packed_model
 from shardwright.config.schema import Model
 from shardwright.data.table import Table
 from shardwright.errors import ConfigError, ModelError

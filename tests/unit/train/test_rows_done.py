@@ -82,7 +82,7 @@ def test_fewer_epochs_than_are_done_leave_nothing_to_do() -> None:
     assert order.total_updates == 4 and order.epoch(4) == 1.6
 
 
-@pytest.mark.parametrize("trial", range(60))
+@pytest.mark.parametrize("trial", [pytest.param(n, marks=[pytest.mark.slow] if n >= 12 else []) for n in range(60)])
 def test_rows_come_once_in_each_epoch_whatever_changes(trial: int) -> None:
     """Batch sizes, windows and lengths drawn anew at up to five resumes, within windows, epochs and part-filled updates."""
     draw = random.Random(trial)

@@ -11,40 +11,24 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwright.backends.backend import RunsStage
 from shardwright.layout.pipeline_schedules import Action
 
 AHEAD = 2
 """How many actions before its use a receive is asked for: the next forward and the next backward."""
 
 
-class Computes(Protocol):
-    """A stage as the list sees it."""
-
-    def compute_forward(self, k: int, x: Tensor | None) -> Tensor:
-        """Hidden states [B, T, D], or the loss of the last stage, from the hidden states of the stage before (or None)."""
-        ...
-
-    def compute_backward(self, output: Tensor, gradient: Tensor | None, last: bool) -> None:
-        """Adds gradients of `output`, given its own; `last`: the stage's last backward of this update."""
-        ...
-
-
 class ActionList:
-    """The forwards and backwards (F and B) of this rank for one update of `microbatches` microbatches.
-
-    stages: of this rank, by index. count: of all ranks. rank_of: the pipeline rank of a stage, never that of its neighbour.
-    empty: makes a tensor like what passes between stages, [B, T, D].
-    """
+    """The forwards (F) and backwards (B) of this rank for one update; a `PipelineRuntime`."""
 
     def __init__(
         self,
         actions: Sequence[Action],
-        stages: dict[int, Computes],
+        stages: dict[int, RunsStage],
         count: int,
         rank_of: Callable[[int], int],
         group: dist.ProcessGroup,

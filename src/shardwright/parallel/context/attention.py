@@ -18,10 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwright.attention.core import Attended, Merged, attend, attend_backward, wide_dtype
+from shardwright.attention.core import Attended, Merged, attend, attend_backward
 from shardwright.attention.packed_rows import PackedRows
 from shardwright.errors import ModelError
 from shardwright.layout.size_rules import chunks
+from shardwright.models.torch_dtypes import accumulation_dtype
 from shardwright.parallel.context.documents import Block, as_one_row, as_rows, document_blocks
 
 PLACE = "_context_place"
@@ -243,7 +244,7 @@ class _Gathered(torch.autograd.Function):
             start += count
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=place.group)
-        summed = received.sum(0, dtype=wide_dtype(row.dtype)).to(row.dtype)
+        summed = received.sum(0, dtype=accumulation_dtype(row.dtype)).to(row.dtype)
         by_key, by_value = summed.split(ctx.widths, -1)
         return by_key, by_value, None
 
@@ -282,7 +283,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse, *seeds = ctx.saved_tensors
-        whole, wide = Attended(out, lse, tuple(seeds)), wide_dtype(query.dtype)
+        whole, wide = Attended(out, lse, tuple(seeds)), accumulation_dtype(query.dtype)
         sums = [torch.zeros_like(t, dtype=wide) for t in (query, key, value)]
         for block in ctx.blocks:
             _add_gradients(sums, grads[0], (query, key, value), whole, ctx.scale, block)
@@ -343,7 +344,7 @@ class _Ring(torch.autograd.Function):
         """Gradients of keys and values travel one step behind them, each rank adding its part, and end at their owner."""
         query, key, value, out, lse, *seeds = ctx.saved_tensors
         place: ContextPlace = ctx.place
-        whole, wide = Attended(out, lse, tuple(seeds)), wide_dtype(query.dtype)
+        whole, wide = Attended(out, lse, tuple(seeds)), accumulation_dtype(query.dtype)
         by_query = torch.zeros_like(query, dtype=wide)
         held, width = torch.cat([key, value], -1), key.shape[-1]
         own = torch.zeros_like(held, dtype=wide)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from shardwright.attention.calls import AttentionCall, look_into
+from shardwright.attention.calls import AttentionCall, trace_forward
 from shardwright.attention.rules import Replacement, check_attention, check_config
 from shardwright.config.schema import RunFile
 from shardwright.errors import ModelError
@@ -51,7 +51,7 @@ def check_context_model(model: nn.Module, run: RunFile) -> None:
             _ALONE,
         )
     check_config(name, values, _CONTEXT)
-    seen = look_into(model)
+    seen = trace_forward(model)
     _check_dropout(name, values, seen.calls)
     check_attention(model, values, seen, _CONTEXT)
     for call in seen.calls:

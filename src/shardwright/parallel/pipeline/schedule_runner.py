@@ -23,7 +23,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.tensor import DTensor
 
-from shardwright.backends.gloo.pipeline_runtime import ActionList
+from shardwright.backends.backend import PipelineRuntime, choose_backend
 from shardwright.config.schema import Schedule
 from shardwright.layout.pipeline_schedules import rank_actions, stage_rank
 from shardwright.parallel.pipeline.stages import Stage
@@ -36,8 +36,6 @@ SCHEDULES: dict[str, Any] = {
     "zbv": torch_schedules.ScheduleZBVZeroBubble,
 }
 ONE_STAGE = ("gpipe", "1f1b")
-LISTED = ("gpipe", "1f1b", "interleaved_1f1b")
-"""Schedules of whole backwards between ranks: on the CPU their lists are run by `ActionList`, elsewhere by torch."""
 
 
 class DataParallelKind(Protocol):
@@ -172,8 +170,9 @@ class Pipelined:
             if not stage.training:  # behind an evaluation
                 stage.train()
         vars(self._work).update(ids=ids, seed=seed, loss=loss, arguments=arguments)
-        if ids[0].device.type == "cpu" and self.schedule in LISTED:
-            self._action_list(ids).run()
+        runtime = choose_backend(ids[0].device.type).pipeline_runtime(self.schedule)
+        if runtime is not None:
+            self._actions(runtime, ids).run()
             return
         schedule = self.torch_schedule(len(ids), ids[0])
         # Stages look up their microbatch by number: torch sees numbers in place of ids and targets.
@@ -182,11 +181,11 @@ class Pipelined:
         target = numbers if self.stages[-1].is_last else None
         schedule.step(*inputs, target=target, losses=[], return_outputs=False)
 
-    def _action_list(self, ids: Sequence[Tensor]) -> ActionList:
+    def _actions(self, runtime: type[PipelineRuntime], ids: Sequence[Tensor]) -> PipelineRuntime:
         """This rank's part of the schedule for microbatches like `ids`, without torch's runtime."""
         count = self.stages[0].count
         chunks = count // self._size
-        return ActionList(
+        return runtime(
             rank_actions(self.schedule, self._size, chunks, len(ids), self._rank),
             {runner.stage.index: runner for runner in self._runners},
             count,

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from shardwright.attention.calls import blocks_without_attention, look_into
+from shardwright.attention.calls import blocks_without_attention, trace_forward
 from shardwright.config.schema import RunFile
 from shardwright.errors import ModelError, did_you_mean
 from shardwright.layout.axes import Axes
@@ -68,7 +68,7 @@ def attention_modules(model: nn.Module, parts: Parts) -> tuple[str, ...]:
     Raises `ModelError` where blocks mix tokens in another way, which pieces of a sequence would cut off.
     """
     try:
-        calls = look_into(model).calls
+        calls = trace_forward(model).calls
     except ModelError:
         return ()
     convolutions = [

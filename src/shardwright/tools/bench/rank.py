@@ -1,4 +1,4 @@
-"""One rank of a bench: `python -m shardwright.tools.bench.rank SPEC.json`. Every loop is alive in it; they take turns."""
+"""One rank of a bench: `python -m shardwright.tools.bench.rank SPEC.json`. All loops live in the rank and take turns."""
 
 from __future__ import annotations
 
@@ -11,110 +11,111 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter
 
+from shardwright.config.load import Loaded
 from shardwright.launch import finish, worker_main
+from shardwright.measure.environment import versions
 from shardwright.measure.memory import peak_device_bytes, peak_host_bytes
-from shardwright.measure.record import versions
 from shardwright.mesh.process_group import Connection, connect
 from shardwright.models.build import quiet_transformers
-from shardwright.tools.bench.overhead import measuring_seconds
-from shardwright.tools.bench.own import Own
-from shardwright.tools.bench.peers import Peer, make_peer
-from shardwright.tools.bench.spec import Spec
-from shardwright.tools.bench.turns import Turn, take_turns
+from shardwright.tools.bench.layout_loop import LayoutLoop
+from shardwright.tools.bench.peers import PeerLoop, make_peer
+from shardwright.tools.bench.timing import take_turns
 
 
 @dataclass(frozen=True)
-class OfRank:
-    """What one rank knows of one loop."""
+class Spec:
+    """What the ranks of a bench are told."""
 
-    memory: dict[str, Any]
-    traffic: list[dict[str, Any]]
-    turns: list[Turn]
-    flops: list[tuple[float, float]]
-    window: dict[str, Any]
+    layouts: dict[str, str]
+    """Name -> run, as `Loaded.to_json` writes the run."""
+    peers: tuple[str, ...]
+    """Names of `bench.peers`."""
+    warmup: int
+    """Updates of each loop before those that are timed, beside those for memory and traffic."""
+    updates: int
+    """Timed updates of each loop."""
+    hardware: str | None
+    """Device or hardware file that predicts step times."""
+    trace: str
+    """Directory for the traces, or empty."""
+    result: str
+    """File that rank 0 writes."""
+
+    def write(self, path: Path) -> None:
+        path.write_bytes(TypeAdapter(Spec).dump_json(self))
 
 
-def bench(spec: Spec, connection: Connection) -> dict[str, Any]:
-    """Builds every loop, measures memory and traffic, lets them take turns, and records traces; rank 0's result."""
-    device, layouts = connection.device, spec.loaded()
-    owns = {name: Own(name, loaded, device, spec.hardware) for name, loaded in layouts.items()}
-    memory = {name: own.measure_memory() for name, own in owns.items()}
-    traffic = {name: own.measure_traffic() for name, own in owns.items()}
-    run = next(iter(layouts.values())).run
-    peers = {name: make_peer(name, run, device) for name in spec.peers}
-    loops: dict[str, Callable[[], float]] = {name: own.update for name, own in owns.items()}
-    loops |= {name: peer.turn for name, peer in peers.items()}
+def bench(spec: Spec, layouts: dict[str, Loaded], connection: Connection) -> dict[str, Any]:
+    """Builds every loop, measures memory and traffic, lets the loops take turns, and records traces; rank 0's result."""
+    device = connection.device
+    own = {name: LayoutLoop(name, loaded, device, spec.hardware) for name, loaded in layouts.items()}
+    first = next(iter(own.values()))
+    memory = {name: loop.measure_memory() for name, loop in own.items()}
+    traffic = {name: loop.measure_traffic() for name, loop in own.items()}
+    peers = {name: make_peer(name, first.run, device) for name in spec.peers}
+    every: dict[str, LayoutLoop | PeerLoop] = {**own, **peers}
+    loops: dict[str, Callable[[], float]] = {name: loop.update for name, loop in every.items()}
     warm = take_turns(loops, spec.warmup, device)
-    every: dict[str, Own | Peer] = {**owns, **peers}
     for loop in every.values():
-        loop.counted.clear()
+        loop.counted.batches = []
     turns = take_turns(loops, spec.updates, device)
     counts = {name: loop.counted.figures() for name, loop in every.items()}
-    flops = {name: _flops(loop, next(iter(owns.values()))) for name, loop in every.items()}
+    flops = {name: _flops(loop, first) for name, loop in every.items()}
     losses = {name: loop.loss for name, loop in every.items()}
-    overhead = measuring_seconds(next(iter(owns.values())))
+    measuring = first.measuring_seconds()
     directory = Path(spec.trace) if spec.trace else None
-    windows = {name: own.measure_communication(directory) for name, own in owns.items()}
-    own_part = {
-        name: asdict(
-            OfRank(
-                memory.get(name, {}),
-                traffic.get(name, []),
-                turns[name],
-                flops[name],
-                asdict(windows[name]) if name in windows else {},
-            )
-        )
+    traced = {name: asdict(loop.measure_communication(directory)) for name, loop in own.items()}
+    of_rank = {
+        name: {
+            "memory": memory.get(name, {}),
+            "traffic": traffic.get(name, []),
+            "turns": [asdict(turn) for turn in turns[name]],
+            "flops": flops[name],
+            "traced": traced.get(name, {}),
+        }
         for name in loops
     }
     ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, {"loops": own_part, "host_bytes": peak_host_bytes()})
-    on_device = peak_device_bytes(device)
-    utilisation = next(iter(owns.values())).utilisation
-    peak = asdict(utilisation.peak) if utilisation else None
+    dist.all_gather_object(ranks, {"loops": of_rank, "host_bytes": peak_host_bytes()})
+    peak = asdict(first.utilisation.peak) if first.utilisation else None
     return {
         "loops": {
             name: {
-                "kind": "layout" if name in owns else "peer",
+                "kind": "layout" if name in own else "peer",
                 "counted": counts[name],
                 "first_seconds": [turn.seconds for turn in warm[name]],
                 "loss": losses[name],
                 "ranks": [rank["loops"][name] for rank in ranks],
                 "peak": peak,
-                **_about(owns.get(name)),
+                **(own[name].about() if name in own else {}),
             }
             for name in loops
         },
         "host_bytes": [rank["host_bytes"] for rank in ranks],
-        "device_bytes": on_device,
-        "measuring_seconds": overhead,
+        "device_bytes": peak_device_bytes(device),
+        "measuring_seconds": measuring,
         "peak": peak,
         "environment": {**versions(), **connection.configuration()},
     }
 
 
-def _flops(loop: Own | Peer, first: Own) -> list[tuple[float, float]]:
-    """Of a layout as it recomputes; of a peer, which computes the first layout's rows and recomputes nothing, without that."""
-    if isinstance(loop, Own):
+def _flops(loop: LayoutLoop | PeerLoop, first: LayoutLoop) -> list[tuple[float, float]]:
+    """FLOPs of each update; a peer computes the rows of the first layout and recomputes nothing."""
+    if isinstance(loop, LayoutLoop):
         return loop.counted.flops(loop.utilisation)
     return [(useful, 0.0) for useful, _ in loop.counted.flops(first.utilisation)]
 
 
-def _about(own: Own | None) -> dict[str, Any]:
-    if own is None:
-        return {}
-    planned = asdict(own.planned) if own.planned is not None else None
-    return {"axes": asdict(own.axes), "build_seconds": own.build_seconds, "planned": planned}
-
-
 def main() -> int:
-    spec = Spec.read(Path(sys.argv[1]))
-    hardware = next(iter(spec.loaded().values())).run.hardware
+    spec = TypeAdapter(Spec).validate_json(Path(sys.argv[1]).read_bytes())
+    layouts = {name: Loaded.from_json(text) for name, text in spec.layouts.items()}
+    hardware = next(iter(layouts.values())).run.hardware
     quiet_transformers()
     torch.manual_seed(0)
     with connect(hardware.device, hardware.timeout_seconds, hardware.threads_per_rank) as connection:
-        result = bench(spec, connection)
+        result = bench(spec, layouts, connection)
         if connection.rank_info.rank == 0:
             Path(spec.result).write_text(json.dumps(result), encoding="utf-8")
         dist.barrier()

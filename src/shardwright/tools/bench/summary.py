@@ -1,32 +1,34 @@
 """From what ranks measured to the entries of `bench.json`: one for each layout and peer. Plain data, no torch.
 
-An entry: name, kind (layout or peer), proven (None for a peer), step_seconds and targets_per_s of each timed update and the
-figures made of them, mfu, hfu, loss_off (of the last timed update, relative to the first loop's), peak_bytes and memory of the
-fullest rank, predicted, traffic by axis, communication, ranks, schedule of a pipeline, verdict.
+An entry: name, kind (layout or peer), proven (None for a peer), step_seconds and targets_per_s of each timed update and their
+statistics, mfu, hfu, loss_off (of the last timed update, relative to the first loop's), peak_bytes and memory of the
+fullest rank, predicted, traffic by axis, communication, ranks, schedule of a pipeline, verdict (the bottleneck).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from shardwright.layout.axes import Axes
-from shardwright.measure.verdict import Figures, what_limits
+from shardwright.measure.bottleneck import UpdateTimes, find_bottleneck
 from shardwright.planner.job import Layout
 from shardwright.planner.memory_timeline import walked_actions
-from shardwright.tools.bench.turns import Spread, of_run, ratio
+from shardwright.tools.bench.timing import Spread, ratio, slowest
 from shardwright.train.anomaly import slow_rank
 
 Json = dict[str, Any]
+Ranks = Sequence[Mapping[str, Any]]
+_SENT = ("predicted_calls", "recorded_calls", "predicted_bytes", "recorded_bytes")
+_PARTS = ("exposed_seconds", "compute_seconds", "products_seconds", "idle_seconds")
 
 
 def entry(name: str, loop: Mapping[str, Any], proven: bool | None, first: Mapping[str, Any]) -> Json:
-    """The entry of one loop. first: the loop that all are compared with, of the same start of ranks."""
-    ranks = loop["ranks"]
-    seconds = _seconds(loop)
-    counted, devices = loop["counted"], len(ranks)
+    """The entry of one loop. first: the loop of the same start of ranks that all loops are compared with."""
+    ranks, counted = loop["ranks"], loop["counted"]
+    seconds = _slowest(loop, "seconds")
     rates = [targets / s for targets, s in zip(counted["targets"], seconds)]
     spread = Spread.of(seconds)
     made: Json = {
@@ -41,14 +43,14 @@ def entry(name: str, loop: Mapping[str, Any], proven: bool | None, first: Mappin
         "step_seconds_spread": spread.half_width,
         "targets_per_s": rates,
         "targets_per_s_p50": median(rates),
-        "targets_per_s_per_device": median(rates) / devices,
+        "targets_per_s_per_device": median(rates) / len(ranks),
         "real_tokens_per_s": median(n / s for n, s in zip(counted["real"], seconds)),
         "slots_per_s": median(n / s for n, s in zip(counted["slots"], seconds)),
         "padding_fraction": 1 - sum(counted["real"]) / sum(counted["slots"]),
-        "wait_seconds": median(of_run([_each(rank, "waited") for rank in ranks])),
-        "collected_seconds": median(of_run([_each(rank, "collected") for rank in ranks])),
+        "wait_seconds": median(_slowest(loop, "waited")),
+        "collected_seconds": median(_slowest(loop, "collected")),
         "first_seconds": loop["first_seconds"],
-        "speed": ratio(seconds, _seconds(first)),
+        "speed": ratio(seconds, _slowest(first, "seconds")),
         "loss": loop["loss"],
         "loss_off": abs(loop["loss"] / first["loss"] - 1),
         **_utilisation(loop, seconds),
@@ -68,12 +70,11 @@ def _utilisation(loop: Mapping[str, Any], seconds: Sequence[float]) -> Json:
     of_updates = list(zip(seconds, *(rank["flops"] for rank in ranks)))
     useful = [sum(own for own, _ in flops) / s / every for s, *flops in of_updates]
     again = [sum(own for _, own in flops) / s / every for s, *flops in of_updates]
-    hardware = [one + more for one, more in zip(useful, again)]
-    return {"mfu": median(useful), "hfu": median(hardware), "peak_flops": peak["flops"]}
+    return {"mfu": median(useful), "hfu": median(map(sum, zip(useful, again))), "peak_flops": peak["flops"]}
 
 
-def _seconds(loop: Mapping[str, Any]) -> list[float]:
-    return of_run([_each(rank, "seconds") for rank in loop["ranks"]])
+def _slowest(loop: Mapping[str, Any], key: str) -> list[float]:
+    return slowest([_each(rank, key) for rank in loop["ranks"]])
 
 
 def _each(rank: Mapping[str, Any], key: str) -> list[float]:
@@ -81,14 +82,14 @@ def _each(rank: Mapping[str, Any], key: str) -> list[float]:
 
 
 def _rank(rank: Mapping[str, Any], step_seconds: float) -> Json:
-    """The straggler view: what a rank did itself, and what it waited for, scaled as in `_communication`."""
-    window = rank["window"]
-    scale = step_seconds / window["seconds"] if window else 0.0
+    """What a rank did itself and what it waited for, to see stragglers; scaled as in `_communication`."""
+    traced = rank["traced"]
+    scale = step_seconds / traced["seconds"] if traced else 0.0
     return {
         "step_seconds": median(_each(rank, "seconds")),
         "own_seconds": median(_each(rank, "busy")),
-        "compute_seconds": window["compute_seconds"] * scale if window else None,
-        "exposed_seconds": window["exposed_seconds"] * scale if window else None,
+        "compute_seconds": traced["compute_seconds"] * scale if traced else None,
+        "exposed_seconds": traced["exposed_seconds"] * scale if traced else None,
         "peak_bytes": rank["memory"].get("bytes"),
     }
 
@@ -96,78 +97,66 @@ def _rank(rank: Mapping[str, Any], step_seconds: float) -> Json:
 def _layout_part(loop: Mapping[str, Any], made: Mapping[str, Any]) -> Json:
     ranks, planned = loop["ranks"], loop["planned"]
     fullest = max((rank["memory"] for rank in ranks), key=lambda memory: memory["bytes"])
-    communication = _communication(ranks, made["step_seconds_p50"])
-    predicted = None
-    if planned is not None:
-        predicted = {
-            "peak_bytes": planned["peak_bytes"],
-            "composition": planned["composition"],
-            "moment": planned["moment"],
-            "step_seconds": planned["seconds"],
-            "step_parts": planned["parts"],
-            "pipeline_idle": planned["idle"],
-        }
+    predicted = planned and {
+        "peak_bytes": planned["peak_bytes"],
+        "composition": planned["composition"],
+        "moment": planned["moment"],
+        "step_seconds": planned["seconds"],
+        "step_parts": planned["parts"],
+        "pipeline_idle": planned["idle"],
+    }
     part: Json = {
         "axes": loop["axes"],
         "peak_bytes": fullest["bytes"],
         "memory": fullest,
         "predicted": predicted,
-        "traffic": _traffic([rank["traffic"] for rank in ranks]),
-        "communication": communication,
+        "traffic": _traffic(ranks),
+        "communication": _communication(ranks, made["step_seconds_p50"]),
         "build_seconds": loop["build_seconds"],
     }
-    part["verdict"] = asdict(what_limits(_figures(made, part, loop)))
-    return part
+    return part | {"verdict": asdict(find_bottleneck(_times(made, part)))}
 
 
-def _traffic(ranks: Sequence[Sequence[Mapping[str, Any]]]) -> Json:
-    """{axis: {collective: calls and bytes that a rank sends, the most of all ranks, and whether all are as predicted}}."""
+def _traffic(ranks: Ranks) -> Json:
+    """{axis: {collective: calls and bytes of the rank that sends most, and whether all ranks send what was predicted}}."""
     found: dict[str, dict[str, Any]] = {}
-    for rows in ranks:
-        for row in rows:
-            most = found.setdefault(row["axis"], {}).setdefault(row["collective"], dict.fromkeys(_SENT, 0.0))
-            for key in _SENT:
-                most[key] = max(most[key], row[key])
-            known, before = row["equal"], most.get("equal", True)
-            most["equal"] = None if known is None or before is None else before and known
+    for row in (row for rank in ranks for row in rank["traffic"]):
+        most = found.setdefault(row["axis"], {}).setdefault(row["collective"], dict.fromkeys(_SENT, 0.0))
+        for key in _SENT:
+            most[key] = max(most[key], row[key])
+        known, before = row["equal"], most.get("equal", True)
+        most["equal"] = None if known is None or before is None else before and known
     return found
 
 
-_SENT = ("predicted_calls", "recorded_calls", "predicted_bytes", "recorded_bytes")
-
-
-def _communication(ranks: Sequence[Mapping[str, Any]], step_seconds: float) -> Json:
+def _communication(ranks: Ranks, step_seconds: float) -> Json:
     """{axis: seconds and exposed seconds of an update by collective}, and of all axes together; the mean over ranks.
 
-    A profiler slows what it looks at, so the seconds of its window are scaled to the update as timed without it.
+    A profiler slows an update, so the traced seconds are scaled to the update as timed without it.
     """
+    traces = [rank["traced"] for rank in ranks]
+    length = mean(traced["seconds"] for traced in traces)
+    share = step_seconds / length / len(traces)
     found: dict[str, dict[str, Any]] = {}
-    window = _mean(ranks, "seconds")
-    scale = step_seconds / window
-    for rank in ranks:
-        for one in rank["window"]["by_axis"]:
-            sums = found.setdefault(one["axis"], {}).setdefault(one["collective"], dict.fromkeys(_TIMES, 0.0))
-            for key in _TIMES:
-                sums[key] += one[key] * scale / len(ranks)
-    of_run = {key: _mean(ranks, key) * scale for key in _PARTS}
-    axes = {axis: sum(rank["window"]["exposed_axes"].get(axis, 0.0) for rank in ranks) for axis in found}
-    exposed = {axis: seconds * scale / len(ranks) for axis, seconds in axes.items()}
-    return {"by_axis": found, "exposed_axes": exposed, "window_seconds": window, **of_run}
+    exposed: dict[str, float] = {}
+    for traced in traces:
+        for one in traced["by_axis"]:
+            sums = found.setdefault(one["axis"], {}).setdefault(
+                one["collective"], {"seconds": 0.0, "exposed_seconds": 0.0}
+            )
+            for key in sums:
+                sums[key] += one[key] * share
+        for axis, seconds in traced["exposed_axes"].items():
+            exposed[axis] = exposed.get(axis, 0.0) + seconds * share
+    parts = {key: sum(traced[key] for traced in traces) * share for key in _PARTS}
+    return {"by_axis": found, "exposed_axes": exposed, "window_seconds": length, **parts}
 
 
-_TIMES = ("seconds", "exposed_seconds")
-_PARTS = ("exposed_seconds", "compute_seconds", "products_seconds", "idle_seconds")
-
-
-def _mean(ranks: Sequence[Mapping[str, Any]], key: str) -> float:
-    return sum(rank["window"][key] for rank in ranks) / len(ranks)
-
-
-def _figures(made: Mapping[str, Any], part: Mapping[str, Any], loop: Mapping[str, Any]) -> Figures:
-    axes, communication, predicted = Axes(**loop["axes"]), part["communication"], part["predicted"]
+def _times(made: Mapping[str, Any], part: Mapping[str, Any]) -> UpdateTimes:
+    axes, communication, predicted = Axes(**part["axes"]), part["communication"], part["predicted"]
     stages = [axes.coordinates(rank)["pp"] for rank in range(axes.world_size)]
-    slowest, factor = slow_rank([rank["own_seconds"] for rank in made["ranks"]], stages)
-    return Figures(
+    slow, factor = slow_rank([rank["own_seconds"] for rank in made["ranks"]], stages)
+    return UpdateTimes(
         made["step_seconds_p50"],
         made["wait_seconds"],
         made["padding_fraction"],
@@ -175,7 +164,7 @@ def _figures(made: Mapping[str, Any], part: Mapping[str, Any], loop: Mapping[str
         communication["idle_seconds"],
         communication["compute_seconds"],
         communication["products_seconds"],
-        slowest if factor > 1 else None,
+        slow if factor > 1 else None,
         factor,
         predicted["pipeline_idle"] if predicted and axes.pp > 1 else None,
     )
@@ -185,7 +174,5 @@ def schedule_of(layout: Layout, microbatches: int) -> list[list[list[Any]]]:
     """The pipeline's action lists, rank by rank: [stage, F B I or W, microbatch]; empty without a pipeline."""
     if layout.axes.pp == 1:
         return []
-    return [
-        [[a.stage, a.kind, a.microbatch] for a in walked_actions(layout, microbatches, rank)]
-        for rank in range(layout.axes.pp)
-    ]
+    lists = (walked_actions(layout, microbatches, rank) for rank in range(layout.axes.pp))
+    return [[[a.stage, a.kind, a.microbatch] for a in own] for own in lists]

@@ -20,12 +20,12 @@ from shardwright.launch import inside_a_launcher, run_workers
 from shardwright.layout.legality import check_run
 from shardwright.layout.names import with_layout
 from shardwright.measure import clock
-from shardwright.measure.verdict import Verdict
+from shardwright.measure.bottleneck import Bottleneck
 from shardwright.mesh.process_group import device_kind
 from shardwright.planner.hardware import find_device
 from shardwright.planner.of_run import job_of, layout_of
 from shardwright.tools.bench.peers import check_peers, kind_of_peer, possible_peers
-from shardwright.tools.bench.spec import UPDATES, WARMUP, Spec
+from shardwright.tools.bench.rank import Spec
 from shardwright.tools.bench.summary import entry, schedule_of
 from shardwright.tools.bench.table import lines_below, show
 from shardwright.tools.check.verb import check_layouts, possible_layouts
@@ -34,21 +34,25 @@ from shardwright.train.preflight import prepare_run
 from shardwright.units import format_bytes, format_seconds
 
 RESULT, HISTORY = "bench.json", "bench-results.jsonl"
+WARMUP, UPDATES = 3, 12
 ROOM = 0.8
-"""Of the memory that is free: what loops that are alive together may take."""
+"""Share of the free memory that loops which run together may take."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a bench is asked. versus: `peers` or "". device: hardware that predicts step times. trace: directory or None."""
+    """The arguments of a bench."""
 
     ranks: int
     layouts: str
     versus: str = ""
+    """`peers` or empty."""
     updates: int = UPDATES
     warmup: int = WARMUP
     device: str | None = None
+    """Device or hardware file that predicts step times."""
     trace: Path | None = None
+    """Directory for the traces."""
 
 
 def run_bench(loaded: Loaded, request: Request) -> int:
@@ -81,7 +85,7 @@ def run_bench(loaded: Loaded, request: Request) -> int:
 def _refused_or_prepared(
     loaded: Loaded, request: Request, output: Path, console: Console
 ) -> tuple[dict[str, Loaded], list[str]]:
-    """(the timed run of each layout, peers). Before, refuses all that can be refused without a rank, and tokenises rows."""
+    """(the timed run of each layout, peers). Refuses what can be refused without a rank, and tokenises rows."""
     if request.versus not in ("", "peers"):
         raise ConfigError(f"--vs {request.versus} is not known.", "", "Valid: peers.")
     if request.device is not None:
@@ -113,7 +117,7 @@ def _refused_or_prepared(
 
 
 def _timed(loaded: Loaded, request: Request) -> Loaded:
-    """The run with what timing needs: a constant rate, enough updates, nothing written beside."""
+    """The run as it is timed: a constant learning rate, enough updates, no checkpoints."""
     updates = request.updates + request.warmup + 20
     changed: dict[str, Any] = {
         "training.max_steps": updates,
@@ -130,48 +134,22 @@ def _timed(loaded: Loaded, request: Request) -> Loaded:
 
 
 def _measured(
-    runs: dict[str, Loaded],
-    peers: list[str],
-    request: Request,
-    device: str,
-    output: Path,
-    console: Console,
+    runs: dict[str, Loaded], peers: list[str], request: Request, device: str, output: Path, console: Console
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """(entries, what else ranks told) of all loops, in as many starts of ranks as memory asks for."""
+    """(entries of all loops, the other measurements), in as few starts of ranks as memory allows."""
     entries: list[dict[str, Any]] = []
     about: dict[str, Any] = {}
     groups = list(_groups(runs, peers, request.ranks, device))
     if len(groups) > 1:
         say(
             console,
-            f"Memory does not hold all at once: {len(groups)} starts of ranks, each with the first layout.",
+            f"Memory does not hold all loops at once: {len(groups)} starts of ranks, each with the first layout.",
         )
     if request.trace is not None:
         request.trace.mkdir(parents=True, exist_ok=True)
     for names, others in groups:
-        started = clock.now()
-        with tempfile.TemporaryDirectory(prefix="bench-", dir=output) as scratch:
-            result = Path(scratch) / "result.json"
-            texts = {name: runs[name].to_json() for name in names}
-            trace = str(request.trace.absolute()) if request.trace else ""
-            spec = Spec(texts, tuple(others), request.warmup, request.updates, request.device, trace, str(result))
-            spec.write(Path(scratch) / "spec.json")
-            hardware = runs[names[0]].run.hardware
-            code = run_workers(
-                "shardwright.tools.bench.rank",
-                [str(Path(scratch) / "spec.json")],
-                nproc_per_node=request.ranks,
-                log_dir=output / "logs",
-                device=device,
-                threads=hardware.threads_per_rank,
-            )
-            if code:
-                raise ShardwrightError(
-                    f"The ranks that timed {', '.join((*names, *others))} ended with {code}.",
-                    "Nothing of them was measured.",
-                    f"Their output is in {output / 'logs'}.",
-                )
-            found = json.loads(result.read_text())
+        started, everyone = clock.now(), ", ".join((*names, *others))
+        found = _ranks_started({name: runs[name] for name in names}, others, request, device, output)
         first = found["loops"][names[0]]
         for name, loop in found["loops"].items():
             if name not in {one["name"] for one in entries}:
@@ -180,14 +158,42 @@ def _measured(
                     made["schedule"] = _schedule(runs[name], request.ranks)
                 entries.append(made)
         about = {key: value for key, value in found.items() if key != "loops"}
-        say(console, f"{', '.join(found['loops'])}: {format_seconds(clock.now() - started)}.")
+        say(console, f"{everyone}: {format_seconds(clock.now() - started)}.")
     return entries, about
+
+
+def _ranks_started(
+    runs: dict[str, Loaded], peers: list[str], request: Request, device: str, output: Path
+) -> dict[str, Any]:
+    """What the ranks of one start measured."""
+    with tempfile.TemporaryDirectory(prefix="bench-", dir=output) as scratch:
+        result, path = Path(scratch) / "result.json", Path(scratch) / "spec.json"
+        texts = {name: run.to_json() for name, run in runs.items()}
+        trace = str(request.trace.absolute()) if request.trace else ""
+        spec = Spec(texts, tuple(peers), request.warmup, request.updates, request.device, trace, str(result))
+        spec.write(path)
+        code = run_workers(
+            "shardwright.tools.bench.rank",
+            [str(path)],
+            nproc_per_node=request.ranks,
+            log_dir=output / "logs",
+            device=device,
+            threads=next(iter(runs.values())).run.hardware.threads_per_rank,
+        )
+        if code:
+            raise ShardwrightError(
+                f"The ranks that timed {', '.join((*runs, *peers))} ended with {code}.",
+                "They left no measurements.",
+                f"Their output is in {output / 'logs'}.",
+            )
+        found: dict[str, Any] = json.loads(result.read_text())
+        return found
 
 
 def _groups(
     runs: dict[str, Loaded], peers: list[str], ranks: int, device: str
 ) -> Iterator[tuple[list[str], list[str]]]:
-    """(layouts, peers) that fit into memory together; the first layout is in each, to compare with."""
+    """(layouts, peers) that fit into memory together; the first layout is in every group, to compare with."""
     names = list(runs)
     room = ROOM * psutil.virtual_memory().available if device == "cpu" else None
     sizes = {name: _bytes(runs[name], ranks) for name in names}
@@ -235,11 +241,8 @@ def _finished(
         say(console, line)
     for one in entries:
         if one["kind"] == "layout":
-            say(console, f"{one['name']}: {Verdict(**one['verdict'])}")
-    say(
-        console,
-        f"Host memory of a rank: {format_bytes(max(about['host_bytes']))} at most, all loops together.",
-    )
+            say(console, f"{one['name']}: {Bottleneck(**one['verdict'])}")
+    say(console, f"Host memory of a rank: {format_bytes(max(about['host_bytes']))} at most, all loops together.")
     environment = {"date": clock.date(), **about["environment"]}
     refused = [name for name, code in codes.items() if code]
     whole = {

@@ -1,4 +1,7 @@
-"""From the run file to the run that is checked: exact dtypes, accumulation and unequal targets, a size that fits. All said."""
+"""From the run file to the run that is checked: exact dtypes, accumulation, unequal targets, a size that fits this machine.
+
+Each change has a line that reports it.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,9 @@ from shardwright.config.schema import Precision, RunFile
 from shardwright.layout.import_path import is_import_path
 from shardwright.models import build_model
 from shardwright.models.build import read_config
-from shardwright.tools.check.changes import Changes, has_dropout
+from shardwright.models.dropout import has_dropout
 from shardwright.tools.check.float32_inside import float32_inside
-from shardwright.tools.check.rows import CheckedRows
+from shardwright.tools.check.rows import Changes, CheckedRows
 from shardwright.tools.check.shrink import (
     SHARE,
     Limits,
@@ -34,7 +37,7 @@ from shardwright.train.positions import check_positions
 
 @dataclass(frozen=True)
 class Adjusted:
-    """The run that is checked, what both sides change in rows and dropout, how many updates, and what to say about it."""
+    """The run that is checked, what both sides change in rows and dropout, the number of updates, and the report."""
 
     run: RunFile
     changes: Changes
@@ -43,18 +46,11 @@ class Adjusted:
 
 
 def adjust(
-    run: RunFile,
-    *,
-    dtype: str,
-    data_ranks: int,
-    device: str,
-    updates: int,
-    layouts: int = 1,
-    split: bool = False,
+    run: RunFile, *, dtype: str, data_ranks: int, device: str, updates: int, layouts: int = 1, split: bool = False
 ) -> Adjusted:
     """What is checked of `run` on `data_ranks` data ranks. dtype: fp64, or run for the run file's own.
 
-    layouts: how many are recorded. split: some layout splits the model or its rows, and draws other random numbers.
+    layouts: number of layouts that are recorded. split: some layout splits the model or its rows (pp, cp, tp).
     """
     lines = []
     learning_rate_factor(run.training, run.training.max_steps or 1)
@@ -64,10 +60,10 @@ def adjust(
         )
     run, vocabulary, shrunk = _fitting(run, data_ranks, updates, 1 + layouts)
     lines += shrunk
-    if dtype == "fp64" and run.memory.compile and (narrow := float32_inside(run.model)):
+    if dtype == "fp64" and run.memory.compile and (module := float32_inside(run.model)):
         run = run.model_copy(update={"memory": run.memory.model_copy(update={"compile": False})})
         lines.append(
-            f"memory.compile is off: {narrow} computes in float32 whatever the dtype, and a compiled block sums it in another "
+            f"memory.compile is off: {module} computes in float32 whatever the dtype, and a compiled block sums it in another "
             "order (3e-7 of a gradient, measured). `--dtype run` compares compiled blocks."
         )
     changes = Changes(vocabulary=vocabulary)
@@ -80,20 +76,25 @@ def adjust(
         updates = rows.order.total_updates
         lines.append(f"The run has {updates} updates only; all of them are compared.")
     if _equal_targets(rows, updates):
-        changes = replace(changes, thin=True)
+        changes = replace(changes, mask_labels=True)
         lines.append(
             "All microbatches have the same number of targets: some labels are masked, so that a mean of means would show."
         )
-    if device != "cpu":
+    if reason := _no_dropout(run, device, split):
         changes = replace(changes, no_dropout=True)
-        lines.append(f"Dropout is off: {device} and the reference on the CPU draw different random numbers.")
-    elif run.data.batching != "pad" and has_dropout(build_model(run.model, torch.float32)):
-        changes = replace(changes, no_dropout=True)
-        lines.append("Dropout is off: rows and documents alone draw different random numbers.")
-    elif split and has_dropout(build_model(run.model, torch.float32)):
-        changes = replace(changes, no_dropout=True)
-        lines.append("Dropout is off: layouts with pp, cp or tp draw other random numbers than a single process.")
+        lines.append(f"Dropout is off: {reason}.")
     return Adjusted(run, changes, updates, tuple(lines))
+
+
+def _no_dropout(run: RunFile, device: str, split: bool) -> str:
+    """Why the two sides would draw other dropout masks, or empty."""
+    if device != "cpu":
+        return f"{device} and the reference on the CPU draw different random numbers"
+    if not (split or run.data.batching != "pad") or not has_dropout(build_model(run.model, torch.float32)):
+        return ""
+    if run.data.batching != "pad":
+        return "rows and documents alone draw different random numbers"
+    return "layouts with pp, cp or tp draw other random numbers than a single process"
 
 
 def _config(run: RunFile) -> dict[str, Any] | None:

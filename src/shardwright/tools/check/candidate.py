@@ -1,4 +1,4 @@
-"""The candidate: the engine of `train` on N ranks, one layout after another, its numbers gathered and written by rank 0.
+"""The candidate: the engine of `train` on N ranks, one layout after another; rank 0 gathers and writes the numbers.
 
 Started as `python -m shardwright.tools.check.candidate specs.json` on every rank.
 """
@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -27,48 +28,45 @@ from shardwright.measure import clock
 from shardwright.mesh.device_mesh import FLATTENED
 from shardwright.mesh.process_group import connect
 from shardwright.models.build import quiet_transformers
+from shardwright.models.dropout import silence_dropout
 from shardwright.models.model_parts import canonical_name
-from shardwright.tools.check.changes import Changes, silence_dropout
-from shardwright.tools.check.company import company
+from shardwright.tools.check.batch_invariance import batch_invariance
 from shardwright.tools.check.fault_injection import plant
 from shardwright.tools.check.force_float64 import float64_throughout
 from shardwright.tools.check.gather import whole_on_first_rank
 from shardwright.tools.check.record import MicrobatchNote, Record, Scalars
-from shardwright.tools.check.rows import CheckedRows
+from shardwright.tools.check.rows import Changes, CheckedRows
 from shardwright.train.update import Engine, UpdateResult
 
 DONE = "done"
-"""Written into a record's directory at the end: the seconds that the candidate took."""
+"""File of a record's directory that is written at the end: the seconds that the candidate took."""
 
 REDUCED_BYTES = 16 * 2**20
-"""Up to so many bytes of weights are compared between ranks at once."""
+"""Bytes of weights that are compared between ranks at once, at most."""
 
 
 @dataclass(frozen=True)
 class CandidateSpec:
-    """What a rank is told: the run file's resolved sections, where to write, and what to change. `fault` is planted."""
+    """What a rank is told."""
 
     run: dict[str, Any]
+    """Resolved sections of the run file."""
     directory: str
+    """Of the record."""
     updates: int
     changes: Changes
     fault: str = ""
+    """Fault to inject, or empty."""
 
     @property
     def seconds(self) -> float | None:
-        """How long it took, None where it did not come to its end."""
+        """The time that the candidate took, None where it did not finish."""
         path = Path(self.directory) / DONE
         return float(path.read_text()) if path.exists() else None
 
 
-def write_specs(specs: Sequence[CandidateSpec], path: Path) -> None:
-    """Writes what `read_specs` reads."""
-    path.write_text(json.dumps([asdict(spec) for spec in specs]))
-
-
-def read_specs(path: Path) -> list[CandidateSpec]:
-    """The specs in the order in which they are run."""
-    return [CandidateSpec(**{**data, "changes": Changes(**data["changes"])}) for data in json.loads(path.read_text())]
+SPECS = TypeAdapter(list[CandidateSpec])
+"""Reads and writes the file that ranks are started with: the candidates in the order in which they run."""
 
 
 class Recorder:
@@ -221,9 +219,9 @@ def record_updates(spec: CandidateSpec, device: torch.device) -> None:
         result = engine.step()
         recorder.after_step(number, batch, result)
     with float64_throughout(run):
-        found = company(engine, rows.update(0))
+        sums = batch_invariance(engine, rows.update(0))
     if recorder.record is not None:
-        recorder.record.write_company(found)
+        recorder.record.write_batch_invariance(sums)
     dist.barrier()
     if dist.get_rank() == 0:
         (Path(spec.directory) / DONE).write_text(str(clock.now() - started))
@@ -231,7 +229,7 @@ def record_updates(spec: CandidateSpec, device: torch.device) -> None:
 
 def main() -> int:
     """Runs every spec of the file that the command line names."""
-    specs = read_specs(Path(sys.argv[1]))
+    specs = SPECS.validate_json(Path(sys.argv[1]).read_bytes())
     hardware = RunFile.model_validate_json(json.dumps(specs[0].run)).hardware
     quiet_transformers()
     with connect(hardware.device, hardware.timeout_seconds, hardware.threads_per_rank) as connection:

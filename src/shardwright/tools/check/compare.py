@@ -8,36 +8,29 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardwright.tools.check.allowance import ParameterAllowance
-from shardwright.tools.check.record import Company, Record, Scalars
-from shardwright.tools.check.tolerance import FLOOR, Tolerance
-
-STAGES = (
-    "start", "rows", "target_tokens", "loss", "company", "grad", "grad_norm", "learning_rate", "state", "param", "replicas"
-)  # fmt: skip
-"""What is compared, in the order in which an update computes it."""
+from shardwright.tools.check.record import BatchInvariance, Record, Scalars
+from shardwright.tools.check.tolerance import FLOOR, ParameterAllowance, Tolerance
 
 
 @dataclass(frozen=True)
 class TensorNumbers:
-    """One tensor compared.
-
-    difference: max|candidate - reference|; scale: what `relative` = difference / scale refers to; used: the largest
-    share of the allowance (1 or less passes; not a number fails). ratio: the factor s that brings s x reference
-    nearest to the candidate (0 where the reference is zero); residual: max|candidate - s x reference| / max|candidate|.
-    rows: the first and the last row (index of dim 0) that differ by more than is allowed.
-    """
+    """One tensor compared; its `relative` difference is difference / scale."""
 
     name: str
     shape: tuple[int, ...]
     difference: float
+    """max|candidate - reference|"""
     scale: float
     used: float
+    """Largest share of the allowance; more than 1 fails, and so does NaN."""
     ratio: float
+    """Factor s that brings s x reference nearest to the candidate; 0 where the reference is zero."""
     residual: float
-    reference_max: float
+    """max|candidate - s x reference| / max|candidate|"""
     candidate_max: float
+    """max|candidate|"""
     rows: tuple[int, int] | None = None
+    """First and last row (index of dim 0) beyond the allowance."""
 
     @property
     def relative(self) -> float:
@@ -68,11 +61,7 @@ class ScalarNumbers:
 
 @dataclass(frozen=True)
 class UpdateComparison:
-    """One update compared.
-
-    missing, extra: parameters that only one of the two has. missing_states: kinds that the candidate's optimizer lacks.
-    company: where a row's loss depends on the company it is in, with update 1.
-    """
+    """One update compared."""
 
     update: int
     reference: Scalars
@@ -81,33 +70,32 @@ class UpdateComparison:
     scalars: dict[str, ScalarNumbers]
     tensors: dict[str, tuple[TensorNumbers, ...]]
     missing: tuple[str, ...] = ()
+    """Parameters that the candidate lacks."""
     extra: tuple[str, ...] = ()
+    """Parameters that only the candidate has."""
     missing_states: tuple[str, ...] = ()
-    company: Company | None = None
+    """Kinds of state that the candidate's optimizer lacks."""
+    batch_invariance: BatchInvariance | None = None
+    """Update 1 only, where a row's loss depends on other rows or on padding."""
 
-    def failed_stages(self) -> Iterator[tuple[str, str]]:
-        """(stage, kind) of everything that differs, in the order in which an update is computed."""
-        if self.rows_differ:
-            yield "rows", "rows"
-        for stage in ("target_tokens", "loss"):
-            if self.scalars[stage].differs:
-                yield stage, stage
-        if self.company is not None:
-            yield "company", "loss"
-        if any(t.differs for t in self.tensors.get("grad", ())) or self.missing or self.extra:
-            yield "grad", "grad"
-        for stage in ("grad_norm", "learning_rate"):
-            if self.scalars[stage].differs:
-                yield stage, stage
-        for kind, numbers in self.tensors.items():
-            if kind not in ("grad", "param") and any(t.differs for t in numbers):
-                yield "state", kind
-        for kind in self.missing_states:
-            yield "state", kind
-        if any(t.differs for t in self.tensors.get("param", ())):
-            yield "param", "param"
-        if self.scalars["replicas"].differs:
-            yield "replicas", "replicas"
+    def failures(self) -> Iterator[tuple[str, str]]:
+        """(what, kind) of everything that differs, in the order in which an update computes; see `diagnose.diagnose`."""
+        states = [kind for kind in self.tensors if kind not in ("grad", "param")]
+        order: list[tuple[str, str, bool]] = [
+            ("rows", "rows", self.rows_differ),
+            *((name, name, self.scalars[name].differs) for name in ("target_tokens", "loss")),
+            ("batch_invariance", "loss", self.batch_invariance is not None),
+            ("grad", "grad", self._differ("grad") or bool(self.missing or self.extra)),
+            *((name, name, self.scalars[name].differs) for name in ("grad_norm", "learning_rate")),
+            *(("state", kind, self._differ(kind)) for kind in states),
+            *(("state", kind, True) for kind in self.missing_states),
+            ("param", "param", self._differ("param")),
+            ("replicas", "replicas", self.scalars["replicas"].differs),
+        ]
+        return ((what, kind) for what, kind, differs in order if differs)
+
+    def _differ(self, kind: str) -> bool:
+        return any(t.differs for t in self.tensors.get(kind, ()))
 
 
 @dataclass(frozen=True)
@@ -118,12 +106,12 @@ class Comparison:
     updates: tuple[UpdateComparison, ...]
 
     def failures(self) -> Iterator[tuple[int, str, str]]:
-        """(update, stage, kind) of everything that differs, earliest first; update 0 is the start."""
+        """(update, what, kind) of everything that differs, earliest first; update 0 is the start."""
         if any(t.differs for t in self.start):
             yield 0, "start", "param"
         for update in self.updates:
-            for stage, kind in update.failed_stages():
-                yield update.update, stage, kind
+            for what, kind in update.failures():
+                yield update.update, what, kind
 
     @property
     def passed(self) -> bool:
@@ -132,25 +120,27 @@ class Comparison:
     def worst(self, kinds: Callable[[str], bool]) -> TensorNumbers | None:
         """The tensor with the largest share of its allowance among the kinds that `kinds` accepts."""
         found = [t for u in self.updates for kind, numbers in u.tensors.items() if kinds(kind) for t in numbers]
-        return max(found, key=lambda t: t.used if t.used == t.used else float("inf"), default=None)
+        return max(found, key=_severity, default=None)
 
     def worst_scalar(self, name: str) -> ScalarNumbers:
         """The update in which a scalar is furthest off."""
-        return max(
-            (u.scalars[name] for u in self.updates),
-            key=lambda s: s.used if s.used == s.used else float("inf"),
-        )
+        return max((u.scalars[name] for u in self.updates), key=_severity)
+
+
+def _severity(numbers: TensorNumbers | ScalarNumbers) -> float:
+    """The used share of the allowance; NaN is the worst."""
+    return numbers.used if numbers.used == numbers.used else float("inf")
 
 
 def compare_tensor(
     name: str, reference: Tensor, candidate: Tensor, allowed: Tensor | float, scale: float
 ) -> TensorNumbers:
-    """The numbers of one tensor; `allowed` is one bound or one for each element. A shape that differs uses infinitely much."""
+    """The numbers of one tensor; `allowed`: one bound, or one for each element. Another shape uses an infinite share."""
     shape = tuple(reference.shape)
     if shape != tuple(candidate.shape):
-        return TensorNumbers(name, shape, float("inf"), scale, float("inf"), 0.0, float("inf"), 0.0, 0.0)
+        return TensorNumbers(name, shape, float("inf"), scale, float("inf"), 0.0, float("inf"), 0.0)
     if not reference.numel():
-        return TensorNumbers(name, shape, 0.0, scale, 0.0, 0.0, 0.0, 0.0, 0.0)
+        return TensorNumbers(name, shape, 0.0, scale, 0.0, 0.0, 0.0, 0.0)
     r, c = reference.double().flatten(), candidate.double().flatten()
     gap = (c - r).abs()
     bound = allowed.double().flatten() if isinstance(allowed, Tensor) else torch.full_like(gap, allowed)
@@ -166,7 +156,6 @@ def compare_tensor(
         used=torch.where(gap == 0, 0.0, gap / bound).max().item(),
         ratio=ratio,
         residual=(c - ratio * r).abs().max().item() / largest if largest else 0.0,
-        reference_max=r.abs().max().item(),
         candidate_max=largest,
         rows=(int(wrong[0]), int(wrong[-1])) if len(wrong) else None,
     )
@@ -188,7 +177,7 @@ def _rows(scalars: Scalars) -> list[tuple[int, tuple[int, ...], int]]:
 
 
 class _Comparer:
-    """Compares update after update; what may differ grows by what was allowed to differ before."""
+    """Compares update after update; the allowance grows by what was allowed before."""
 
     def __init__(self, reference: Record, candidate: Record, tolerance: Tolerance) -> None:
         self.reference, self.candidate, self.tolerance = reference, candidate, tolerance
@@ -222,7 +211,7 @@ class _Comparer:
         self.allowance.grow(self.reference, number, ours, scales["grad"], relative)
         tensors["param"] = self._parameters(number)
         names, own = (set(record.tensors(number, "param").names) for record in (self.reference, self.candidate))
-        company = self.candidate.company() if number == 1 else None
+        sums = self.candidate.batch_invariance() if number == 1 else None
         return UpdateComparison(
             number,
             ours,
@@ -233,7 +222,7 @@ class _Comparer:
             missing=tuple(sorted(names - own)),
             extra=tuple(sorted(own - names)),
             missing_states=tuple(kind for kind in kinds if kind not in held),
-            company=company if company and company.matters(self.tolerance.relative) else None,
+            batch_invariance=sums if sums and sums.broken_by(self.tolerance.relative) else None,
         )
 
     def _scalars(self, number: int, ours: Scalars, theirs: Scalars, relative: float) -> dict[str, ScalarNumbers]:
@@ -262,7 +251,7 @@ class _Comparer:
         ), scales
 
     def _parameters(self, number: int) -> tuple[TensorNumbers, ...]:
-        """The parameters after the step; notes by what part of the step the two sides have drifted apart."""
+        """The parameters after the step; sets `drift`, the distance of the two sides / the length of the step."""
         before, after = self.reference.tensors(number - 1, "param"), self.reference.tensors(number, "param")
         own, compared, apart, moved = self.candidate.tensors(number, "param"), [], 0.0, 0.0
         for name in (name for name in after.names if name in own.names):
@@ -283,7 +272,7 @@ def _largest(tensor: Tensor) -> float:
 def compare_records(
     reference: Record, candidate: Record, tolerance: Tolerance, updates: int | None = None
 ) -> Comparison:
-    """All updates of the reference, or its first `updates`, against the candidate's; tensors in the order of the model."""
+    """All updates of the reference, or its first `updates`, against the candidate's."""
     comparer = _Comparer(reference, candidate, tolerance)
     numbers = reference.updates()[:updates]
     return Comparison(comparer.start(), tuple(comparer.update(number) for number in numbers))

@@ -1,12 +1,12 @@
-"""What a fault would make of the numbers, computed from the reference, and how well the candidate agrees with it.
+"""The tensors that a fault would produce, computed from the reference, and how well the candidate agrees with them.
 
-Each hypothesis is a set of tensors. `fit` finds the factor that brings them nearest to the candidate's; a small residual
-means that the candidate computed this, up to the factor. Nothing here decides anything: diagnose.py reads the fits.
+Each hypothesis is a set of tensors. `fit` finds the factor that brings the tensors nearest to the candidate's; a small residual
+means that the candidate computed them, up to the factor. diagnose.py reads the fits and decides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,8 @@ from torch import Tensor
 from shardwright.tools.check.record import Notes, Record
 
 Tensors = Mapping[str, Tensor]
+Beyond = dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]]
+"""{hypothesis: (what is subtracted from the candidate, what the rest should be)}"""
 
 
 @dataclass(frozen=True)
@@ -42,14 +44,6 @@ def fit(candidate: Tensors, hypothesis: Tensors, names: Iterable[str]) -> Fit | 
     return Fit(factor, (c - factor * h).abs().max().item() / largest)
 
 
-def _sum(parts: Iterable[tuple[float, Tensors]]) -> dict[str, Tensor]:
-    total: dict[str, Tensor] = {}
-    for weight, tensors in parts:
-        for name, tensor in tensors.items():
-            total[name] = total.get(name, 0.0) + weight * tensor.double()
-    return total
-
-
 def gradient_hypotheses(
     probe: Mapping[int, Tensors], divisors: tuple[float, ...], data_ranks: int
 ) -> dict[str, dict[str, Tensor]]:
@@ -58,17 +52,24 @@ def gradient_hypotheses(
     `probe` holds the sum-gradient of each microbatch by its index and `divisors` what it counts; microbatch k of data
     rank d has index k x data_ranks + d.
     """
-    total, count = sum(divisors), len(divisors)
+    count = len(divisors)
     rounds = count // data_ranks
     of_rank = [[k * data_ranks + d for k in range(rounds)] for d in range(data_ranks)]
     of_round = [[k * data_ranks + d for d in range(data_ranks)] for k in range(rounds)]
 
+    def weighted(weights: Mapping[int, float]) -> dict[str, Tensor]:
+        total: dict[str, Tensor] = {}
+        for i, weight in weights.items():
+            for name, tensor in probe[i].items():
+                total[name] = total.get(name, 0.0) + weight * tensor.double()
+        return total
+
     def mean_of_means(groups: list[list[int]]) -> dict[str, Tensor]:
-        means = ((1 / (sum(divisors[i] for i in group) or 1.0) / len(groups), group) for group in groups)
-        return _sum((weight, probe[i]) for weight, group in means for i in group)
+        counts = [(group, sum(divisors[i] for i in group) or 1.0) for group in groups]
+        return weighted({i: 1 / own / len(groups) for group, own in counts for i in group})
 
     def only(indices: list[int]) -> dict[str, Tensor]:
-        return _sum((1 / total, probe[i]) for i in indices)
+        return weighted(dict.fromkeys(indices, 1 / sum(divisors)))
 
     result = {"mean_of_microbatch_means": mean_of_means([[i] for i in range(count)])}
     if rounds > 1:
@@ -82,10 +83,8 @@ def gradient_hypotheses(
     return result
 
 
-def state_hypotheses(
-    reference: Record, update: int, notes: Notes, kind: str
-) -> dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]]:
-    """{hypothesis: (what is subtracted from the candidate's state, what the rest should be)} for a first moment.
+def state_hypotheses(reference: Record, update: int, notes: Notes, kind: str) -> Beyond:
+    """Hypotheses about a first moment; none about other states.
 
     With m = b m_before + w g: the rest after b m_before is w g times a factor when the clip coefficient is wrong; the
     state itself is w g when it was reset; what is there beyond the reference is w x decay x parameter when decay goes
@@ -109,10 +108,8 @@ def state_hypotheses(
     return result
 
 
-def parameter_hypotheses(
-    reference: Record, update: int, notes: Notes
-) -> dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]]:
-    """{hypothesis: (what is subtracted from the candidate's parameters, what the rest should be)} after a step.
+def parameter_hypotheses(reference: Record, update: int, notes: Notes) -> Beyond:
+    """Hypotheses about the parameters after a step.
 
     step_scaled: the whole movement times a factor. decay_added: -lr x decay x parameter beyond the reference.
     gradient_scaled: -lr x clipped gradient beyond the reference (SGD), the factor being (wrong - right) / right.
@@ -124,26 +121,15 @@ def parameter_hypotheses(
     decay = {name: -rate * notes.weight_decay * before[name] for name in after}
     result = {"step_scaled": (before, step), "decay_added": (after, decay)}
     if notes.optimizer == "sgd":
-        gradients = reference.tensors(update, "grad").read()
-        result["gradient_scaled"] = (
-            after,
-            {n: -rate * scalars.clip_coefficient * g for n, g in gradients.items()},
-        )
+        clipped, gradients = rate * scalars.clip_coefficient, reference.tensors(update, "grad").read()
+        result["gradient_scaled"] = (after, {n: -clipped * g for n, g in gradients.items()})
     return result
 
 
-def fit_beyond(
-    candidate: Tensors, hypotheses: Mapping[str, tuple[Tensors, Tensors]], names: Iterable[str]
-) -> dict[str, Fit]:
-    """The fits of hypotheses that speak of a difference: candidate - first against second."""
-    chosen = tuple(names)
-    fits: dict[str, Fit] = {}
+def _fit_beyond(candidate: Tensors, hypotheses: Beyond, names: tuple[str, ...]) -> Iterator[tuple[str, Fit | None]]:
     for label, (taken, rest) in hypotheses.items():
-        own = {n: candidate[n].double() - taken[n].double() for n in chosen if n in candidate and n in taken}
-        found = fit(own, rest, chosen)
-        if found is not None:
-            fits[label] = found
-    return fits
+        own = {n: candidate[n].double() - taken[n].double() for n in names if n in candidate and n in taken}
+        yield label, fit(own, rest, names)
 
 
 def collect_fits(
@@ -152,17 +138,18 @@ def collect_fits(
     """Every hypothesis about tensors of `kind` in `update`, fitted over the tensors `names` that differ."""
     notes = reference.notes()
     own = candidate.tensors(update, kind).read()
+    fits: dict[str, Fit | None]
     if kind == "param":
-        return fit_beyond(own, parameter_hypotheses(reference, update, notes), names)
-    if kind != "grad":
-        return fit_beyond(own, state_hypotheses(reference, update, notes, kind), names)
-    plain: dict[str, Callable[[], Tensors]] = {"scaled": reference.tensors(update, "grad").read}
-    if update == 1:
-        named = gradient_hypotheses(reference.probe(), notes.microbatch_divisors, data_ranks)
-        plain |= {label: (lambda tensors=tensors: tensors) for label, tensors in named.items()}  # type: ignore[misc]
-    fits = {label: fit(own, tensors(), names) for label, tensors in plain.items()}
-    found = {label: value for label, value in fits.items() if value is not None}
-    if update > 1:
-        now, last = reference.tensors(update, "grad").read(), reference.tensors(update - 1, "grad").read()
-        found |= fit_beyond(own, {"left_over": (now, last)}, names)
-    return found
+        fits = dict(_fit_beyond(own, parameter_hypotheses(reference, update, notes), names))
+    elif kind != "grad":
+        fits = dict(_fit_beyond(own, state_hypotheses(reference, update, notes, kind), names))
+    else:
+        right = reference.tensors(update, "grad").read()
+        fits = {"scaled": fit(own, right, names)}
+        if update == 1:
+            mixed = gradient_hypotheses(reference.probe(), notes.microbatch_divisors, data_ranks)
+            fits |= {label: fit(own, tensors, names) for label, tensors in mixed.items()}
+        else:
+            last = reference.tensors(update - 1, "grad").read()
+            fits |= dict(_fit_beyond(own, {"left_over": (right, last)}, names))
+    return {label: found for label, found in fits.items() if found is not None}

@@ -11,12 +11,14 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import torch
+from pydantic import TypeAdapter
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -31,12 +33,7 @@ class MicrobatchNote:
 
 @dataclass(frozen=True)
 class Scalars:
-    """The numbers of one update; what stands below `microbatches` is the candidate's only.
-
-    local_norms: the norm of what each rank holds of the gradient. losses, grad_norms: as each rank reports them.
-    replica_gap: the largest difference between weights that ranks should hold alike, relative to the largest weight of
-    that parameter, `replica_name`.
-    """
+    """The numbers of one update; the fields below `microbatches` are the candidate's only."""
 
     target_tokens: int
     loss: float
@@ -45,55 +42,47 @@ class Scalars:
     learning_rate: float
     microbatches: tuple[MicrobatchNote, ...] = ()
     local_norms: tuple[float, ...] = ()
+    """By rank, the norm of the rank's part of the gradient."""
     losses: tuple[float, ...] = ()
+    """By rank, as reported."""
     grad_norms: tuple[float, ...] = ()
+    """By rank, as reported."""
     replica_gap: float = 0.0
+    """Largest difference between weights that should be equal on several ranks / largest weight of that parameter."""
     replica_name: str = ""
-
-    @staticmethod
-    def from_json(data: dict[str, Any]) -> Scalars:
-        notes = tuple(
-            MicrobatchNote(note["rank"], note["index"], tuple(note["rows"]), note["targets"])
-            for note in data["microbatches"]
-        )
-        lists = {key: tuple(value) for key, value in data.items() if isinstance(value, list)}
-        return Scalars(**{**data, **lists, "microbatches": notes})
+    """That parameter."""
 
 
 @dataclass(frozen=True)
-class Company:
-    """Loss sums of one microbatch of every data rank, of as many `rows`, computed in three ways (see company.py).
-
-    alone: None where documents cannot be run without padding.
-    """
+class BatchInvariance:
+    """Loss sums of the same rows, computed in three ways (see batch_invariance.py)."""
 
     rows: int
+    """Rows of a data rank."""
     together: float
+    """In one microbatch."""
     one_by_one: float
+    """Each row in its own microbatch."""
     alone: float | None
+    """Each document in its own microbatch, without padding; None where that is not possible."""
 
-    def matters(self, relative: float) -> str:
-        """What the loss depends on, `neighbours` or `width`: the sums differ by more than `relative`. Else nothing."""
-        if _differ(self.together, self.one_by_one, relative):
+    def broken_by(self, relative: float) -> str:
+        """`neighbours` or `width` where two sums differ by more than `relative`, else empty."""
+
+        def differ(a: float, b: float) -> bool:
+            return not abs(a - b) <= relative * max(abs(a), abs(b))
+
+        if differ(self.together, self.one_by_one):
             return "neighbours"
-        return "width" if self.alone is not None and _differ(self.one_by_one, self.alone, relative) else ""
-
-
-def _differ(a: float, b: float, relative: float) -> bool:
-    return not abs(a - b) <= relative * max(abs(a), abs(b))
+        return "width" if self.alone is not None and differ(self.one_by_one, self.alone) else ""
 
 
 @dataclass(frozen=True)
 class Notes:
-    """What the reference knows of the run beyond its updates; `diagnose` reads it.
-
-    names: of the parameters in the model's order. microbatch_targets, microbatch_divisors, microbatch_loss_sums: of
-    update 1, by microbatch index; divisors are the sums of the weights of targets, or what the user's own loss counts.
-    other_counts: numbers that are sometimes mistaken for the target count. other_losses: losses of update 1 under
-    mistaken labels. learning_rates: by scheduler step.
-    """
+    """What the reference knows of the run beside its updates; `diagnose` reads the notes."""
 
     names: tuple[str, ...]
+    """Parameters in the order of the model."""
     optimizer: str
     weight_decay: float
     adam: dict[str, float]
@@ -103,17 +92,17 @@ class Notes:
     tied: tuple[tuple[str, ...], ...]
     blocks: tuple[str, ...]
     microbatch_targets: tuple[int, ...]
+    """Of update 1, by microbatch, as the next two."""
     microbatch_divisors: tuple[float, ...]
+    """Sum of the weights of the targets, or the count that the user's own loss returns."""
     microbatch_loss_sums: tuple[float, ...]
     other_counts: dict[str, int]
+    """Numbers that are sometimes taken for the target count, by description."""
     other_losses: dict[str, float]
+    """Losses of update 1 under mistaken labels, by description."""
     learning_rates: tuple[float, ...]
+    """By scheduler step."""
     lines: tuple[str, ...] = field(default=())
-
-    @staticmethod
-    def from_json(data: dict[str, Any]) -> Notes:
-        fixed: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
-        return Notes(**{**fixed, "tied": tuple(tuple(group) for group in data["tied"])})
 
 
 class TensorFile:
@@ -138,24 +127,6 @@ class Record:
         self.directory = directory
         directory.mkdir(parents=True, exist_ok=True)
 
-    def write_tensors(self, update: int, kind: str, tensors: Mapping[str, Tensor]) -> None:
-        whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        save_file(whole, self.directory / f"update-{update}.{kind}.safetensors")
-
-    def write_scalars(self, update: int, scalars: Scalars) -> None:
-        (self.directory / f"update-{update}.json").write_text(json.dumps(asdict(scalars)))
-
-    def write_company(self, company: Company) -> None:
-        (self.directory / "company.json").write_text(json.dumps(asdict(company)))
-
-    def company(self) -> Company | None:
-        """What the candidate found of its first microbatch; None in a record of the reference."""
-        path = self.directory / "company.json"
-        return Company(**json.loads(path.read_text())) if path.exists() else None
-
-    def write_notes(self, notes: Notes) -> None:
-        (self.directory / "notes.json").write_text(json.dumps(asdict(notes)))
-
     def updates(self) -> tuple[int, ...]:
         """The numbers of the updates that are complete, from 1."""
         return tuple(sorted(int(path.stem.removeprefix("update-")) for path in self.directory.glob("update-*.json")))
@@ -166,28 +137,48 @@ class Record:
         order = {"grad": 0, "param": 2}
         return tuple(sorted(found, key=lambda kind: (order.get(kind, 1), kind)))
 
+    def write_tensors(self, update: int, kind: str, tensors: Mapping[str, Tensor]) -> None:
+        whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        save_file(whole, self.directory / f"update-{update}.{kind}.safetensors")
+
     def tensors(self, update: int, kind: str) -> TensorFile:
         return TensorFile(self.directory / f"update-{update}.{kind}.safetensors")
 
+    def write_scalars(self, update: int, scalars: Scalars) -> None:
+        self._write(f"update-{update}", scalars)
+
     def scalars(self, update: int) -> Scalars:
-        return Scalars.from_json(json.loads((self.directory / f"update-{update}.json").read_text()))
+        return self._read(f"update-{update}", Scalars)
+
+    def write_batch_invariance(self, sums: BatchInvariance) -> None:
+        self._write("batch-invariance", sums)
+
+    def batch_invariance(self) -> BatchInvariance | None:
+        """The loss sums of the candidate's first microbatches; None in a record of the reference."""
+        exists = (self.directory / "batch-invariance.json").exists()
+        return self._read("batch-invariance", BatchInvariance) if exists else None
+
+    def write_notes(self, notes: Notes) -> None:
+        self._write("notes", notes)
 
     def notes(self) -> Notes:
-        return Notes.from_json(json.loads((self.directory / "notes.json").read_text()))
+        return self._read("notes", Notes)
 
     def write_probe(self, gradients: Mapping[int, Mapping[str, Tensor]]) -> None:
-        """Sum-gradients of single microbatches of update 1 (not divided by anything): {index: {name: gradient}}."""
-        flat = {
-            f"{index}/{name}": tensor.contiguous()
-            for index, named in gradients.items()
-            for name, tensor in named.items()
-        }
+        """Writes the gradients of the loss sums of single microbatches of update 1: {index: {name: gradient}}."""
+        flat = {f"{i}/{name}": tensor.contiguous() for i, named in gradients.items() for name, tensor in named.items()}
         save_file(flat, self.directory / "probe.safetensors")
 
     def probe(self) -> dict[int, dict[str, Tensor]]:
-        file = TensorFile(self.directory / "probe.safetensors")
+        """What `write_probe` wrote, in float64."""
         result: dict[int, dict[str, Tensor]] = {}
-        for key in file.names:
+        for key, tensor in TensorFile(self.directory / "probe.safetensors").read().items():
             index, _, name = key.partition("/")
-            result.setdefault(int(index), {})[name] = file[key].to(torch.float64)
+            result.setdefault(int(index), {})[name] = tensor
         return result
+
+    def _write(self, name: str, values: Any) -> None:
+        (self.directory / f"{name}.json").write_text(json.dumps(asdict(values)))
+
+    def _read(self, name: str, kind: type[T]) -> T:
+        return TypeAdapter(kind).validate_json((self.directory / f"{name}.json").read_bytes())

@@ -22,14 +22,14 @@ from shardwright.data.loader import Microbatch, UpdateBatch
 from shardwright.layout.loss import IGNORE_INDEX
 from shardwright.models import build_model, find_parts, materialise
 from shardwright.models.build import quiet_transformers
+from shardwright.models.dropout import has_dropout, silence_dropout
 from shardwright.models.model_parts import is_transformers
 from shardwright.models.torch_dtypes import TORCH_DTYPES
-from shardwright.tools.check.changes import Changes, has_dropout, silence_dropout
 from shardwright.tools.check.force_float64 import float64_throughout
 from shardwright.tools.check.record import MicrobatchNote, Notes, Record, Scalars
 from shardwright.tools.check.reference_documents import alone, mistaken_losses, target_weight, targets_inside
 from shardwright.tools.check.reference_muon import ReferenceMuon
-from shardwright.tools.check.rows import CheckedRows
+from shardwright.tools.check.rows import Changes, CheckedRows
 from shardwright.train.rng import seed_microbatch
 
 PROBE_ELEMENTS = 25_000_000
@@ -74,11 +74,7 @@ class Reference:
         groups = [{"params": rest, "weight_decay": t.weight_decay}, {"params": skip, "weight_decay": 0.0}]
         groups = [group for group in groups if group["params"]]
         if t.optimizer == "adamw":
-            options: dict[str, Any] = {
-                "betas": (t.adam_beta1, t.adam_beta2),
-                "eps": t.adam_epsilon,
-                "foreach": False,
-            }
+            options: dict[str, Any] = {"betas": (t.adam_beta1, t.adam_beta2), "eps": t.adam_epsilon, "foreach": False}
             return torch.optim.AdamW(groups, lr=t.learning_rate, **{**options, **t.optimizer_kwargs})
         if t.optimizer == "sgd":
             return torch.optim.SGD(groups, lr=t.learning_rate, **{"foreach": False, **t.optimizer_kwargs})

@@ -1,86 +1,58 @@
-"""The table of a check: a rich one on a terminal, aligned plain lines elsewhere."""
+"""The table of a check: a row for each layout."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 
-from shardwright.console import say
+from shardwright.console import show_table
 from shardwright.tools.check.compare import Comparison, TensorNumbers
 
-COLUMNS = (
-    "layout",
-    "targets",
-    "loss",
-    "grad norm",
-    "worst gradient",
-    "worst parameter",
-    "worst moment",
-    "verdict",
-    "seconds",
-)
+TENSORS = ("worst gradient", "worst parameter", "worst moment")
+COLUMNS = ("layout", "targets", "loss", "grad norm", *TENSORS, "verdict", "seconds")
 
-
-@dataclass(frozen=True)
-class Row:
-    """One layout's line."""
-
-    cells: tuple[str, ...]
-    passed: bool
+Row = dict[str, str]
+"""The cells of a layout by column; a column that is left out is not known."""
 
 
 def result_row(layout: str, comparison: Comparison, seconds: float | None) -> Row:
-    """The line of a layout that ran: relative differences of the worst update, and the part of the allowance used."""
-    last = comparison.updates[-1]
-    counts = [u.candidate.target_tokens for u in comparison.updates]
+    """The row of a layout that ran: relative differences of the worst update, and the part of the allowance that is used."""
+    targets = sum(u.candidate.target_tokens for u in comparison.updates)
     equal = all(not u.scalars["target_tokens"].differs for u in comparison.updates)
-    passed = comparison.passed
-    cells = (
-        layout,
-        f"{sum(counts):,} {'equal' if equal else 'DIFFER'}",
-        f"{comparison.worst_scalar('loss').relative:.1e}",
-        f"{comparison.worst_scalar('grad_norm').relative:.1e}",
-        _tensor(comparison.worst(lambda kind: kind == "grad")),
-        _tensor(comparison.worst(lambda kind: kind == "param")),
-        _tensor(comparison.worst(lambda kind: kind not in ("grad", "param", "step"))),
-        f"equal, {last.update} updates" if passed else "DIFFERS",
-        "n/a" if seconds is None else f"{seconds:.1f}",
+    worst = (
+        comparison.worst(lambda kind: kind == "grad"),
+        comparison.worst(lambda kind: kind == "param"),
+        comparison.worst(lambda kind: kind not in ("grad", "param", "step")),
     )
-    return Row(cells, passed)
+    row = {
+        "layout": layout,
+        "targets": f"{targets:,} {'equal' if equal else 'DIFFER'}",
+        "loss": f"{comparison.worst_scalar('loss').relative:.1e}",
+        "grad norm": f"{comparison.worst_scalar('grad_norm').relative:.1e}",
+        **{column: _tensor(numbers) for column, numbers in zip(TENSORS, worst) if numbers},
+        "verdict": f"equal, {comparison.updates[-1].update} updates" if comparison.passed else "DIFFERS",
+    }
+    return row if seconds is None else row | {"seconds": f"{seconds:.1f}"}
 
 
 def crashed_row(layout: str, code: int) -> Row:
-    """The line of a layout whose ranks ended without a result."""
-    return Row((layout, *("n/a" for _ in COLUMNS[1:-2]), f"FAILED, exit {code}", "n/a"), False)
+    """The row of a layout whose ranks ended without a result."""
+    return {"layout": layout, "verdict": f"FAILED, exit {code}"}
 
 
-def _tensor(numbers: TensorNumbers | None) -> str:
-    if numbers is None:
-        return "n/a"
+def _tensor(numbers: TensorNumbers) -> str:
     used = f"{numbers.used:.0%}" if numbers.used < 10 else f"{numbers.used:.0e} x"
     return f"{numbers.relative:.1e} ({used}) {numbers.name}"
 
 
-def show(console: Console, rows: Sequence[Row]) -> None:
-    """Prints the rows: as a table on a terminal, as columns of plain text elsewhere."""
-    if not console.is_terminal:
-        lines = [COLUMNS, *(row.cells for row in rows)]
-        widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))]
-        for line in lines:
-            text = "  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip()
-            say(console, text)
-        return
-    table = Table(show_edge=False, pad_edge=False)
-    for column in COLUMNS:
-        table.add_column(
-            column, overflow="fold", justify="right" if column in ("loss", "grad norm", "seconds") else "left"
-        )
+def show(console: Console, rows: list[Row]) -> None:
+    """Prints the rows."""
+    lines = []
     for row in rows:
-        style = "green" if row.passed else "bold red"
-        cells = [cell.replace(") ", ")\n", 1) if 4 <= i <= 6 else cell for i, cell in enumerate(row.cells)]
-        cells[7] = f"[{style}]{row.cells[7]}[/]"
-        table.add_row(*cells)
-    console.print(table)
+        cells: list[str | Text] = [row.get(column, "n/a") for column in COLUMNS]
+        if console.is_terminal:
+            cells = [str(cell).replace(") ", ")\n", 1) for cell in cells]
+            style = "green" if row["verdict"].startswith("equal") else "bold red"
+            cells[COLUMNS.index("verdict")] = Text(row["verdict"], style=style)
+        lines.append(cells)
+    show_table(console, COLUMNS, lines, right=("loss", "grad norm", "seconds"))

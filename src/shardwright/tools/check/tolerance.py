@@ -26,7 +26,7 @@ From the second update on, the two sides start from weights that were allowed to
 (norm of the difference / norm of the step). Gradients then differ by about that part of what a step changes, where a few
 weights that differ weigh much (one element of a norm's bias reaches a whole row) by more: r becomes r + min(10 p, 0.1). In
 float64 p is about 1e-13; in float32 it is what the sign-like steps near zero leave (2e-6 to 2e-5 in the tiny examples).
-Parts that models compute in float32 stay float64 in a float64 check (`throughout.py`): r covers sums in another order, no more.
+Parts that models compute in float32 stay float64 in a float64 check (`force_float64.py`): r covers sums in another order only.
 """
 
 from __future__ import annotations
@@ -34,7 +34,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from shardwright.dtypes import DTYPES
+from shardwright.tools.check.record import Notes, Record, Scalars
+from shardwright.tools.check.reference_muon import AMPLIFICATION
 
 FLOOR = 1e-3
 
@@ -82,3 +87,50 @@ def run_dtype_tolerance(
         f"sqrt({tokens} tokens) + u({reduce}) sqrt({ranks} ranks)] = {relative:.2g} with u = eps / 2; loss r / sqrt(tokens)"
     )
     return Tolerance(relative, relative / math.sqrt(tokens), DTYPES[master].eps, formula)
+
+
+class ParameterAllowance:
+    """The allowed difference of each parameter after a step, element by element; it grows from update to update."""
+
+    def __init__(self, notes: Notes, tolerance: Tolerance) -> None:
+        self.notes, self.tolerance = notes, tolerance
+        self._grown: dict[str, Tensor] = {}
+        self._gradient: dict[str, float] = {}
+
+    def grow(
+        self, record: Record, update: int, scalars: Scalars, gradient_scales: dict[str, float], relative: float
+    ) -> None:
+        """Adds what update `update` may contribute; its gradients were compared with `relative` of `gradient_scales`."""
+        states = {kind: record.tensors(update, kind) for kind in record.kinds(update) if kind not in ("grad", "param")}
+        for name, scale in gradient_scales.items():
+            clipped = 2 * relative * scale * scalars.clip_coefficient
+            gradient = self._gradient[name] = max(self._gradient.get(name, 0.0), clipped)
+            held = {kind: file[name] for kind, file in states.items() if name in file.names}
+            if self.notes.optimizer == "muon" and "momentum_buffer" in held:
+                own = record.tensors(update, "grad")[name] * scalars.clip_coefficient
+                step = self._orthogonal_step(gradient, held["momentum_buffer"], own)
+            else:
+                step = self._step(gradient, held, update, relative)
+            self._grown[name] = self._grown.get(name, 0.0) + scalars.learning_rate * step
+
+    def _step(self, gradient: float, state: dict[str, Tensor], update: int, relative: float) -> Tensor:
+        if "exp_avg" not in state:
+            # 10 for an optimizer of the user's own: a normalised step magnifies an error by its own scale
+            factor = (1 if self.notes.optimizer == "sgd" else 10) / (1 - self.notes.momentum)
+            return torch.tensor(gradient * factor, dtype=torch.float64)
+        beta1, beta2, epsilon = (self.notes.adam[key] for key in ("beta1", "beta2", "epsilon"))
+        m = state["exp_avg"].double() / (1 - beta1**update)
+        root = (state["exp_avg_sq"].double() / (1 - beta2**update)).sqrt() + epsilon
+        u = (m / root).abs()
+        return torch.minimum(gradient * (1 + u) / root, 2 * u.clamp(min=1.0)) + relative * u
+
+    def _orthogonal_step(self, gradient: float, buffer: Tensor, own: Tensor) -> Tensor:
+        """What an error of `gradient` in each element may change in a step of Muon; `own` is the clipped gradient."""
+        norm = torch.lerp(own, buffer, self.notes.momentum).norm()
+        changed = torch.clamp(2 * AMPLIFICATION * gradient * buffer.numel() ** 0.5 / norm, max=2.4)
+        return 0.2 * max(buffer.shape) ** 0.5 * changed
+
+    def allowed(self, name: str, reference: Tensor, update: int) -> Tensor:
+        """The bound of every element of parameter `name`, whose value in the reference is `reference`."""
+        rounding = 8 * update * self.tolerance.master_eps * reference.abs().max().double()
+        return (rounding + self._grown.get(name, torch.zeros((), dtype=torch.float64))).expand(reference.shape)

@@ -23,13 +23,13 @@ from shardwright.mesh.process_group import device_kind
 from shardwright.models import build_model, find_parts
 from shardwright.parallel.apply import check_model
 from shardwright.tools.check.adjust import Adjusted, adjust
-from shardwright.tools.check.candidate import CandidateSpec, write_specs
+from shardwright.tools.check.candidate import SPECS, CandidateSpec
 from shardwright.tools.check.compare import compare_records
-from shardwright.tools.check.explain import Finding, explain
+from shardwright.tools.check.diagnose import Finding, explain
 from shardwright.tools.check.fault_injection import FAULTS, known_fault
 from shardwright.tools.check.record import Record
 from shardwright.tools.check.reference import run_reference
-from shardwright.tools.check.table import Row, crashed_row, result_row, show
+from shardwright.tools.check.table import crashed_row, result_row, show
 from shardwright.tools.check.tolerance import Tolerance, float64_tolerance, run_dtype_tolerance
 from shardwright.train.preflight import check_programs
 
@@ -39,7 +39,7 @@ ONE_THREAD_PARAMETERS = 2_000_000
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A layout that is checked: its run, where its ranks stand, and what its ranks are told."""
+    """A layout that is checked, its axes, and what its ranks are told."""
 
     layout: str
     axes: Axes
@@ -47,18 +47,13 @@ class _Candidate:
 
 
 def run_check(
-    loaded: Loaded,
-    layouts: str,
-    nproc_per_node: int,
-    *,
-    dtype: str = "fp64",
-    updates: int = 3,
-    plant: str = "",
+    loaded: Loaded, layouts: str, nproc_per_node: int, *, dtype: str = "fp64", updates: int = 3, plant: str = ""
 ) -> int:
     """Checks each of `layouts` (names joined by commas, or all) on `nproc_per_node` ranks; returns the exit code.
 
-    dtype: fp64 (the proof) or run (the run file's own dtypes, with tolerances that follow from them). plant: a fault to
-    put into the candidates, or `list`. Codes: 0 when all train the same objective, 3 when one does not, 1 when one crashed.
+    dtype: fp64 (the proof) or run (the run file's own dtypes, with tolerances that follow from the dtypes). plant: a fault to
+    inject into the candidates, or `list`. Codes: 0 when every layout trains the same objective, 3 when a layout does not, 1
+    when a layout crashed.
     """
     console = Console(highlight=False)
     if plant == "list":
@@ -82,45 +77,72 @@ def run_check(
 def check_layouts(
     loaded: Loaded,
     layouts: str,
-    nproc_per_node: int,
+    ranks: int,
     console: Console,
     *,
     dtype: str = "fp64",
     updates: int = 3,
     fault: str = "",
 ) -> dict[str, int]:
-    """Checks the layouts and prints what is found; {name: exit code of this layout alone} of those that are possible."""
-    device = device_kind(loaded.run.hardware.device, nproc_per_node)
-    names, data_ranks, split = possible_layouts(loaded, layouts, nproc_per_node, device, console)
+    """Checks the layouts and prints the results; {name: exit code of this layout alone} of the possible layouts."""
+    device = device_kind(loaded.run.hardware.device, ranks)
+    names, data_ranks, split = possible_layouts(loaded, layouts, ranks, device, console)
     adjusted = adjust(
-        loaded.run,
-        dtype=dtype,
-        data_ranks=data_ranks,
-        device=device,
-        updates=updates,
-        layouts=len(names),
-        split=split,
+        loaded.run, dtype=dtype, data_ranks=data_ranks, device=device, updates=updates, layouts=len(names), split=split
     )
-    with tempfile.TemporaryDirectory(prefix="shardwright-check-") as directory:
-        return _check(
-            replace(loaded, run=adjusted.run),
-            adjusted,
-            names,
-            nproc_per_node,
-            device,
-            fault,
-            Path(directory),
+    with tempfile.TemporaryDirectory(prefix="shardwright-check-") as scratch:
+        directory = Path(scratch)
+        reference, training = _reference(adjusted, directory / "reference", console)
+        tolerance = _tolerance(adjusted, ranks)
+        say(
             console,
+            f"Allowed: {tolerance.formula}; relative to each tensor's largest element; from update 2 on r + min(10 p, 0.1), "
+            "where p is how far weights have drifted, in steps. AdamW steps as tools/check/tolerance.py derives. (%): the part "
+            "used.",
         )
+        if fault:
+            say(console, f"Planted into every candidate: {fault}.")
+        run = adjusted.run.model_copy(update={"training": training})
+        candidates = []
+        for i, name in enumerate(names):
+            chosen = with_layout(replace(loaded, run=run), name)
+            values, at = chosen.run.model_dump(mode="json"), str(directory / f"candidate-{i}")
+            spec = CandidateSpec(values, at, adjusted.updates, adjusted.changes, fault)
+            candidates.append(_Candidate(name, check_run(chosen, ranks), spec))
+        codes = _run(candidates, ranks, device, directory)
+        return _results(reference, candidates, codes, tolerance, console)
+
+
+def _results(
+    reference: Record, candidates: list[_Candidate], codes: list[int], tolerance: Tolerance, console: Console
+) -> dict[str, int]:
+    """Prints the table and the diagnoses; {layout: exit code}."""
+    rows, found, final = [], {}, {}
+    for candidate, code in zip(candidates, codes):
+        layout = candidate.layout
+        final[layout] = code
+        if code:
+            rows.append(crashed_row(layout, code))
+            continue
+        record = Record(Path(candidate.spec.directory))
+        comparison = compare_records(reference, record, tolerance)
+        rows.append(result_row(layout, comparison, candidate.spec.seconds))
+        if not comparison.passed:
+            final[layout] = ExitCode.CHECK_FAILED
+            found[layout] = explain(reference, record, comparison, tolerance, candidate.axes)
+    show(console, rows)
+    for layout, finding in found.items():
+        _report(console, layout, finding)
+    return final
 
 
 def possible_layouts(
     loaded: Loaded, layouts: str, ranks: int, device: str, console: Console
 ) -> tuple[tuple[str, ...], int, bool]:
-    """The layouts that can run, the most data ranks that one of them has, and whether one splits the model or its rows.
+    """The layouts that can run, the most data ranks of any layout, and whether a layout splits the model or its rows.
 
-    One that was named must be possible; of `all`, those that are not are listed with the reason. Raises `ConfigError` or
-    `ModelError` for what no layout can mend, and where no layout is possible.
+    A layout that was named must be possible; layouts of `all` that are not possible are listed with the reason. Raises
+    `ConfigError` or `ModelError` for what no layout can mend, and where no layout is possible.
     """
     expanded = expand_layouts(layouts, ranks)
     check_settings(with_layout(loaded, expanded[0]))  # of the layout's keys only those that it keeps
@@ -152,77 +174,32 @@ def possible_layouts(
 
 
 def _dropped(loaded: Loaded, names: list[str]) -> Iterator[str]:
-    """A line for each key of the run file's layout that none of these layouts keeps or sets."""
+    """A line for each key of the run file's layout that has no effect in any of these layouts."""
     runs = [with_layout(loaded, name) for name in names]
     for key in (f"parallelism.{key}" for key, _ in tuning_keys(loaded.run.parallelism)):
         if loaded.origin[key] != "default" and all(run.origin[key] == "default" for run in runs):
             yield f"{loaded.origin[key]}: `{key}` has no effect in these layouts."
 
 
-def _check(
-    loaded: Loaded,
-    adjusted: Adjusted,
-    names: tuple[str, ...],
-    ranks: int,
-    device: str,
-    fault: str,
-    directory: Path,
-    console: Console,
-) -> dict[str, int]:
-    tolerance = _tolerance(adjusted, ranks)
-    started, before = clock.now(), torch.get_num_threads()
-    reference, limit, training = _reference(adjusted, directory / "reference")
-    for line in (*adjusted.lines, *_limit_line(adjusted, limit)):
-        say(console, line)
-    say(console, _describe(reference, adjusted, clock.now() - started))
-    say(
-        console,
-        f"Allowed: {tolerance.formula}; relative to each tensor's largest element; from update 2 on r + min(10 p, 0.1), where "
-        "p is how far weights have drifted, in steps. AdamW steps as tools/check/tolerance.py derives. (%): the part used.",
-    )
-    if fault:
-        say(console, f"Planted into every candidate: {fault}.")
-    loaded = replace(loaded, run=loaded.run.model_copy(update={"training": training}))
-    candidates = [
-        _candidate(loaded, name, ranks, adjusted, fault, directory / f"candidate-{i}") for i, name in enumerate(names)
-    ]
-    codes = _run(candidates, ranks, device, directory)
-    rows: list[Row] = []
-    findings: list[tuple[str, Finding]] = []
-    for candidate, code in zip(candidates, codes):
-        if code:
-            rows.append(crashed_row(candidate.layout, code))
-            continue
-        record = Record(Path(candidate.spec.directory))
-        comparison = compare_records(reference, record, tolerance)
-        rows.append(result_row(candidate.layout, comparison, candidate.spec.seconds))
-        if not comparison.passed:
-            codes[len(rows) - 1] = ExitCode.CHECK_FAILED
-            found = explain(reference, record, comparison, tolerance, candidate.axes, candidate.layout)
-            findings.append((candidate.layout, found))
-    torch.set_num_threads(before)
-    show(console, rows)
-    for layout, finding in findings:
-        _report(console, layout, finding)
-    return dict(zip(names, codes))
-
-
-def _reference(adjusted: Adjusted, directory: Path) -> tuple[Record, float | None, Training]:
+def _reference(adjusted: Adjusted, directory: Path, console: Console) -> tuple[Record, Training]:
+    """Runs the reference and prints what was adjusted; (its record, the training section with the limit that was used)."""
+    started, threads = clock.now(), torch.get_num_threads()
     model = build_model(adjusted.run.model, torch.float64)
     if sum(p.numel() for p in model.parameters()) <= ONE_THREAD_PARAMETERS:
         torch.set_num_threads(1)
-    return run_reference(adjusted.run, adjusted.changes, directory, adjusted.updates, adjusted.lines)
-
-
-def _describe(reference: Record, adjusted: Adjusted, seconds: float) -> str:
-    """The line about the reference."""
-    first = reference.scalars(1)
+    record, limit, training = run_reference(adjusted.run, adjusted.changes, directory, adjusted.updates, adjusted.lines)
+    torch.set_num_threads(threads)
+    for line in (*adjusted.lines, *_limit_line(adjusted, limit)):
+        say(console, line)
+    first = record.scalars(1)
     targets = [note.targets for note in first.microbatches]
-    return (
+    say(
+        console,
         f"Reference: 1 process, {adjusted.updates} updates of {len(targets)} microbatches with {min(targets)} to "
         f"{max(targets)} targets, loss {first.loss:.6f}, gradient norm {first.grad_norm:.6g} clipped by "
-        f"{first.clip_coefficient:.3g}, {seconds:.1f} s."
+        f"{first.clip_coefficient:.3g}, {clock.now() - started:.1f} s.",
     )
+    return record, training
 
 
 def _tolerance(adjusted: Adjusted, ranks: int) -> Tolerance:
@@ -248,20 +225,13 @@ def _limit_line(adjusted: Adjusted, limit: float | None) -> list[str]:
     return [] if limit == asked else [f"training.max_grad_norm {asked:g} -> {limit:.4g}, so that clipping is active."]
 
 
-def _candidate(loaded: Loaded, name: str, ranks: int, adjusted: Adjusted, fault: str, directory: Path) -> _Candidate:
-    chosen = with_layout(loaded, name)
-    axes = check_run(chosen, ranks)
-    spec = CandidateSpec(chosen.run.model_dump(mode="json"), str(directory), adjusted.updates, adjusted.changes, fault)
-    return _Candidate(name, axes, spec)
-
-
 def _run(candidates: list[_Candidate], ranks: int, device: str, directory: Path) -> list[int]:
-    """The exit code of each candidate. All share one start of ranks; after a crash the rest is started anew."""
+    """The exit code of each candidate. All run in one start of ranks; after a crash the remaining candidates start anew."""
     codes: list[int] = []
     while len(codes) < len(candidates):
         waiting = candidates[len(codes) :]
         specs = directory / f"specs-{len(codes)}.json"
-        write_specs([candidate.spec for candidate in waiting], specs)
+        specs.write_bytes(SPECS.dump_json([candidate.spec for candidate in waiting]))
         code = run_workers(
             "shardwright.tools.check.candidate",
             [str(specs)],

@@ -79,11 +79,7 @@ def kept_in_steps(measured: Measured, constants: Constants) -> dict[str, float]:
     block, narrow = BLOCK[measured.device], 4 if measured.device == "cpu" else 2
     return {
         dtype: in_a_step(
-            constants.products[dtype],
-            block,
-            seconds,
-            4 if dtype == "fp32" else narrow,
-            measured.copy_bandwidth,
+            constants.products[dtype], block, seconds, 4 if dtype == "fp32" else narrow, measured.copy_bandwidth
         )
         for dtype, seconds in measured.blocks.items()
     }

@@ -11,7 +11,7 @@ from statistics import median
 from typing import Literal
 
 from shardwright.measure import clock
-from shardwright.measure.record import versions
+from shardwright.measure.environment import versions
 from shardwright.mesh.process_group import cores_here
 from shardwright.units import MB, format_bytes, format_seconds
 

@@ -31,14 +31,7 @@ SECONDS = 0.2
 """How long each item is repeated, at least five times."""
 DTYPES = ("fp32", "bf16", "fp64")
 SHAPES = {
-    "cpu": (
-        (128, 128, 128),
-        (256, 1024, 256),
-        (512, 512, 512),
-        (1024, 512, 512),
-        (1024, 1024, 1024),
-        (2048, 512, 128),
-    ),
+    "cpu": ((128, 128, 128), (256, 1024, 256), (512, 512, 512), (1024, 512, 512), (1024, 1024, 1024), (2048, 512, 128)),
     "cuda": ((512, 512, 512), (2048, 2048, 2048), (4096, 4096, 4096), (8192, 8192, 8192), (8192, 4096, 1024)),
 }
 PAYLOADS = {"cpu": (4096, 262144, 4 * 2**20, 16 * 2**20), "cuda": (4096, 2**20, 32 * 2**20, 256 * 2**20)}
@@ -152,10 +145,7 @@ def _block(x: torch.Tensor, q: Any, k: Any, v: Any, o: Any, gate: Any, up: Any, 
 
 def attention(watch: Stopwatch) -> tuple[tuple[float, float], float]:
     """((forward, backward) seconds of causal attention, FLOPs of its forward pass)."""
-    size, dtype = (
-        (1, HEADS, LENGTH, HEAD_DIM),
-        torch.float32 if watch.device.type == "cpu" else torch.bfloat16,
-    )
+    size, dtype = ((1, HEADS, LENGTH, HEAD_DIM), torch.float32 if watch.device.type == "cpu" else torch.bfloat16)
     q, k, v = (torch.randn(size, device=watch.device).to(dtype).requires_grad_() for _ in range(3))
 
     def forward() -> torch.Tensor:

@@ -77,9 +77,7 @@ def measured_findings(measured: Measured, constants: Constants) -> Iterator[Find
         f"{measured.name}, {format_bytes(measured.memory_bytes)} a rank; ranks have {threads} and talk over {measured.backend}",
     )
     yield Finding(
-        "sums",
-        "ok",
-        f"all-reduce and reduce-scatter with SUM over {together} give the sum ({measured.backend})",
+        "sums", "ok", f"all-reduce and reduce-scatter with SUM over {together} give the sum ({measured.backend})"
     )
     for dtype, found in measured.products.items():
         fit = constants.products[dtype]
@@ -87,9 +85,7 @@ def measured_findings(measured: Measured, constants: Constants) -> Iterator[Find
         best = max(p.rate for p in found)
         off = f"; the fit is off by {fit.off:.1f} times at worst" if fit.off > FIT_FACTOR else ""
         yield Finding(
-            f"products in {dtype}",
-            "warn" if off else "ok",
-            f"{format_flops(best)}/s a rank, {together} ({sizes}){off}",
+            f"products in {dtype}", "warn" if off else "ok", f"{format_flops(best)}/s a rank, {together} ({sizes}){off}"
         )
     kept = ", ".join(f"{share:.0%} in {dtype}" for dtype, share in kept_in_steps(measured, constants).items())
     yield Finding("products in a training step", "ok", f"{kept} of that speed")
@@ -110,11 +106,7 @@ def _transfers(measured: Measured, link: Link) -> Iterator[Finding]:
         own = [t for t in measured.transfers if t.collective == name]
         sizes = ", ".join(f"{format_bytes(t.payload_bytes, 0)} {format_seconds(t.seconds)}" for t in own)
         rate = max(t.sent_bytes / t.seconds for t in own)
-        yield Finding(
-            f"{name} over {measured.backend}",
-            "ok",
-            f"{format_bytes(rate)}/s sent by a rank ({sizes})",
-        )
+        yield Finding(f"{name} over {measured.backend}", "ok", f"{format_bytes(rate)}/s sent by a rank ({sizes})")
     worst = max(max(link.seconds(t) / t.seconds, t.seconds / link.seconds(t)) for t in measured.transfers)
     yield Finding(
         "link",

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from shardwright.checkpoint import store
-from shardwright.measure.record import METRICS
+from shardwright.measure import metric_names as names
+from shardwright.measure.metrics_log import METRICS
 
 
 def stored_state(path: Path) -> dict[str, Tensor]:
@@ -44,8 +45,8 @@ def compare_checkpoints(one: Path, other: Path) -> str:
     return first_difference(stored_state(one), stored_state(other))
 
 
-_EXACT = ("train/loss", "train/grad_norm", "train/lr", "train/target_tokens", "data/real_tokens", "eval/loss")
-ROWS = ("train/target_tokens", "data/target_tokens", "data/real_tokens")
+_EXACT = (names.LOSS, names.GRAD_NORM, names.LEARNING_RATE, names.TARGETS_SO_FAR, names.REAL_TOKENS, names.EVAL_LOSS)
+ROWS = (names.TARGETS_SO_FAR, names.TARGET_TOKENS, names.REAL_TOKENS)
 
 
 def entries(output_dir: Path) -> list[dict[str, float]]:

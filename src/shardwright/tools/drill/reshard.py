@@ -14,6 +14,7 @@ from shardwright.errors import ConfigError, ExitCode, ModelError
 from shardwright.launch import run_workers
 from shardwright.layout.legality import check_run
 from shardwright.layout.names import every_layout, with_layout
+from shardwright.measure import metric_names as names
 from shardwright.models.build import build_model
 from shardwright.models.torch_dtypes import TORCH_DTYPES
 from shardwright.parallel.apply import check_model
@@ -89,9 +90,9 @@ def run_reshard(
 
 def _judge(read: Read, job: Loaded, checkpoint: Path, reference: Path) -> Read:
     directory, first = Path(job.run.checkpoint.output_dir), store.read_manifest(checkpoint).update
-    metrics = [e for e in entries(reference) if e["update"] >= first and "train/loss" in e]
+    metrics = [e for e in entries(reference) if e["update"] >= first and names.LOSS in e]
     own = directory / "metrics.jsonl"
-    got = [e for e in entries(directory) if "train/loss" in e] if own.exists() else []
+    got = [e for e in entries(directory) if names.LOSS in e] if own.exists() else []
     if [e["update"] for e in got] != [e["update"] for e in metrics]:
         read.problem = f"it trained {len(got)} of {len(metrics)} updates"
         return read
@@ -99,7 +100,7 @@ def _judge(read: Read, job: Loaded, checkpoint: Path, reference: Path) -> Read:
     eps = torch.finfo(TORCH_DTYPES[job.run.precision.param_dtype]).eps
     over = [
         (
-            abs(one["train/loss"] - other["train/loss"]) / abs(other["train/loss"]),
+            abs(one[names.LOSS] - other[names.LOSS]) / abs(other[names.LOSS]),
             ROUNDINGS * eps * (number + 1),
         )
         for number, (one, other) in enumerate(zip(got, metrics))

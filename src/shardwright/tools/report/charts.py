@@ -11,6 +11,7 @@ from shardwright.tools.report.svg import (
     CHARACTER,
     LINE,
     Frame,
+    Named,
     bins,
     element,
     margin,
@@ -36,17 +37,8 @@ BOLD = 7.8
 
 
 @dataclass(frozen=True)
-class Named:
-    """What a drawing is called: `identity` is unique on the page, `description` says what can be seen."""
-
-    identity: str
-    title: str
-    description: str
-
-
-@dataclass(frozen=True)
 class Series:
-    """One named line or band. style: its class. values: None where there is none."""
+    """One named line or band. style: CSS class. values: None where a value is missing."""
 
     name: str
     style: str
@@ -54,12 +46,7 @@ class Series:
 
 
 def lines(
-    named: Named,
-    width: float,
-    x: Sequence[Sequence[float]],
-    series: Sequence[Series],
-    label: Label,
-    title: str,
+    named: Named, width: float, x: Sequence[Sequence[float]], series: Sequence[Series], label: Label, title: str
 ) -> str:
     """Lines over counts such as updates; `x[i]` are the positions of `series[i]`."""
     known = [value for one in series for value in one.values if value is not None]
@@ -72,16 +59,11 @@ def lines(
     for positions, one in zip(x, series):
         path = polyline((across(at), None if value is None else up(value)) for at, value in zip(positions, one.values))
         content += element("path", tip(one.name), d=path, class_=f"line {one.style}")
-    return svg(frame, named.identity, named.title, named.description, content)
+    return svg(frame, named, content)
 
 
 def histogram(
-    named: Named,
-    width: float,
-    values: Sequence[float],
-    marked: Sequence[tuple[str, float]],
-    label: Label,
-    title: str,
+    named: Named, width: float, values: Sequence[float], marked: Sequence[tuple[str, float]], label: Label, title: str
 ) -> str:
     """How many of `values` fall where; `marked` positions carry a line with their name above, from the top down."""
     found = bins(values, 12 if width < NARROW else 24)
@@ -104,7 +86,7 @@ def histogram(
         content += element("line", x1=x, x2=x, y1=y - 8, y2=bottom, class_="mark")
         ends = x + 6 + len(name) * BOLD > width
         names += text(x - 5 if ends else x + 5, y + 2, name, "note halo", "end" if ends else "start")
-    return svg(frame, named.identity, named.title, named.description, content + names)
+    return svg(frame, named, content + names)
 
 
 def stacked(
@@ -155,7 +137,7 @@ def stacked(
         content += element("circle", tip(moments[kept[at]] if moments else peak), cx=x, cy=y, r=4, class_="dot")
         anchor = "start" if x < width / 3 else "end" if x > width * 2 / 3 else "middle"
         content += text(x, y - 9, peak, "note halo", anchor)
-    return svg(frame, named.identity, named.title, named.description, content)
+    return svg(frame, named, content)
 
 
 def strips(
@@ -164,9 +146,7 @@ def strips(
     """Every value of each (name, values, median as text) as a dot on its own line, the median as a stroke."""
     pitch = 38.0
     places = marks(
-        min(min(values) for _, values, _ in rows),
-        max(max(values) for _, values, _ in rows),
-        3 if width < NARROW else 6,
+        min(min(values) for _, values, _ in rows), max(max(values) for _, values, _ in rows), 3 if width < NARROW else 6
     )
     room = max(len(shown) for *_, shown in rows) * CHARACTER + 16
     frame = Frame(width, pitch * len(rows) + 58, 8, right=room, top=4, bottom=50)
@@ -179,7 +159,7 @@ def strips(
         middle = across(median(values))
         content += element("line", tip(f"{name}: {shown}"), x1=middle, x2=middle, y1=y - 8, y2=y + 8, class_="median")
         content += text(width, y + 4, shown, "value", "end")
-    return svg(frame, named.identity, named.title, named.description, content)
+    return svg(frame, named, content)
 
 
 @dataclass(frozen=True)
@@ -226,7 +206,7 @@ def bars(named: Named, width: float, rows: Sequence[Bar], label: Label, title: s
             path = f"M{number(low)} {number(top + 4)}v8m0 -4H{number(far)}m0 -4v8"
             content += element("path", tip("the middle half of the updates"), d=path, class_="whisker")
         content += text(width, top + 12.5, row.value, "value", "end")
-    return svg(frame, named.identity, named.title, named.description, content)
+    return svg(frame, named, content)
 
 
 STYLES = {"F": "forward", "B": "backward", "I": "inputs", "W": "weights"}
@@ -253,18 +233,12 @@ def gantt(named: Named, width: float, spans: Sequence[Span], ranks: int, label: 
         stage, kind, microbatch = span.action
         note = tip(f"stage {stage}, {STYLES[kind]}, microbatch {microbatch}: {label(span.start)} to {label(span.end)}")
         content += element(
-            "rect",
-            note,
-            x=x,
-            y=y,
-            width=max(end - x - 0.6, 0.4),
-            height=row - 4,
-            class_=f"act {STYLES[kind]}",
+            "rect", note, x=x, y=y, width=max(end - x - 0.6, 0.4), height=row - 4, class_=f"act {STYLES[kind]}"
         )
         if end - x > len(str(microbatch)) * CHARACTER + 4:
             content += text((x + end) / 2, y + row / 2 + 2, str(microbatch), f"in {STYLES[kind]}-in", "middle")
     content += x_axis(frame, across, ticks(0, total, 4 if width < NARROW else 8), label, title)
-    return svg(frame, named.identity, named.title, named.description, content)
+    return svg(frame, named, content)
 
 
 def ratios(named: Named, width: float, rows: Sequence[tuple[str, str, float]], limit: float) -> str:
@@ -289,7 +263,7 @@ def ratios(named: Named, width: float, rows: Sequence[tuple[str, str, float]], l
         content += element("line", x1=across(1), x2=across(ratio), y1=y, y2=y, class_=f"stem {style}")
         content += element("circle", tip(f"{name}: {ratio:.3f}"), cx=across(ratio), cy=y, r=5, class_=f"point {style}")
         content += text(width, y + 4, f"{ratio:.2f}", "value", "end")
-    return svg(frame, named.identity, named.title, named.description, content)
+    return svg(frame, named, content)
 
 
 def idle_seconds(spans: Sequence[Span], ranks: int) -> list[float]:

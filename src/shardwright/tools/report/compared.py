@@ -2,25 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median, quantiles
-from typing import Any
+from typing import NamedTuple
 
+from shardwright.measure import metric_names as names
 from shardwright.planner.traffic import sent_by_axis
-from shardwright.tools.report.charts import Bar, bars, ratios
-from shardwright.tools.report.figure import NA, Figure, Section, Table, duration, known, short_duration, size
+from shardwright.tools.report.charts import Bar, ratios
+from shardwright.tools.report.figure import (
+    Figure,
+    Section,
+    Table,
+    absent,
+    bar_figure,
+    duration,
+    known,
+    short_duration,
+    size,
+)
 from shardwright.tools.report.planned import HOST_ONLY, Subject
 from shardwright.tools.report.predict import Forecast
 from shardwright.tools.report.read import Measured
 
 NEAR = 0.1
-"""The shaded band of the ratios: within a tenth."""
+"""Half the width of the shaded band around a ratio of 1."""
+QUANTITIES = {"memory": ("q0", size), "traffic": ("q1", size), "time": ("q2", duration)}
+"""Quantity -> (style, text of a value)."""
 
-Pair = tuple[str, str, float | None, float | None, Callable[[float], str], str]
-"""(name, quantity, predicted, measured, text of a value, why one is not known)."""
 
-QUANTITIES = {"memory": "q0", "traffic": "q1", "time": "q2"}
+class Pair(NamedTuple):
+    """A prediction beside a measurement; `why` says what is missing where one of the two is not known."""
+
+    name: str
+    quantity: str
+    predicted: float | None
+    measured: float | None
+    why: str
+
+    @property
+    def ratio(self) -> float | None:
+        return self.measured / self.predicted if self.predicted and self.measured is not None else None
 
 
 def predicted_section(subjects: Sequence[Subject]) -> Section:
@@ -30,76 +52,63 @@ def predicted_section(subjects: Sequence[Subject]) -> Section:
         for layout in directory.benched:
             pairs += [] if layout.peer else _benched(layout)
         if directory.updates:
-            host = not directory.largest("mem/peak_allocated_bytes")
+            host = not directory.largest(names.PEAK_ALLOCATED)
             pairs += _run(directory.name, found, directory.measured(), host)
     both = [
-        (f"{name}, {quantity}", QUANTITIES[quantity], measured / predicted)
-        for name, quantity, predicted, measured, _, _ in pairs
-        if predicted and measured is not None
+        (f"{pair.name}, {pair.quantity}", QUANTITIES[pair.quantity][0], ratio)
+        for pair in pairs
+        if (ratio := pair.ratio) is not None
     ]
-    rows = tuple(_row(pair) for pair in pairs)
-    table = Table(("of", "quantity", "predicted", "measured", "measured ÷ predicted", "why n/a"), rows)
-    lead = "What the planner says beside what was measured. 1 is exact; the band is 10% to either side."
-    if not both:
-        why = "nothing has both a prediction and a measurement; the table says why."
-        figure = Figure("predicted-0", "Measured ÷ predicted", "", missing=why, table=table)
-    else:
+    headers = ("of", "quantity", "predicted", "measured", "measured ÷ predicted", "why n/a")
+    table, title = Table(headers, tuple(map(_row, pairs))), "Measured ÷ predicted"
+    if both:
         close = sum(abs(ratio - 1) <= NEAR for *_, ratio in both)
         figure = Figure(
             "predicted-0",
-            "Measured ÷ predicted",
+            title,
             f"{close} of {len(both)} within {NEAR:.0%}.",
             partial(ratios, rows=both, limit=NEAR),
-            legend=tuple((kind, name) for name, kind in QUANTITIES.items() if any(kind == k for _, k, _ in both)),
+            legend=tuple((s, name) for name, (s, _) in QUANTITIES.items() if any(s == style for _, style, _ in both)),
             table=table,
         )
+    else:
+        why = "nothing has both a prediction and a measurement; the table says why."
+        figure = Figure("predicted-0", title, "", missing=why, table=table)
+    lead = "The planner's predictions beside the measurements. 1 is exact; the band is 10% to either side."
     return Section("predicted", "Predicted against measured", lead, (figure,))
 
 
 def _run(name: str, found: Forecast | str, measured: Measured | None, host: bool) -> list[Pair]:
     seconds = median(measured.step_seconds) if measured else None
-    allocated = measured.peak_bytes if measured else None
+    peak = measured.peak_bytes if measured else None
     if isinstance(found, str):
-        return [
-            (name, "memory", None, allocated, size, found),
-            (name, "traffic", None, None, size, found),
-            (name, "time", None, seconds, duration, found),
-        ]
-    time = found.time.total if found.time else None
+        values = {"memory": peak, "traffic": None, "time": seconds}
+        return [Pair(name, quantity, None, value, found) for quantity, value in values.items()]
+    sent = sum(sent_by_axis(found.traffic).values())
     return [
-        (name, "memory", found.peak_bytes, allocated, size, HOST_ONLY if host else ""),
-        (
-            name,
-            "traffic",
-            sum(sent_by_axis(found.traffic).values()),
-            None,
-            size,
-            "a training run does not record it",
-        ),
-        (name, "time", time, seconds, duration, found.no_time),
+        Pair(name, "memory", found.peak_bytes, peak, HOST_ONLY if host else ""),
+        Pair(name, "traffic", sent, None, "a training run does not record it"),
+        Pair(name, "time", found.time.total if found.time else None, seconds, found.no_time),
     ]
 
 
 def _benched(layout: Measured) -> list[Pair]:
-    said: Mapping[str, Any] = layout.predicted
-    sent, recorded = None, None
-    if layout.traffic:
-        sent = sum(one.predicted_bytes for one in layout.traffic)
-        recorded = sum(one.recorded_bytes for one in layout.traffic)
+    name, said, why = layout.name, layout.predicted, "bench.json does not say"
+    sent = sum(one.predicted_bytes for one in layout.traffic) if layout.traffic else None
+    recorded = sum(one.recorded_bytes for one in layout.traffic) if layout.traffic else None
     seconds = median(layout.step_seconds) if layout.step_seconds else None
-    why = "bench.json does not say"
     return [
-        (layout.name, "memory", said.get("peak_bytes"), layout.peak_bytes, size, why),
-        (layout.name, "traffic", sent, recorded, size, why),
-        (layout.name, "time", said.get("step_seconds"), seconds, duration, why),
+        Pair(name, "memory", said.get("peak_bytes"), layout.peak_bytes, why),
+        Pair(name, "traffic", sent, recorded, why),
+        Pair(name, "time", said.get("step_seconds"), seconds, why),
     ]
 
 
 def _row(pair: Pair) -> tuple[str, ...]:
-    name, quantity, predicted, measured, shown, why = pair
-    ratio = f"{measured / predicted:.3f}" if predicted and measured is not None else NA
-    reason = why if predicted is None or measured is None else ""
-    return name, quantity, known(predicted, shown), known(measured, shown), ratio, reason
+    shown = QUANTITIES[pair.quantity][1]
+    reason = pair.why if pair.predicted is None or pair.measured is None else ""
+    values = (known(pair.predicted, shown), known(pair.measured, shown), known(pair.ratio, "{:.3f}".format))
+    return pair.name, pair.quantity, *values, reason
 
 
 # Layouts side by side
@@ -107,90 +116,58 @@ def _row(pair: Pair) -> tuple[str, ...]:
 
 def side_by_side(subjects: Sequence[Subject]) -> Section:
     """Every run and every benched layout beside the others: speed with its spread, and memory."""
-    layouts: list[Measured] = []
-    for directory, _ in subjects:
-        layouts += directory.all_measured
-    lead = "Bars are medians, whiskers hold the middle half of the updates. Only layouts that train the same objective compare."
-    title = "Layouts side by side"
+    layouts = [layout for directory, _ in subjects for layout in directory.all_measured]
     if len(layouts) < 2:
-        why = "one layout alone: give several directories, or one that bench wrote."
-        return Section("layouts", title, lead, (Figure("layouts-speed", "Target tokens per second", "", missing=why),))
-    figures = (
-        _speed(
-            "layouts-speed",
-            "Target tokens per second",
-            layouts,
-            lambda m: m.targets_per_s,
-            _rate,
-            "target tokens/s",
-        ),
-        _speed(
-            "layouts-time",
-            "Time of an update",
-            layouts,
-            lambda m: m.step_seconds,
-            duration,
-            "time of an update",
-        ),
-        _peak(layouts),
-    )
-    return Section("layouts", title, lead, (*figures, *_verdicts(layouts)))
-
-
-def _verdicts(layouts: Sequence[Measured]) -> list[Figure]:
-    """What limits each layout, where bench says it."""
-    said = tuple((layout.name, layout.verdict) for layout in layouts if layout.verdict)
-    if not said:
-        return []
-    return [Figure("layouts-verdict", "What limits each", "", table=Table(("layout", "what limits it"), said))]
-
-
-def _rate(value: float) -> str:
-    return f"{value:,.0f}"
-
-
-def _bar(layout: Measured) -> str:
-    return "peer" if layout.peer else "c0"
+        why = "one layout alone: give several directories, or a directory that bench wrote."
+        figures = [absent("layouts-speed", "Target tokens per second", why)]
+    else:
+        rates = [(one, one.targets_per_s) for one in layouts]
+        times = [(one, one.step_seconds) for one in layouts]
+        figures = [
+            _speed("layouts-speed", "Target tokens per second", rates, "{:,.0f}".format, "target tokens/s"),
+            _speed("layouts-time", "Time of an update", times, duration, "time of an update"),
+            _peak(layouts),
+        ]
+        if said := tuple((layout.name, layout.verdict) for layout in layouts if layout.verdict):
+            table = Table(("layout", "what limits the layout"), said)
+            figures.append(Figure("layouts-verdict", "What limits each", "", table=table))
+    lead = "Bars are medians, whiskers hold the middle half of the updates. Only layouts that train the same objective compare."
+    return Section("layouts", "Layouts side by side", lead, tuple(figures))
 
 
 def _name(layout: Measured) -> str:
-    marks = {True: ", checked", False: ", objective differs", None: ""}
-    return layout.name + marks[layout.proven]
+    return layout.name + {True: ", checked", False: ", objective differs", None: ""}[layout.proven]
+
+
+def _bar(layout: Measured, value: float, what: str, shown: str, spread: tuple[float, float] | None = None) -> Bar:
+    return Bar(_name(layout), [("peer" if layout.peer else "c0", value, what)], shown, spread)
 
 
 def _speed(
     identity: str,
     title: str,
-    layouts: Sequence[Measured],
-    values: Callable[[Measured], Sequence[float]],
+    layouts: Sequence[tuple[Measured, Sequence[float]]],
     shown: Callable[[float], str],
     unit: str,
 ) -> Figure:
-    timed = [(layout, values(layout)) for layout in layouts if values(layout)]
+    timed = [(layout, own) for layout, own in layouts if own]
     if not timed:
-        return Figure(identity, title, "", missing="no layout was timed.")
-    rows = [
-        Bar(_name(layout), [(_bar(layout), median(own), unit)], shown(median(own)), _middle(own))
-        for layout, own in timed
-    ]
-    table = Table(
-        ("layout", "median", "least", "greatest", "updates"),
-        tuple(
-            (_name(layout), shown(median(own)), shown(min(own)), shown(max(own)), f"{len(own):,}")
-            for layout, own in timed
-        ),
+        return absent(identity, title, "no layout was timed.")
+    rows = [_bar(layout, median(own), unit, shown(median(own)), _middle_half(own)) for layout, own in timed]
+    cells = tuple(
+        (_name(layout), shown(median(own)), shown(min(own)), shown(max(own)), f"{len(own):,}") for layout, own in timed
     )
-    caption = _ends(rows)
+    table = Table(("layout", "median", "least", "greatest", "updates"), cells)
     ticks = short_duration if shown is duration else shown
-    return Figure(identity, title, caption, partial(bars, rows=rows, label=ticks, title=unit), table=table)
+    return bar_figure(identity, title, _extremes(rows), rows, ticks, unit, table)
 
 
-def _ends(rows: Sequence[Bar]) -> str:
+def _extremes(rows: Sequence[Bar]) -> str:
     low, high = min(rows, key=lambda row: row.length), max(rows, key=lambda row: row.length)
     return f"From {low.value} ({low.name}) to {high.value} ({high.name})."
 
 
-def _middle(values: Sequence[float]) -> tuple[float, float] | None:
+def _middle_half(values: Sequence[float]) -> tuple[float, float] | None:
     """The quartiles, between which half of the values lie; None for one value."""
     if len(values) < 2:
         return None
@@ -199,19 +176,9 @@ def _middle(values: Sequence[float]) -> tuple[float, float] | None:
 
 
 def _peak(layouts: Sequence[Measured]) -> Figure:
-    found = [(layout, layout.peak_bytes) for layout in layouts if layout.peak_bytes]
-    if not found:
-        return Figure(
-            "layouts-memory",
-            "Peak memory",
-            "",
-            missing=f"no layout has a measured peak: {HOST_ONLY} while training.",
-        )
-    rows = [Bar(_name(layout), [(_bar(layout), peak, "peak")], size(peak)) for layout, peak in found]
-    return Figure(
-        "layouts-memory",
-        "Peak memory",
-        _ends(rows),
-        partial(bars, rows=rows, label=size, title="bytes allocated on the fullest rank"),
-        table=Table(("layout", "peak"), tuple((row.name, row.value) for row in rows)),
-    )
+    identity, title = "layouts-memory", "Peak memory"
+    rows = [_bar(one, one.peak_bytes, "peak", size(one.peak_bytes)) for one in layouts if one.peak_bytes]
+    if not rows:
+        return absent(identity, title, f"no layout has a measured peak: {HOST_ONLY} while training.")
+    table = Table(("layout", "peak"), tuple((row.name, row.value) for row in rows))
+    return bar_figure(identity, title, _extremes(rows), rows, size, "bytes allocated on the fullest rank", table)

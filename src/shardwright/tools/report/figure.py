@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from shardwright.tools.report.charts import Named
+from shardwright.tools.report.charts import Bar, bars
+from shardwright.tools.report.svg import Named
 from shardwright.units import format_bytes, format_seconds
 
 WIDE, NARROW = 760.0, 320.0
@@ -23,7 +25,7 @@ class Table:
 
     @property
     def numeric(self) -> tuple[bool, ...]:
-        """Of each column: it holds numbers, which are aligned at their ends, and not words. The first one names the rows."""
+        """For each column, whether its cells are numbers, which are aligned at the right; the first column names the rows."""
         columns = zip(*self.rows) if self.rows else [()] * len(self.headers)
         return tuple(
             i > 0 and all(cell == NA or cell[:1].isdecimal() or cell[:1] == "-" for cell in column)
@@ -33,21 +35,23 @@ class Table:
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure. draw: the drawing for a width; None where `missing` says why there is nothing to draw.
-
-    of: the run or layout that it is about, empty when of all. caption: what can be seen, in words and numbers; it also tells
-    the figure to those who do not see it. legend: (style, name) of what is drawn. note: a line about how it was made.
-    """
+    """One figure."""
 
     identity: str
     title: str
     caption: str
+    """What can be seen, in words and numbers; a screen reader reads the caption in place of the drawing."""
     draw: Callable[[Named, float], str] | None = None
+    """The drawing for a width."""
     of: str = ""
+    """The run or layout of the figure, empty where the figure shows all."""
     missing: str = ""
+    """Why there is nothing to draw."""
     legend: tuple[tuple[str, str], ...] = ()
+    """(style, name) of what is drawn."""
     table: Table | None = None
     note: str = ""
+    """How the figure was made."""
 
     def drawings(self) -> tuple[tuple[str, str], ...]:
         """(`wide` or `narrow`, drawing) for large screens and paper, and for phones."""
@@ -58,6 +62,29 @@ class Figure:
             (kind, self.draw(Named(f"{self.identity}-{kind}", title, self.caption), width))
             for kind, width in (("wide", WIDE), ("narrow", NARROW))
         )
+
+
+def absent(identity: str, title: str, why: str, of: str = "") -> Figure:
+    """A figure with nothing to draw."""
+    return Figure(identity, title, "", of=of, missing=why)
+
+
+def bar_figure(
+    identity: str,
+    title: str,
+    caption: str,
+    rows: Sequence[Bar],
+    label: Callable[[float], str],
+    axis: str,
+    table: Table,
+    *,
+    of: str = "",
+    legend: tuple[tuple[str, str], ...] = (),
+    note: str = "",
+) -> Figure:
+    """A figure of horizontal bars. label: text of a value of the axis. axis: its title."""
+    draw = partial(bars, rows=rows, label=label, title=axis)
+    return Figure(identity, title, caption, draw, of, legend=legend, table=table, note=note)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 from shardwright import __version__
 from shardwright.errors import ConfigError
+from shardwright.measure import metric_names as names
 from shardwright.tools.report.compared import predicted_section, side_by_side
 from shardwright.tools.report.figure import NA, Section, Table, duration, known, size
 from shardwright.tools.report.measured import phase_figure, utilisation_section
@@ -56,7 +57,7 @@ def summary(subjects: Sequence[Subject]) -> Table:
     rows = []
     for directory, found in subjects:
         layout = NA if isinstance(found, str) else found.layout
-        measured, losses = directory.measured(), [v for v in directory.column("train/loss") if v is not None]
+        measured, losses = directory.measured(), [v for v in directory.column(names.LOSS) if v is not None]
         for one in (*directory.benched, *([measured] if measured else [])):
             own = one is measured
             p50 = percentiles(one.step_seconds)[0] if one.step_seconds else None

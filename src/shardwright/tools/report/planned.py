@@ -1,4 +1,4 @@
-"""The figures of what the planner says of a run: memory, pipeline and traffic, with what was measured beside it."""
+"""The figures of the planner's predictions for a run: memory, pipeline and traffic, beside the measurements."""
 
 from __future__ import annotations
 
@@ -7,10 +7,21 @@ from functools import partial
 
 from shardwright.layout.axes import AXES
 from shardwright.layout.traffic import Traffic
+from shardwright.measure import metric_names as names
 from shardwright.planner.memory_timeline import PARTS
 from shardwright.planner.traffic import sent_by_axis
-from shardwright.tools.report.charts import STYLES, Bar, Series, bars, gantt, idle_seconds, stacked
-from shardwright.tools.report.figure import NA, Figure, Section, Table, duration, short_duration, size
+from shardwright.tools.report.charts import STYLES, Bar, Series, gantt, idle_seconds, stacked
+from shardwright.tools.report.figure import (
+    NA,
+    Figure,
+    Section,
+    Table,
+    absent,
+    bar_figure,
+    duration,
+    short_duration,
+    size,
+)
 from shardwright.tools.report.predict import SECONDS, Forecast, Schedule, played_lists
 from shardwright.tools.report.read import Directory, Measured
 
@@ -31,8 +42,8 @@ def slug(part: str) -> str:
 def memory_section(subjects: Sequence[Subject], measured: Figure) -> Section:
     """The planner's memory timeline of each run on its fullest rank, then the figure of what was measured."""
     lead = (
-        "What is alive on the fullest rank from the first forward of an update to the optimizer step, as planned; "
-        "the greatest that was measured as a line where there is a measurement."
+        "Tensors alive on the fullest rank from the first forward of an update to the optimizer step, as planned; the "
+        "measured peak is a line, where there is a measurement."
     )
     figures = tuple(
         _peaks(i, directory) if directory.benched else _memory(i, directory, found)
@@ -44,27 +55,32 @@ def memory_section(subjects: Sequence[Subject], measured: Figure) -> Section:
 def _memory(index: int, directory: Directory, found: Forecast | str) -> Figure:
     identity, title = f"memory-{index}", "Memory over one update"
     if isinstance(found, str):
-        return Figure(identity, title, "", of=directory.name, missing=_sentence(found))
+        return absent(identity, title, _sentence(found), directory.name)
     fullest = max(found.moments, key=lambda moment: moment.total)
     used = [i for i in range(len(PARTS)) if any(moment.alive[i] for moment in found.moments)]
     series = [Series(PARTS[i], slug(PARTS[i]), [moment.alive[i] for moment in found.moments]) for i in used]
-    measured = directory.largest("mem/peak_allocated_bytes")
+    measured = directory.largest(names.PEAK_ALLOCATED)
     rows = [(PARTS[i], size(fullest.alive[i]), f"{fullest.alive[i] / fullest.total:.1%}") for i in used]
     where = f" of pipeline rank {found.pipeline_rank}" if found.schedule else ""
+    draw = partial(
+        stacked,
+        series=series,
+        label=size,
+        title="moments of one update, in order",
+        peak=f"peak {size(fullest.total)}",
+        moments=[f"{moment.label}: {size(moment.total)}" for moment in found.moments],
+        line=("measured", measured) if measured else None,
+    )
     return Figure(
         identity,
         title,
         f"Planned peak {size(found.peak_bytes)}{where}, at: {fullest.label}.",
-        partial(
-            stacked, series=series, label=size, title="moments of one update, in order", peak=f"peak {size(fullest.total)}",
-            moments=[f"{moment.label}: {size(moment.total)}" for moment in found.moments],
-            line=("measured", measured) if measured else None,
-        ),
+        draw,
         of=directory.name,
         legend=tuple((one.style, one.name) for one in reversed(series)),
         table=Table(("alive at the peak", "bytes", "share"), (*rows, ("all", size(fullest.total), "100.0%"))),
         note=_measured_memory(directory, measured),
-    )  # fmt: skip
+    )
 
 
 def _peaks(index: int, directory: Directory) -> Figure:
@@ -73,14 +89,11 @@ def _peaks(index: int, directory: Directory) -> Figure:
     sides = [
         (f"{layout.name}, {side}", parts)
         for layout in directory.benched
-        for side, parts in (
-            ("planned", layout.predicted.get("composition")),
-            ("measured", layout.composition),
-        )
+        for side, parts in (("planned", layout.predicted.get("composition")), ("measured", layout.composition))
         if parts
     ]
     if not sides:
-        return Figure(identity, title, "", of=directory.name, missing="bench.json does not say what was alive.")
+        return absent(identity, title, "bench.json does not say what was alive.", directory.name)
     used = [part for part in PARTS if any(parts.get(part) for _, parts in sides)]
     rows = [
         Bar(
@@ -90,29 +103,21 @@ def _peaks(index: int, directory: Directory) -> Figure:
         )
         for name, parts in sides
     ]
-    return Figure(
-        identity,
-        title,
-        "What is alive at the fullest moment of the fullest rank of each layout.",
-        partial(bars, rows=rows, label=size, title="bytes"),
-        of=directory.name,
-        legend=tuple((slug(part), part) for part in used),
-        table=Table(
-            ("layout", *used, "all"),
-            tuple(
-                (name, *(size(parts.get(part, 0.0)) for part in used), size(sum(parts.values())))
-                for name, parts in sides
-            ),
-        ),
+    cells = tuple(
+        (name, *(size(parts.get(part, 0.0)) for part in used), size(sum(parts.values()))) for name, parts in sides
     )
+    caption = "Tensors alive at the peak of the fullest rank of each layout."
+    legend = tuple((slug(part), part) for part in used)
+    table = Table(("layout", *used, "all"), cells)
+    return bar_figure(identity, title, caption, rows, size, "bytes", table, of=directory.name, legend=legend)
 
 
 def _measured_memory(directory: Directory, measured: float | None) -> str:
     if measured:
-        reserved = directory.largest("mem/peak_reserved_bytes")
+        reserved = directory.largest(names.PEAK_RESERVED)
         more = f", {size(reserved)} reserved" if reserved else ""
         return f"Measured: {size(measured)} allocated{more}, the maximum over ranks and updates."
-    host = directory.largest("mem/peak_host_bytes")
+    host = directory.largest(names.PEAK_HOST)
     rest = f" The process held {size(host)} at most, Python and libraries among them." if host else ""
     why = HOST_ONLY if host else directory.missing.get("metrics.jsonl", "the run recorded none")
     return f"Measured: {NA}, {why}.{rest}"
@@ -126,7 +131,7 @@ def _sentence(text: str) -> str:
 
 
 def pipeline_section(subjects: Sequence[Subject]) -> Section:
-    """The pipeline schedule of each run, played."""
+    """The pipeline schedule of each run, simulated."""
     lead = "What each pipeline rank does when, and where it waits. Numbers are microbatches."
     figures: list[Figure] = []
     for directory, found in subjects:
@@ -142,9 +147,7 @@ def pipeline_section(subjects: Sequence[Subject]) -> Section:
             missing = ""
             figures.append(_played(f"pipeline-{len(figures)}", directory.name, found.schedule))
         if missing:
-            figures.append(
-                Figure(f"pipeline-{len(figures)}", "Pipeline schedule", "", of=directory.name, missing=missing)
-            )
+            figures.append(absent(f"pipeline-{len(figures)}", "Pipeline schedule", missing, directory.name))
     return Section("pipeline", "Pipeline", lead, tuple(figures))
 
 
@@ -183,12 +186,10 @@ def _played(identity: str, name: str, schedule: Schedule) -> Figure:
 
 
 def traffic_section(subjects: Sequence[Subject]) -> Section:
-    """What a rank sends in one update by axis, as planned, and as recorded where it was."""
+    """Bytes that a rank sends in one update by axis, as planned, and as recorded where there is a record."""
     lead = "Bytes that one rank sends in one update, by mesh axis and collective; of the pipeline rank that sends most."
-    figures: list[Figure] = []
-    for i, (directory, found) in enumerate(subjects):
-        figures.append(_traffic(i, directory, found))
-    return Section("traffic", "Traffic by axis", lead, tuple(figures))
+    figures = tuple(_traffic(i, directory, found) for i, (directory, found) in enumerate(subjects))
+    return Section("traffic", "Traffic by axis", lead, figures)
 
 
 def _traffic(index: int, directory: Directory, found: Forecast | str) -> Figure:
@@ -196,23 +197,22 @@ def _traffic(index: int, directory: Directory, found: Forecast | str) -> Figure:
     if directory.benched:
         return _recorded(identity, title, directory.name, directory.benched)
     if isinstance(found, str):
-        return Figure(identity, title, "", of=directory.name, missing=_sentence(found))
+        return absent(identity, title, _sentence(found), directory.name)
     if not found.traffic:
-        return Figure(identity, title, "", of=directory.name, missing="one rank sends nothing.")
+        return absent(identity, title, "one rank sends nothing.", directory.name)
     by_axis = sent_by_axis(found.traffic)
-    rows = [Bar(axis, _parts(found.traffic, axis), size(sent)) for axis, sent in by_axis.items()]
-    used = [kind for kind in KINDS if any(one.collective == kind for one in found.traffic)]
-    return Figure(
+    planned = ", ".join(f"{axis} {size(sent)}" for axis, sent in by_axis.items())
+    headers = ("axis", "collective", "what", "ranks", "calls", "of one call", "sent")
+    return bar_figure(
         identity,
         title,
-        f"{found.layout}: " + ", ".join(f"{axis} {size(sent)}" for axis, sent in by_axis.items()) + " planned.",
-        partial(bars, rows=rows, label=size, title="bytes sent by a rank"),
+        f"{found.layout}: {planned} planned.",
+        [Bar(axis, _parts(found.traffic, axis), size(sent)) for axis, sent in by_axis.items()],
+        size,
+        "bytes sent by a rank",
+        Table(headers, tuple(map(_row, found.traffic))),
         of=directory.name,
-        legend=tuple((KINDS[kind], kind) for kind in used),
-        table=Table(
-            ("axis", "collective", "what", "ranks", "calls", "of one call", "sent"),
-            tuple(_row(one) for one in found.traffic),
-        ),
+        legend=tuple((KINDS[k], k) for k in KINDS if any(one.collective == k for one in found.traffic)),
         note=f"Recorded: {NA}, a training run does not record its collectives; shardwright bench does.",
     )
 
@@ -233,29 +233,28 @@ def _row(one: Traffic) -> tuple[str, ...]:
 def _recorded(identity: str, title: str, name: str, layouts: Sequence[Measured]) -> Figure:
     sent = [layout for layout in layouts if layout.traffic]
     if not sent:
-        return Figure(identity, title, "", of=name, missing="bench.json holds no recorded traffic.")
+        return absent(identity, title, "bench.json holds no recorded traffic.", name)
     rows = [
         Bar(
             layout.name,
-            [(f"axis-{axis}", sent_bytes, f"{axis} {size(sent_bytes)}") for axis, sent_bytes in layout.by_axis.items()],
+            [(f"axis-{axis}", own, f"{axis} {size(own)}") for axis, own in layout.by_axis.items()],
             size(sum(layout.by_axis.values())),
         )
         for layout in sent
     ]
     lines = [(layout.name, one) for layout in sent for one in layout.traffic]
     exact = sum(one.predicted_bytes == one.recorded_bytes for _, one in lines)
-    return Figure(
+    cells = tuple(
+        (layout, one.axis, one.collective, size(one.predicted_bytes), size(one.recorded_bytes)) for layout, one in lines
+    )
+    return bar_figure(
         identity,
         "Recorded in one update",
-        f"Of {len(lines)} kinds of calls {exact} sent exactly the bytes that were predicted.",
-        partial(bars, rows=rows, label=size, title="bytes sent by a rank"),
+        f"Of {len(lines)} kinds of calls {exact} sent exactly the predicted bytes.",
+        rows,
+        size,
+        "bytes sent by a rank",
+        Table(("layout", "axis", "collective", "predicted", "recorded"), cells),
         of=name,
         legend=tuple((f"axis-{axis}", axis) for axis in AXES if any(axis in layout.by_axis for layout in sent)),
-        table=Table(
-            ("layout", "axis", "collective", "predicted", "recorded"),
-            tuple(
-                (name, one.axis, one.collective, size(one.predicted_bytes), size(one.recorded_bytes))
-                for name, one in lines
-            ),
-        ),
     )

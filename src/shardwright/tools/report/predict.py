@@ -8,8 +8,8 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from shardwright.arch.inventory import matrix_weights
-from shardwright.arch.of_model import Inventory, built_by, shape_of_model
+from shardwright.arch.model_shape import Inventory, built_by, shape_of_model
+from shardwright.arch.parameters import matrix_weights
 from shardwright.arch.shape import Shape
 from shardwright.config.schema import RunFile
 from shardwright.errors import ConfigError, ShardwrightError

@@ -1,4 +1,4 @@
-"""What a directory holds about a run or about measured layouts, and what is missing with the reason."""
+"""Reads the directory of a run or of a bench; what is missing is kept with the reason."""
 
 from __future__ import annotations
 
@@ -14,16 +14,14 @@ from shardwright.config.load import load_run_file
 from shardwright.config.schema import RunFile
 from shardwright.errors import ConfigError
 from shardwright.layout.pipeline_schedules import Action
+from shardwright.measure import metric_names as names
 
 WARMUP_UPDATES = 2
-"""First entries of a run that no time is taken from, as in the training loop."""
-EXPOSED = "comm/exposed_seconds/"
+"""Updates at the start of a run whose times do not count, as in the training loop."""
 METRICS, RUN_FILE, ENVIRONMENT, BENCH = "metrics.jsonl", "config.yaml", "environment.json", "bench.json"
 
-
-PHASES = ("forward", "backward", "update", "evaluate", "save")
-Communicated = tuple[str, str, float, float]
-"""(axis, collective, seconds that it runs in an update, seconds that no compute covers)."""
+CollectiveTime = tuple[str, str, float, float]
+"""(axis, collective, its seconds in an update, its seconds that no compute covers)."""
 
 
 @dataclass(frozen=True)
@@ -38,31 +36,34 @@ class Sent:
 
 @dataclass(frozen=True)
 class Measured:
-    """One layout, or a peer, as it was measured. step_seconds, targets_per_s: one of each update, warm-up left out.
-
-    proven: its objective was checked against a single process; None: not asked. peak_bytes: allocated, of the fullest rank,
-    composition what of at that moment. predicted: what the planner said when it was measured. schedule: the action lists of
-    the pipeline's ranks. verdict: what limits it, as a sentence. exposed: seconds of an
-    update by axis. phases: bytes at the peak of each.
-    """
+    """Measurements of one layout, one peer, or one run."""
 
     name: str
     proven: bool | None
+    """Whether `check` found the objective equal; None where nobody asked."""
     step_seconds: tuple[float, ...]
+    """Of each update after the warm-up, as the rates."""
     targets_per_s: tuple[float, ...]
     peak_bytes: float | None
+    """Allocated bytes of the fullest rank."""
     padding: float | None = None
     composition: Mapping[str, float] = field(default_factory=dict)
+    """Bytes at the peak, by category."""
     predicted: Mapping[str, Any] = field(default_factory=dict)
+    """The planner's prediction at the time of the measurement."""
     traffic: tuple[Sent, ...] = ()
     schedule: tuple[tuple[Action, ...], ...] = ()
+    """Action lists of the pipeline's ranks."""
     verdict: str = ""
+    """The bottleneck, as a sentence."""
     peer: bool = False
     mfu: float | None = None
     hfu: float | None = None
     exposed: Mapping[str, float] = field(default_factory=dict)
-    communication: tuple[Communicated, ...] = ()
+    """Seconds of an update by process group."""
+    communication: tuple[CollectiveTime, ...] = ()
     phases: Mapping[str, float] = field(default_factory=dict)
+    """Peak bytes by phase."""
 
     @property
     def by_axis(self) -> dict[str, float]:
@@ -75,24 +76,25 @@ class Measured:
 
 @dataclass(frozen=True)
 class Directory:
-    """One directory that is reported on.
-
-    updates: the entries of metrics.jsonl that are of an update, evaluations those with a loss of one, others all that are no
-    update, in order. missing: what is not there -> why. notices: lines about what was left out.
-    """
+    """One directory of the report."""
 
     path: Path
     name: str
     run: RunFile | None
     run_file: str
     updates: tuple[Mapping[str, Any], ...]
+    """Entries of metrics.jsonl for an update, in order."""
     evaluations: tuple[Mapping[str, Any], ...]
+    """Entries with an evaluation loss."""
     others: tuple[Mapping[str, Any], ...]
+    """Entries that are not for an update."""
     environment: Mapping[str, Any]
     benched: tuple[Measured, ...]
     checkpoints: tuple[tuple[int, str], ...]
     missing: Mapping[str, str]
+    """Name of a file -> why it is missing."""
     notices: tuple[str, ...]
+    """Lines about what was left out."""
 
     def column(self, key: str) -> list[float | None]:
         """One value of each update; None where it is not there or was not finite."""
@@ -105,7 +107,7 @@ class Directory:
 
     @property
     def steady(self) -> Sequence[Mapping[str, Any]]:
-        """The updates whose times count: without the first ones, unless there are no others."""
+        """The updates after the warm-up, or all updates where there are no more."""
         return self.updates[WARMUP_UPDATES:] or self.updates
 
     def largest(self, key: str) -> float | None:
@@ -115,26 +117,26 @@ class Directory:
     @property
     def padding(self) -> float | None:
         """The fraction of the positions of all logged updates that is padding."""
-        pairs = zip(self.column("data/slots"), self.column("data/real_tokens"))
+        pairs = zip(self.column(names.SLOTS), self.column(names.REAL_TOKENS))
         counted = [(slots, real) for slots, real in pairs if slots is not None and real is not None]
         slots = sum(slots for slots, _ in counted)
         return 1 - sum(real for _, real in counted) / slots if slots else None
 
     def measured(self) -> Measured | None:
         """The run itself as one measured layout; None where no update was timed."""
-        timed = [entry for entry in self.steady if _number(entry.get("perf/step_seconds"))]
+        timed = [entry for entry in self.steady if _number(entry.get(names.STEP_SECONDS))]
         if not timed:
             return None
         return Measured(
             self.name,
             None,
-            tuple(float(entry["perf/step_seconds"]) for entry in timed),
-            tuple(rate for entry in timed if (rate := _number(entry.get("perf/target_tokens_per_s"))) is not None),
-            self.largest("mem/peak_allocated_bytes"),
+            tuple(float(entry[names.STEP_SECONDS]) for entry in timed),
+            tuple(rate for entry in timed if (rate := _number(entry.get(names.TARGETS_PER_SECOND))) is not None),
+            self.largest(names.PEAK_ALLOCATED),
             self.padding,
-            mfu=self._middle("perf/mfu"),
-            hfu=self._middle("perf/hfu"),
-            exposed=self._exposed([float(entry["perf/step_seconds"]) for entry in timed]),
+            mfu=self._middle(names.MFU),
+            hfu=self._middle(names.HFU),
+            exposed=self._exposed([float(entry[names.STEP_SECONDS]) for entry in timed]),
             phases=self._phases(),
         )
 
@@ -150,21 +152,21 @@ class Directory:
         return median(found) if found else None
 
     def _exposed(self, seconds: Sequence[float]) -> dict[str, float]:
-        """By axis, the median over profiled updates, each scaled to the usual one: a profiler slows what it looks at."""
+        """By process group, the median over profiled updates, each scaled to the median update: a profiler slows an update."""
         found: dict[str, list[float]] = {}
         for entry in self.updates:
-            for key in (key for key in entry if key.startswith(EXPOSED)):
-                share = float(entry[key]) / float(entry["perf/step_seconds"])
-                axis = key.removeprefix(EXPOSED).replace("all_ranks", "all ranks")
-                found.setdefault(axis, []).append(share * median(seconds))
-        return {axis: median(values) for axis, values in found.items()}
+            for group, key in names.EXPOSED_OF.items():
+                if key in entry:
+                    share = float(entry[key]) / float(entry[names.STEP_SECONDS])
+                    found.setdefault(group, []).append(share * median(seconds))
+        return {group: median(values) for group, values in found.items()}
 
     def _phases(self) -> dict[str, float]:
-        names = {f"mem/{phase}_peak_bytes": phase for phase in PHASES}
         found: dict[str, float] = {}
         for entry in (*self.updates, *self.others):
-            for key in names.keys() & entry.keys():
-                found[names[key]] = max(found.get(names[key], 0.0), _number(entry[key]) or 0.0)
+            for phase, key in names.PHASE_PEAK.items():
+                if key in entry:
+                    found[phase] = max(found.get(phase, 0.0), _number(entry[key]) or 0.0)
         return found
 
 
@@ -175,7 +177,7 @@ def percentiles(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def read_directory(path: Path) -> Directory:
-    """Everything that `path` holds. Raises `ConfigError` where there is no such directory, or nothing of ours in it."""
+    """The contents of `path`. Raises `ConfigError` where there is no such directory, or no file of a run or a bench in it."""
     if not path.is_dir():
         raise ConfigError(
             f"{path} is no directory.", "report reads what a run or a bench has left.", "Give its output_dir."
@@ -198,9 +200,9 @@ def read_directory(path: Path) -> Directory:
         path.resolve().name,
         run,
         text,
-        tuple(entry for entry in entries if "train/loss" in entry),
-        tuple(entry for entry in entries if "eval/loss" in entry),
-        tuple(entry for entry in entries if "train/loss" not in entry),
+        tuple(entry for entry in entries if names.LOSS in entry),
+        tuple(entry for entry in entries if names.EVAL_LOSS in entry),
+        tuple(entry for entry in entries if names.LOSS not in entry),
         environment,
         tuple(_measured(layout) for layout in bench.get("layouts", ())),
         _checkpoints(path),
@@ -237,7 +239,7 @@ def _metrics(path: Path, missing: dict[str, str]) -> tuple[list[dict[str, Any]],
             entries.append({"update": int((entry := json.loads(line))["update"]), **entry})
         except (ValueError, KeyError, TypeError):
             bad += 1
-    if not any("train/loss" in entry for entry in entries):
+    if not any(names.LOSS in entry for entry in entries):
         missing[METRICS] = f"{METRICS} holds no update"
     return entries, [f"Lines of {METRICS} that cannot be read and are left out: {bad}."] if bad else []
 

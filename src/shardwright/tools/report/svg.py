@@ -20,6 +20,15 @@ LINE = 16.0
 
 
 @dataclass(frozen=True)
+class Named:
+    """The names of a drawing: `identity` is unique on the page, `description` says what can be seen."""
+
+    identity: str
+    title: str
+    description: str
+
+
+@dataclass(frozen=True)
 class Scale:
     """A linear map of [low, high] to [start, end]."""
 
@@ -189,12 +198,7 @@ def y_axis(frame: Frame, scale: Scale, at: Sequence[float], label: Callable[[flo
 
 
 def x_axis(
-    frame: Frame,
-    scale: Scale,
-    at: Sequence[float],
-    label: Callable[[float], str],
-    title: str,
-    grid: bool = False,
+    frame: Frame, scale: Scale, at: Sequence[float], label: Callable[[float], str], title: str, grid: bool = False
 ) -> str:
     """Labels under the marks of the axis, and its title at the right end below; with `grid`, vertical lines."""
     left, top, right, bottom = frame.inner
@@ -209,11 +213,9 @@ def x_axis(
     return "".join(parts)
 
 
-def svg(frame: Frame, identity: str, title: str, description: str, content: str) -> str:
-    """The whole drawing, named by `title` and told by `description` for those who do not see it."""
-    names = f"{identity}-title {identity}-desc"
-    head = element("title", escape(title), id=f"{identity}-title") + element(
-        "desc", escape(description), id=f"{identity}-desc"
-    )
+def svg(frame: Frame, named: Named, content: str) -> str:
+    """The whole drawing; title and description stand in for the drawing in a screen reader."""
+    title, desc = f"{named.identity}-title", f"{named.identity}-desc"
+    head = element("title", escape(named.title), id=title) + element("desc", escape(named.description), id=desc)
     box = f"0 0 {number(frame.width)} {number(frame.height)}"
-    return element("svg", head + content, viewBox=box, role="img", aria_labelledby=names)
+    return element("svg", head + content, viewBox=box, role="img", aria_labelledby=f"{title} {desc}")

@@ -1,20 +1,17 @@
-"""The figures of what a run recorded: loss, gradient norm, step time, tokens."""
+"""The figures of a run's metrics: loss, gradient norm, step time, tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from shardwright.measure import metric_names as names
 from shardwright.tools.report.charts import Series, histogram, lines, stacked, strips
-from shardwright.tools.report.figure import Figure, Section, Table, duration, known, short_duration
+from shardwright.tools.report.figure import Figure, Section, Table, absent, duration, known, short_duration
 from shardwright.tools.report.read import METRICS, Directory, percentiles
 
 COLOURS = 6
-TOKENS = (
-    ("targets", "in the loss"),
-    ("given", "read, not in the loss"),
-    ("padding", "padding"),
-)
+TOKENS = (("targets", "in the loss"), ("given", "read, not in the loss"), ("padding", "padding"))
 
 
 def style(index: int) -> str:
@@ -25,13 +22,9 @@ def style(index: int) -> str:
 def loss_section(directories: Sequence[Directory]) -> Section:
     """Loss and gradient norm of all runs, one under the other, on the same axis of updates."""
     figures = [
-        _over_updates(directories, "loss", "Loss", "train/loss", lambda v: f"{v:.4g}"),
+        _over_updates(directories, "loss", "Loss", names.LOSS, lambda v: f"{v:.4g}"),
         _over_updates(
-            directories,
-            "gradient-norm",
-            "Gradient norm before clipping",
-            "train/grad_norm",
-            lambda v: f"{v:.3g}",
+            directories, "gradient-norm", "Gradient norm before clipping", names.GRAD_NORM, lambda v: f"{v:.3g}"
         ),
     ]
     if any(directory.evaluations for directory in directories):
@@ -45,7 +38,7 @@ def _over_updates(
 ) -> Figure:
     shown = [d for d in directories if any(value is not None for value in d.column(key))]
     if not shown:
-        return Figure(identity, title, "", missing=_no_updates(directories))
+        return absent(identity, title, _no_updates(directories))
     series = [Series(d.name, style(i), d.column(key)) for i, d in enumerate(directories) if d in shown]
     parts = []
     for one in series:
@@ -57,7 +50,7 @@ def _over_updates(
         extremes = f", lowest {label(low)}" if low < min(first, last) else ""
         extremes += f", highest {label(high)}" if high > max(first, last) else ""
         parts.append(f"{prefix}{label(first)} at first, {label(last)} at last{extremes}{lost}")
-    note = _difference(shown, key) if key == "train/loss" else ""
+    note = _difference(shown, key) if key == names.LOSS else ""
     positions = [d.numbers for d in shown]
     return Figure(
         identity,
@@ -76,16 +69,16 @@ def _no_updates(directories: Sequence[Directory]) -> str:
 
 def _difference(directories: Sequence[Directory], key: str) -> str:
     """How far the runs' losses are apart: small only where they train the same objective."""
-    first = dict(zip(directories[0].numbers, directories[0].column(key)))
-    furthest = 0.0
-    for other in directories[1:]:
-        for update, value in zip(other.numbers, other.column(key)):
-            base = first.get(update)
-            if value is not None and base is not None:
-                furthest = max(furthest, abs(value - base))
     if len(directories) < 2:
         return ""
-    apart = f"Largest difference of the loss at the same update: {furthest:.2g}."
+    first = dict(zip(directories[0].numbers, directories[0].column(key)))
+    gaps = [
+        abs(value - base)
+        for other in directories[1:]
+        for update, value in zip(other.numbers, other.column(key))
+        if value is not None and (base := first.get(update)) is not None
+    ]
+    apart = f"Largest difference of the loss at the same update: {max(gaps, default=0.0):.2g}."
     keys = other_objective(directories)
     return f"{apart} The runs do not train the same objective: {', '.join(keys)} differ." if keys else apart
 
@@ -112,13 +105,13 @@ def _table(directories: Sequence[Directory], key: str, label: Callable[[float], 
 
 
 def _evaluation(directories: Sequence[Directory]) -> Figure:
-    shown = [d for d in directories if any(entry.get("eval/loss") is not None for entry in d.evaluations)]
+    shown = [d for d in directories if any(entry.get(names.EVAL_LOSS) is not None for entry in d.evaluations)]
     if not shown:
-        return Figure("evaluation", "Evaluation loss", "", missing="no evaluation gave a finite loss.")
+        return absent("evaluation", "Evaluation loss", "no evaluation gave a finite loss.")
     series, positions = [], []
     for i, d in enumerate(directories):
         if d in shown:
-            series.append(Series(d.name, style(i), [entry.get("eval/loss") for entry in d.evaluations]))
+            series.append(Series(d.name, style(i), [entry.get(names.EVAL_LOSS) for entry in d.evaluations]))
             positions.append([int(entry["update"]) + 1 for entry in d.evaluations])
     last = [next(v for v in reversed(one.values) if v is not None) for one in series]
     rows = tuple(
@@ -150,7 +143,7 @@ def step_section(runs: Sequence[Timed], benched: Sequence[Timed]) -> Section:
     if timed:
         figures.append(_strips(timed))
     elif benched:
-        figures.append(Figure("step-time-benched", "Every update", "", missing=benched[0][2]))
+        figures.append(absent("step-time-benched", "Every update", benched[0][2]))
     lead = "Seconds from one update to the next, data to optimizer step; the slowest rank's where ranks differ."
     return Section("step-time", "Step time", lead, tuple(figures))
 
@@ -173,7 +166,7 @@ def _strips(timed: Sequence[tuple[str, Sequence[float], str]]) -> Figure:
 def _steps(index: int, name: str, seconds: Sequence[float], reason: str, updates: int) -> Figure:
     identity = f"step-time-{index}"
     if not seconds:
-        return Figure(identity, "Distribution", "", of=name, missing=reason)
+        return absent(identity, "Distribution", reason, name)
     p50, p95, longest = percentiles(seconds)
     shown = (("p50", p50), ("p95", p95), ("max", longest))
     warm = updates - len(seconds)
@@ -216,7 +209,7 @@ def token_section(directories: Sequence[Directory]) -> Section:
 
 def _tokens(index: int, directory: Directory) -> Figure:
     title, identity = "Positions of each update", f"tokens-{index}"
-    slots, real, targets = (directory.column(f"data/{key}") for key in ("slots", "real_tokens", "target_tokens"))
+    slots, real, targets = (directory.column(key) for key in (names.SLOTS, names.REAL_TOKENS, names.TARGET_TOKENS))
     counted = [
         (update, s, r, t)
         for update, s, r, t in zip(directory.numbers, slots, real, targets)
@@ -224,7 +217,7 @@ def _tokens(index: int, directory: Directory) -> Figure:
     ]
     if not counted:
         reason = directory.missing.get(METRICS, f"{METRICS} does not count them") + "."
-        return Figure(identity, title, "", of=directory.name, missing=reason)
+        return absent(identity, title, reason, directory.name)
     values = ([t for *_, t in counted], [r - t for _, _, r, t in counted], [s - r for _, s, r, _ in counted])
     sums = [sum(column) for column in values]
     total = sum(sums)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from shardwright.arch.of_model import Inventory
+from shardwright.arch.model_shape import Inventory
 from shardwright.config.output_paths import check_writable_file
 from shardwright.errors import ConfigError, ExitCode
 from shardwright.measure import clock

@@ -17,7 +17,7 @@ from tests.tiny_models import FAMILIES
 from torch import Tensor
 from torch.nn import functional as F
 
-from shardwright.attention.calls import look_into
+from shardwright.attention.calls import trace_forward
 from shardwright.attention.core import Attended, Merged, attend, attend_backward, kernel
 from shardwright.config.schema import Model, RunFile
 from shardwright.errors import ConfigError, ModelError
@@ -253,7 +253,7 @@ def test_plain_modules_are_refused() -> None:
 
 def test_looking_into_a_model_names_each_call() -> None:
     spec = cp_run(GPT2).run.model.model_copy(update={"config_overrides": {"n_layer": 2, "resid_pdrop": 0.25}})
-    seen = look_into(build_model(spec, torch.float64))
+    seen = trace_forward(build_model(spec, torch.float64))
     assert [call.module for call in seen.calls] == ["transformer.h.0.attn", "transformer.h.1.attn"]
     assert seen.dropout == (0.25,)
 

@@ -11,7 +11,7 @@ from shardwright.layout.axes import Axes
 from shardwright.planner.job import Layout
 from shardwright.tools.bench.summary import entry, schedule_of
 from shardwright.tools.bench.table import lines_below, show
-from shardwright.tools.bench.turns import Spread, of_run, ratio
+from shardwright.tools.bench.timing import Spread, ratio, slowest
 
 
 def test_spread_and_ratio() -> None:
@@ -20,7 +20,7 @@ def test_spread_and_ratio() -> None:
     assert (spread.p50, spread.most, spread.n, spread.p95) == (3.0, 10.0, 5, None)
     assert spread.half_width == pytest.approx((7.0 - 1.5) / 2 / 3.0)
     assert Spread.of([float(n) for n in range(1, 101)]).p95 == pytest.approx(95.95)
-    assert of_run([[1.0, 5.0], [2.0, 3.0]]) == [2.0, 5.0]
+    assert slowest([[1.0, 5.0], [2.0, 3.0]]) == [2.0, 5.0]
     assert ratio([1.0, 10.0, 1.0], [2.0, 20.0, 2.0]) == 2.0
 
 
@@ -40,7 +40,7 @@ def loop(seconds: list[list[float]], **more: Any) -> dict[str, Any]:
                 "traffic": [{**row, **sent}],
                 "memory": memory,
                 "flops": [(100.0, 50.0)] * len(own),
-                "window": {**window, "idle_seconds": 0.2, "by_axis": [one], "exposed_axes": {"tp": 1.0}},
+                "traced": {**window, "idle_seconds": 0.2, "by_axis": [one], "exposed_axes": {"tp": 1.0}},
             }
         )
     count = len(seconds[0])
@@ -97,12 +97,12 @@ def test_the_table() -> None:
     header, own, others = captured.get().splitlines()
     assert own.split()[:2] == ["tp2", "120"] and "500 ms (+0%)" in own and "1.9 kB (-5%)" in own
     assert "equal" in own and others.count("n/a") >= 8 and "20.0%  30.0%" in own
-    lines = lines_below(entries, [0.003, 0.004, 0.005, 0.004], {"flops": 1e11, "source": "a file"})
+    lines = list(lines_below(entries, [0.003, 0.004, 0.005, 0.004], {"flops": 1e11, "source": "a file"}))
     assert "Measuring takes train 4 ms ±19% an update (n=4), 0.80% of the shortest step." in lines
     assert (
         lines[-1].startswith("MFU counts the matrix products") and "Peak 100.0 GFLOP/s a device: a file." in lines[-1]
     )
-    assert "not known" in lines_below(entries, [0.004], None)[-1]
+    assert "not known" in list(lines_below(entries, [0.004], None))[-1]
     assert any("all-gather over tp 300 ms an update, 250 ms of it exposed" in line for line in lines)
     assert header.startswith("layout")
 

@@ -13,9 +13,9 @@ from tests.tiny_models import FAMILIES
 
 from shardwright.config import load_run_file
 from shardwright.layout.loss import IGNORE_INDEX
+from shardwright.models.dropout import silence_dropout
 from shardwright.tools.check.adjust import adjust
-from shardwright.tools.check.changes import Changes, silence_dropout, thinned
-from shardwright.tools.check.rows import CheckedRows
+from shardwright.tools.check.rows import Changes, CheckedRows, masked_labels
 from shardwright.tools.check.shrink import Limits, Size, activation_width, shrunk_config
 
 
@@ -61,7 +61,7 @@ def test_equal_rows_are_thinned_and_counted(tmp_path: Path, monkeypatch: pytest.
     data = {"data__train": [str(tmp_path / "long.jsonl")], "data__max_length": 17}
     run = _run(tmp_path, monkeypatch, training__max_steps=2, **data)
     adjusted = adjust(run, dtype="fp64", data_ranks=2, device="cpu", updates=3)
-    assert adjusted.updates == 2 and adjusted.changes.thin
+    assert adjusted.updates == 2 and adjusted.changes.mask_labels
     assert "2 updates only" in adjusted.lines[0]
     whole = CheckedRows(adjusted.run, adjusted.changes, data_rank=0, data_ranks=1).update(0)
     parts = [CheckedRows(adjusted.run, adjusted.changes, data_rank=d, data_ranks=2).update(0) for d in range(2)]
@@ -75,8 +75,8 @@ def test_equal_rows_are_thinned_and_counted(tmp_path: Path, monkeypatch: pytest.
 
 def test_thinning_masks_some_of_every_four_but_never_all() -> None:
     labels = torch.tensor([5, 6, 7, 8, 9, IGNORE_INDEX])
-    assert thinned(labels, 6).tolist() == [5, IGNORE_INDEX, 7, 8, IGNORE_INDEX, IGNORE_INDEX]
-    assert thinned(labels, 8).tolist() == labels.tolist()
+    assert masked_labels(labels, 6).tolist() == [5, IGNORE_INDEX, 7, 8, IGNORE_INDEX, IGNORE_INDEX]
+    assert masked_labels(labels, 8).tolist() == labels.tolist()
 
 
 def test_dropout_can_be_silenced_wherever_it_stands() -> None:

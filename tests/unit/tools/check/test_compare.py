@@ -11,10 +11,15 @@ from tests import tolerance
 from tests.check_world import DATA_RANKS, Fault, World, judge, notes, write
 from torch import Tensor
 
-from shardwright.tools.check.allowance import ParameterAllowance
 from shardwright.tools.check.compare import compare_records, compare_tensor
 from shardwright.tools.check.record import Record, Scalars
-from shardwright.tools.check.tolerance import FLOOR, Tolerance, float64_tolerance, run_dtype_tolerance
+from shardwright.tools.check.tolerance import (
+    FLOOR,
+    ParameterAllowance,
+    Tolerance,
+    float64_tolerance,
+    run_dtype_tolerance,
+)
 
 
 @pytest.mark.parametrize(("off", "passes"), [(0.9e-9, True), (1.1e-9, False)])

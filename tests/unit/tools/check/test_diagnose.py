@@ -206,7 +206,7 @@ def test_fault_gets_its_name_and_a_near_miss_does_not(name: str, tmp_path: Path)
             "learning rate 0.0009 where the reference has 0.001; that is the rate of scheduler step 1, this is step 0",
         ),
         ("different_start", "only in the rows of shard 1 of 2"),
-        ("norm_not_reduced", "it is what rank 0 has in its own shard"),
+        ("norm_not_reduced", "the number is what rank 0 has in its own shard"),
         ("one_unit", "only 2 tensors of `blocks.1` (`blocks.1.w` ...)"),
         ("same_rows", "2 rows are read more than once (row 0) and 2 not at all"),
     ],

@@ -10,10 +10,9 @@ from tests import tolerance
 from tests.check_world import World, notes
 from torch import nn
 
-from shardwright.tools.check.allowance import ParameterAllowance
 from shardwright.tools.check.record import Record, Scalars
 from shardwright.tools.check.reference_muon import ReferenceMuon, orthogonal
-from shardwright.tools.check.tolerance import float64_tolerance
+from shardwright.tools.check.tolerance import ParameterAllowance, float64_tolerance
 from shardwright.train.muon import orthogonalise
 
 

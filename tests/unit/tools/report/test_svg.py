@@ -15,7 +15,6 @@ from shardwright.layout.pipeline_schedules import Action
 from shardwright.planner.pipeline_simulator import Span
 from shardwright.tools.report.charts import (
     Bar,
-    Named,
     Series,
     bars,
     gantt,
@@ -27,6 +26,7 @@ from shardwright.tools.report.charts import (
 )
 from shardwright.tools.report.svg import (
     Frame,
+    Named,
     Scale,
     bins,
     element,

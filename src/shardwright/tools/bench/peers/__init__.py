@@ -1,7 +1,7 @@
-"""Other people's programs for the same model, rows and objective, each in a module of its own; skipped where not installed.
+"""Peers: other training programs on the same model, rows and objective, a module each; left out where not installed.
 
-A peer is told nothing of our engine: it gets the model with our first values, and the same microbatches. It computes the
-same loss, a sum over the targets of the update divided once, in whatever way its own interface reaches that.
+A peer gets the model with our initial values and the same microbatches, and nothing of our engine. It computes the same loss, a
+sum over the targets of the update divided once, through its own interface.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shardwright.measure import clock
 from shardwright.models.build import build_model
 from shardwright.models.materialise import materialise
 from shardwright.models.torch_dtypes import TORCH_DTYPES
-from shardwright.tools.bench.own import Counted
+from shardwright.tools.bench.layout_loop import MEMORY_UPDATES, CountedBatches
 from shardwright.train.run_data import open_data
 
 UpdateLoop = Callable[[UpdateBatch], float]
@@ -34,7 +34,7 @@ UpdateLoop = Callable[[UpdateBatch], float]
 
 
 class PeerModule(Protocol):
-    """What a module of this package offers. KINDS: data-parallel kinds that the program has, as ours are called."""
+    """What a module of this package offers. KINDS: the data-parallel kinds that the program has, under our names."""
 
     KINDS: tuple[str, ...]
 
@@ -50,8 +50,9 @@ MODULES = {
 """Program -> (module, packages that it needs)."""
 
 
-def _module(program: str) -> Any:
-    return importlib.import_module(f"{__name__}.{MODULES[program][0]}")
+def _module(program: str) -> PeerModule:
+    module: Any = importlib.import_module(f"{__name__}.{MODULES[program][0]}")
+    return module
 
 
 def check_peers(run: RunFile) -> None:
@@ -79,7 +80,7 @@ def check_peers(run: RunFile) -> None:
 
 
 def possible_peers(layouts: list[str]) -> tuple[list[str], list[str]]:
-    """(names of the peers for these layouts, lines that say which programs and layouts are left out and why).
+    """(names of the peers for these layouts, lines about programs and layouts that are left out, with the reason).
 
     Raises `ConfigError` where no layout has a peer.
     """
@@ -108,26 +109,26 @@ def kind_of_peer(name: str) -> str:
 
 
 @dataclass
-class Peer:
-    """One peer that takes turns."""
+class PeerLoop:
+    """The training loop of one peer."""
 
     name: str
-    update: UpdateLoop
+    train: UpdateLoop
     batches: Iterator[UpdateBatch]
-    counted: Counted = field(default_factory=Counted)
+    counted: CountedBatches = field(default_factory=CountedBatches)
     loss: float | None = None
 
-    def turn(self) -> float:
-        """One update; the seconds that it waited for data."""
+    def update(self) -> float:
+        """Does one update; returns the seconds that it waited for data."""
         start = clock.now()
         batch = next(self.batches)
         waited = clock.now() - start
-        self.counted.add(batch)
-        self.loss = self.update(batch)
+        self.counted.batches.append(batch)
+        self.loss = self.train(batch)
         return waited
 
 
-def make_peer(name: str, run: RunFile, device: torch.device) -> Peer:
+def make_peer(name: str, run: RunFile, device: torch.device) -> PeerLoop:
     """The peer `name` (of `possible_peers`), after as many updates as our layouts have done. Collective."""
     program, _, kind = name.partition(" ")
     model = build_model(run.model, TORCH_DTYPES[run.precision.master_dtype])
@@ -135,10 +136,8 @@ def make_peer(name: str, run: RunFile, device: torch.device) -> Peer:
     model.train()
     axes = Axes(dp_replicate=dist.get_world_size())
     data = open_data(run, axes, dist.get_rank())
-    update = _module(program).make(run, kind, model, device)
-    peer = Peer(name, update, data.updates_from(0, device))
-    from shardwright.tools.bench.own import MEMORY_UPDATES
-
+    train = _module(program).make(run, kind, model, device)
+    peer = PeerLoop(name, train, data.updates_from(0, device))
     for _ in range(MEMORY_UPDATES + 1):
-        peer.turn()
+        peer.update()
     return peer

@@ -65,10 +65,7 @@ def make_adamw(run: RunFile, model: nn.Module) -> torch.optim.Optimizer:
     t = run.training
     decayed = [p for p in model.parameters() if p.requires_grad and p.dim() > 1]
     others = [p for p in model.parameters() if p.requires_grad and p.dim() <= 1]
-    groups = [
-        {"params": decayed, "weight_decay": t.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
+    groups = [{"params": decayed, "weight_decay": t.weight_decay}, {"params": others, "weight_decay": 0.0}]
     betas = (t.adam_beta1, t.adam_beta2)
     return torch.optim.AdamW(
         [g for g in groups if g["params"]], lr=t.learning_rate, betas=betas, eps=t.adam_epsilon, fused=True

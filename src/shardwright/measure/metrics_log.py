@@ -1,25 +1,22 @@
-"""What a run writes down: `metrics.jsonl` always, TensorBoard and trackio when asked, and the line a person reads."""
+"""Where a run writes its metrics: `metrics.jsonl` always, TensorBoard and trackio when asked, and the line of progress."""
 
 from __future__ import annotations
 
 import json
 import math
-import platform
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
 from shardwright.console import say
 from shardwright.errors import ConfigError
+from shardwright.measure import metric_names as names
 from shardwright.units import format_bytes, format_seconds
 
 METRICS = "metrics.jsonl"
@@ -27,7 +24,7 @@ Values = Mapping[str, float | int | str | None]
 
 
 class Sink(Protocol):
-    """Where metrics go beside the file."""
+    """A tracker that gets the metrics beside the file."""
 
     def log(self, update: int, values: Values) -> None: ...
 
@@ -73,9 +70,7 @@ class Trackio:
 
 def _missing(package: str) -> ConfigError:
     return ConfigError(
-        f"logging.report_to {package}: the package is not installed.",
-        "",
-        f"pip install 'shardwright[{package}]'.",
+        f"logging.report_to {package}: the package is not installed.", "", f"pip install 'shardwright[{package}]'."
     )
 
 
@@ -89,20 +84,16 @@ def check_sinks(report_to: Sequence[str]) -> None:
             raise _missing(name)
 
 
-class Record:
+class MetricsLog:
     """The metrics of one run; made by rank 0 only.
 
-    first_update: entries of earlier attempts at this update or later are dropped, so that a resumed run's file reads
-    like an uninterrupted one's. say: is told how many; and once when the file cannot be written (a full disk): entries are
-    then kept and written with a later one.
+    first_update: the file's entries of this update and later come from an earlier attempt and are dropped, so that the file of
+    a resumed run reads like that of an uninterrupted run. say: called with the number of dropped entries, and once when the
+    file cannot be written (a full disk); entries are then kept and written with a later entry.
     """
 
     def __init__(
-        self,
-        output_dir: Path,
-        report_to: list[Any],
-        first_update: int,
-        say: Callable[[str], None] = lambda text: None,
+        self, output_dir: Path, report_to: list[Any], first_update: int, say: Callable[[str], None] = lambda text: None
     ) -> None:
         output_dir.mkdir(parents=True, exist_ok=True)
         path = output_dir / METRICS
@@ -113,13 +104,15 @@ class Record:
         shutil.move(aside, path)  # copies where a share cannot rename over a file
         if dropped := len(lines) - len(kept):
             also = " Trackio keeps them and shows both attempts." if "trackio" in report_to else ""
-            say(f"{path}: {dropped} entries of an earlier attempt, of update {first_update + 1} on, are dropped.{also}")
+            say(
+                f"{path}: {dropped} entries of an earlier attempt, from update {first_update + 1} on, are dropped.{also}"
+            )
         self._file = path.open("ab", buffering=0)
         self._say, self._pending, self._failing = say, b"", False
         self._sinks: list[Sink] = [SINKS[name](output_dir, first_update) for name in report_to]
 
     def log(self, update: int, values: Values) -> None:
-        """Writes one entry; `update` counts from 0. Values that are not finite, which JSON cannot hold, become null."""
+        """Writes one entry; `update` counts from 0. Values that are not finite become null: JSON has no name for them."""
         plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
         self._pending += (json.dumps({"update": update, **plain}, allow_nan=False) + "\n").encode()
         self._write()
@@ -132,7 +125,7 @@ class Record:
                 self._pending = self._pending[self._file.write(self._pending) :]
         except OSError as error:
             if not self._failing:
-                self._say(f"{METRICS} cannot be written: {error}. Its entries are kept until it can.")
+                self._say(f"{METRICS} cannot be written: {error}. Its entries are kept until writing works again.")
             self._failing = True
         else:
             self._failing = False
@@ -142,29 +135,6 @@ class Record:
         self._file.close()
         for sink in self._sinks:
             sink.close()
-
-
-def versions() -> dict[str, str]:
-    """Versions of what numbers depend on, and the processor."""
-    packages = ("shardwright", "torch", "transformers", "tokenizers", "safetensors", "numpy")
-    found = {name: metadata.version(name) for name in packages if _installed(name)}
-    return {"python": platform.python_version(), "machine": platform.machine(), **found}
-
-
-def device_facts(device: torch.device) -> dict[str, str | int]:
-    """`device_name` as the driver or the processor calls it, and of an accelerator `device_memory_bytes`."""
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        return {"device_name": properties.name, "device_memory_bytes": properties.total_memory}
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return {"device_name": line.partition(":")[2].strip()}
-    return {"device_name": platform.processor() or platform.machine()}
-
-
-def _installed(name: str) -> bool:
-    return next(iter(metadata.Distribution.discover(name=name)), None) is not None
 
 
 def _update_of(line: str) -> float:
@@ -188,14 +158,14 @@ class Progress:
         """`values` as logged; `update` is the one just done, counted from 0."""
         line = _line(update + 1, self._total, values, left_seconds)
         if self._live is None:
-            print(line, file=self._console.file, flush=True)  # nothing in it to style, and a fifth of the time
+            print(line, file=self._console.file, flush=True)  # no style in it, and a fifth of rich's time
         else:
             done = (update + 1) / self._total
             bar = "━" * round(20 * done) + "╶" * (20 - round(20 * done))
             self._live.update(Text(f"{bar} {line}", overflow="ellipsis", no_wrap=True))
 
     def say(self, text: str) -> None:
-        """A line of its own, which stays."""
+        """Prints a line above the line of progress."""
         say(self._console, text)
 
     def close(self) -> None:
@@ -205,10 +175,11 @@ class Progress:
 
 def _line(number: int, total: int, values: Values, left_seconds: float | None) -> str:
     parts = [f"update {number:>{len(str(total))}}/{total}"]
-    parts.append(f"loss {values['train/loss']:.4f}  norm {values['train/grad_norm']:.3g}  lr {values['train/lr']:.2e}")
-    if (rate := values.get("perf/target_tokens_per_s")) is not None:
-        parts.append(f"{rate:,.0f} target tokens/s  {format_seconds(float(values['perf/step_seconds'] or 0))}/update")
-    memory = values.get("mem/peak_allocated_bytes") or values.get("mem/peak_host_bytes")
+    loss, norm, rate = (values[name] for name in (names.LOSS, names.GRAD_NORM, names.LEARNING_RATE))
+    parts.append(f"loss {loss:.4f}  norm {norm:.3g}  lr {rate:.2e}")
+    if (speed := values.get(names.TARGETS_PER_SECOND)) is not None:
+        parts.append(f"{speed:,.0f} target tokens/s  {format_seconds(float(values[names.STEP_SECONDS] or 0))}/update")
+    memory = values.get(names.PEAK_ALLOCATED) or values.get(names.PEAK_HOST)
     if memory:
         parts.append(f"peak {format_bytes(float(memory))}")
     if left_seconds is not None:

@@ -1,23 +1,28 @@
-"""One of our layouts as `bench` drives it: first updates for memory and traffic, then those that are timed, then a trace."""
+"""The training loop of one layout: updates for memory and traffic, updates that are timed, updates that are traced."""
 
 from __future__ import annotations
 
+import io
+import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from rich.console import Console
 from torch import Tensor
 
 from shardwright.config.load import Loaded
 from shardwright.data.loader import UpdateBatch
 from shardwright.layout.legality import check_run
 from shardwright.measure import clock
-from shardwright.measure.communication import CommunicationRecorder, compare
+from shardwright.measure.communication import CommunicationRecorder, compare_traffic
 from shardwright.measure.live_memory import LiveMemory
-from shardwright.measure.profile import Window, profiled
+from shardwright.measure.profile import TraceTimes, profiled
 from shardwright.mesh.device_mesh import all_groups, axis_of_groups
+from shardwright.train.log import Log
+from shardwright.train.metrics import Metrics
 from shardwright.train.planned import Planned, plan_of, shape_of, traffic_of
 from shardwright.train.run_data import open_data
 from shardwright.train.update import Engine, UpdateResult
@@ -26,19 +31,15 @@ from shardwright.train.utilisation import Utilisation, make_utilisation
 MEMORY_UPDATES = 2
 """Optimizer states appear in the first update, so the second one is measured."""
 PROFILED_UPDATES = 2
+RECORDED_UPDATES = 10
+"""Updates after which the cost of recording is timed."""
 
 
 @dataclass
-class Counted:
-    """What the updates of a loop held, in order."""
+class CountedBatches:
+    """The batches of a loop's updates, in order, and what they hold."""
 
     batches: list[UpdateBatch] = field(default_factory=list)
-
-    def add(self, batch: UpdateBatch) -> None:
-        self.batches.append(batch)
-
-    def clear(self) -> None:
-        self.batches = []
 
     def figures(self) -> dict[str, list[int]]:
         """Counts of each update over all data ranks."""
@@ -53,13 +54,13 @@ class Counted:
         return [] if utilisation is None else [utilisation.flops(batch) for batch in self.batches]
 
 
-class Own:
+class LayoutLoop:
     """A layout with its engine and its rows. Collective throughout."""
 
     def __init__(self, name: str, loaded: Loaded, device: torch.device, hardware: str | None) -> None:
         self.name, self.run, self.device = name, loaded.run, device
         self.axes = check_run(loaded, dist.get_world_size())
-        data, self.counted = open_data(self.run, self.axes, dist.get_rank()), Counted()
+        data, self.counted = open_data(self.run, self.axes, dist.get_rank()), CountedBatches()
         self.shape, started = shape_of(self.run), clock.now()
         vocabulary = self.shape.vocab if self.shape else 0
         self.memory = LiveMemory(vocabulary // self.axes.tp if self.axes.tp > 1 else vocabulary, device.type)
@@ -83,18 +84,23 @@ class Own:
         """Of the last update."""
         return None if self.result is None else self.result.loss
 
+    def about(self) -> dict[str, Any]:
+        """What `bench.json` says of the layout beside its measurements."""
+        planned = asdict(self.planned) if self.planned is not None else None
+        return {"axes": asdict(self.axes), "build_seconds": self.build_seconds, "planned": planned}
+
     def update(self) -> float:
-        """One update; the seconds that it waited for data."""
+        """Does one update; returns the seconds that it waited for data."""
         start = clock.now()
         self.batch = batch = next(self._batches)
         waited = clock.now() - start
-        self.counted.add(batch)
+        self.counted.batches.append(batch)
         self.engine.forward_backward(batch)
         self.result = self.engine.step()
         return waited
 
     def measure_memory(self) -> dict[str, Any]:
-        """Runs the first updates; what tensors took in the last of them on this rank, by phase and by category."""
+        """Runs the first updates; the memory of this rank's tensors in the last one, by phase and by category."""
         engine, memory = self.engine, self.memory
         engine.enter = lambda phase: memory.enter("update")
         with memory:
@@ -107,22 +113,14 @@ class Own:
                 engine.step()
                 memory.label("optimizer states", self._optimizer_states())
         engine.enter = lambda phase: None
-        peak = memory.peak()
-        return {
-            "bytes": peak.bytes,
-            "operator": peak.operator,
-            "phase": peak.phase,
-            "composition": peak.composition,
-            "by_phase": memory.timeline.by_phase,
-            "samples": memory.timeline.samples,
-        }
+        return {**asdict(memory.peak()), "by_phase": memory.peak_by_phase, "samples": memory.samples}
 
     def _optimizer_states(self) -> list[Tensor]:
         states = self.engine.optimizer.state.values()
         return [value for state in states for value in state.values() if isinstance(value, Tensor)]
 
     def measure_traffic(self) -> list[dict[str, Any]]:
-        """Runs one update; what this rank gave to collectives, beside what the planner says. Empty where it cannot say."""
+        """Runs one update; the traffic of this rank, recorded and planned. Empty where the planner knows no traffic."""
         batch, recorder = next(self._batches), CommunicationRecorder(axis_of_groups(self.engine.mesh))
         with recorder:
             self.engine.forward_backward(batch)
@@ -132,11 +130,11 @@ class Own:
         else:
             planned = traffic_of(self.run, self.axes, self.shape, dist.get_rank())
         ddp = self.run.parallelism.data_parallel == "ddp"
-        rows = compare(planned, recorder.traffic(), buckets=ddp)
+        rows = compare_traffic(planned, recorder.traffic(), buckets=ddp)
         return [{**asdict(row), "equal": row.equal if planned else None} for row in rows]
 
-    def measure_communication(self, directory: Path | None) -> Window:
-        """Runs some updates under torch's profiler; per update, what this rank did. directory: where the trace stays."""
+    def measure_communication(self, directory: Path | None) -> TraceTimes:
+        """Runs some updates under torch's profiler; times of this rank, per update. directory: where the trace stays."""
         path = None
         if directory is not None:
             path = directory / f"{self.name.replace(':', '-')}-rank{dist.get_rank()}.json"
@@ -145,3 +143,25 @@ class Own:
             for _ in range(PROFILED_UPDATES):
                 self.update()
         return found[0].per(PROFILED_UPDATES)
+
+    def measuring_seconds(self) -> list[float]:
+        """Seconds of rank 0 in which `train` would have recorded and printed each of some updates. Collective.
+
+        Each recording follows a real update, so that caches are as cold as in training. Ranks meet first, so that no rank's
+        time includes a wait for a slower rank.
+        """
+        metrics, seconds = Metrics(self.engine, lambda update: 0.0), []
+        with tempfile.TemporaryDirectory() as directory:
+            log = Log(metrics, Console(file=io.StringIO()), Path(directory), [], 0, self.engine.updates)
+            for _ in range(RECORDED_UPDATES):
+                before = clock.now()
+                waited = self.update()
+                taken = clock.now() - before
+                assert self.result is not None and self.batch is not None
+                dist.barrier()
+                start = clock.now()
+                metrics.add(taken, waited, self.batch)
+                log.update(self.result, self.batch, 0)
+                seconds.append(clock.now() - start)
+            log.close()
+        return seconds

@@ -1,4 +1,4 @@
-"""What limits a run: one verdict from figures that are made up so that the answer is known."""
+"""What limits a run: one found from figures that are made up so that the answer is known."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from shardwright.measure.verdict import Figures, what_limits
+from shardwright.measure.bottleneck import UpdateTimes, find_bottleneck
 
-CALM = Figures(1.0, 0.01, 0.02, {"dp_shard": 0.03}, host_seconds=0.05, compute_seconds=0.9, products_seconds=0.7)
+CALM = UpdateTimes(1.0, 0.01, 0.02, {"dp_shard": 0.03}, host_seconds=0.05, compute_seconds=0.9, products_seconds=0.7)
 
 
 def test_compute_when_nothing_stands_out() -> None:
-    verdict = what_limits(CALM)
-    assert verdict.limit == "compute" and verdict.share == pytest.approx(0.9)
-    assert "most: the host, 5%" in verdict.evidence
+    found = find_bottleneck(CALM)
+    assert found.limit == "compute" and found.share == pytest.approx(0.9)
+    assert "most: the host, 5%" in found.evidence
 
 
 @pytest.mark.parametrize(
@@ -30,19 +30,19 @@ def test_compute_when_nothing_stands_out() -> None:
     ],
 )
 def test_each_limit(change: dict[str, object], limit: str, share: float) -> None:
-    verdict = what_limits(replace(CALM, **change))  # type: ignore[arg-type]
-    assert verdict.limit == limit
-    assert verdict.share == pytest.approx(share)
-    assert str(verdict).startswith(f"What limits this run: {limit}, ")
+    found = find_bottleneck(replace(CALM, **change))  # type: ignore[arg-type]
+    assert found.limit == limit
+    assert found.share == pytest.approx(share)
+    assert str(found).startswith(f"What limits this run: {limit}, ")
 
 
 def test_peers_wait_for_a_straggler_inside_of_their_collectives() -> None:
     waiting = replace(CALM, exposed_seconds={"dp_replicate": 0.3}, slowest_rank=1, slowest_factor=1.3)
-    assert what_limits(waiting).limit.startswith("rank 1")
-    assert what_limits(replace(waiting, slowest_factor=1.12)).limit == "communication of dp_replicate"
+    assert find_bottleneck(waiting).limit.startswith("rank 1")
+    assert find_bottleneck(replace(waiting, slowest_factor=1.12)).limit == "communication of dp_replicate"
 
 
 def test_what_would_not_help() -> None:
     """Another sharding does nothing for a run that starves or pads."""
-    assert "another layout" in what_limits(replace(CALM, wait_seconds=0.5)).helps_not
-    assert "another layout" in what_limits(replace(CALM, padding_fraction=0.6)).helps_not
+    assert "another layout" in find_bottleneck(replace(CALM, wait_seconds=0.5)).helps_not
+    assert "another layout" in find_bottleneck(replace(CALM, padding_fraction=0.6)).helps_not

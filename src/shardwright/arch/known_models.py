@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 
-from shardwright.arch.inventory import generic_shape, shape_from_config
-from shardwright.arch.shape import Shape
+from shardwright.arch.config_json import shape_from_config
+from shardwright.arch.shape import Shape, generic_shape
 from shardwright.errors import ConfigError, did_you_mean
 
 # name: (layers, hidden, heads, kv_heads, ffn), then what differs from the defaults of the family.
+_KEYS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
 _Sizes = tuple[int, int, int, int, int]
 _LLAMA2 = {"model_type": "llama", "vocab_size": 32000, "max_position_embeddings": 4096}
 _LLAMA3 = {"model_type": "llama", "vocab_size": 128256, "max_position_embeddings": 8192}
@@ -115,22 +116,13 @@ _GPT: dict[str, tuple[int, int, int, int, int]] = {
 }
 
 
-def known_names() -> tuple[str, ...]:
-    """Every name that `known_shape` takes."""
-    return (*_PUBLISHED, *_GPT)
-
-
-def _plain(name: str) -> str:
-    return name.lower().rsplit("/", 1)[-1].replace("_", "-").removesuffix("-hf")
-
-
 @cache
 def known_shape(name: str) -> Shape:
-    """The shape of a well-known model; upper case, an owner before `/` and `_` for `-` are understood.
+    """The shape of a well-known model; upper case, an owner before `/`, and `_` for `-` are understood.
 
     Raises `ConfigError` with the nearest name.
     """
-    key = _plain(name)
+    key = name.lower().rsplit("/", 1)[-1].replace("_", "-").removesuffix("-hf")
     if key in _GPT:
         layers, hidden, heads, vocab, positions = _GPT[key]
         return generic_shape(
@@ -138,14 +130,7 @@ def known_shape(name: str) -> Shape:
         )
     if key not in _PUBLISHED:
         raise ConfigError(
-            f"{name!r} is neither a model directory nor a well-known model.", did_you_mean(key, known_names())
+            f"{name!r} is neither a model directory nor a well-known model.", did_you_mean(key, (*_PUBLISHED, *_GPT))
         )
-    (layers, hidden, heads, kv_heads, ffn), rest = _PUBLISHED[key]
-    sizes = {
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "intermediate_size": ffn,
-    }
-    return shape_from_config({**sizes, **rest, "_name_or_path": key})
+    sizes, rest = _PUBLISHED[key]
+    return shape_from_config({**dict(zip(_KEYS, sizes)), **rest, "_name_or_path": key})

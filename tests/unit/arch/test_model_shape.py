@@ -16,11 +16,10 @@ import transformers
 from tests.causal_configs import KINDS, NOT_BUILT, small_config
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwright.arch import counts
 from shardwright.arch.families import FAMILIES
-from shardwright.arch.flops import model_flops
-from shardwright.arch.inventory import named_sizes
-from shardwright.arch.of_model import shape_of_model
+from shardwright.arch.flops import block_matmul_weights, model_flops
+from shardwright.arch.model_shape import shape_from_inventory, shape_of_model
+from shardwright.arch.parameters import counts, named_sizes
 from shardwright.arch.shape import Shape
 from shardwright.config.schema import Model
 from shardwright.errors import ConfigError, ModelError, ShardwrightError
@@ -191,3 +190,59 @@ def test_windows_of_a_family_that_is_counted(tmp_path: Path) -> None:
     sliding = planned(written(tmp_path, model_type="cohere2", **{**TEXT, "num_hidden_layers": 4}, sliding_window=8))
     assert (sliding.window, sliding.window_layers) == (8, 3)
     assert model_flops(sliding, 32).attention == 3 * 4 * 64 * (32 + 3 * 8)
+
+
+def test_an_unknown_architecture_is_counted_from_its_parameters() -> None:
+    """A family that is not in the table: parameters exact, matrix elements those of the model."""
+    small = {**TEXT, "intermediate_size": 96, "vocab_size": 100}
+    config = transformers.Olmo2Config(**small, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    sizes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    inventory = {
+        "name": "olmo2",
+        "config": config.to_dict(),
+        "parameters": sizes,
+        "blocks": [f"model.layers.{index}" for index in range(3)],
+        "embedding": "model.embed_tokens",
+        "head": "lm_head",
+        "head_weights": 100 * 64,
+        "products": 100 * 64 + 3 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96),
+        "attention_width": 3 * 64,
+        "uncounted": "",
+    }
+    shape = shape_from_inventory(inventory)
+    assert counts(shape).total == sum(parameter.numel() for parameter in model.parameters())
+    assert (shape.layers, shape.hidden, shape.heads, shape.kv_heads, shape.vocab) == (3, 64, 4, 2, 100)
+    inside = [size for name, size in sizes.items() if ".layers.0." in name and len(size) == 2]
+    assert block_matmul_weights(shape) == sum(rows * columns for rows, columns in inside)
+    assert (shape.ffn, shape.attention_width) == (96, 64)
+    with pytest.raises(ConfigError, match="A token uses some experts only"):
+        shape_from_inventory({**inventory, "config": {**inventory["config"], "num_experts": 4}, "products": 6400 + 99})
+    for other in ({"attention_width": -1}, {"products": inventory["products"] + 0.5}):
+        with pytest.raises(ConfigError, match="not just attention and a product of each token"):
+            shape_from_inventory({**inventory, **other})
+    with pytest.raises(ConfigError, match="fails on tensors without values \\(no data\\)"):
+        shape_from_inventory({**inventory, "products": None, "uncounted": "no data"})
+
+
+def test_a_plain_module_is_counted_too() -> None:
+    """No config and no embedding: three blocks of unequal size are spread evenly, nothing is lost."""
+    inventory = {
+        "name": "module",
+        "config": {},
+        "head_weights": 80,
+        "products": 80 + 8 * (8 + 9 + 10),
+        "attention_width": 0,
+        "uncounted": "",
+        "parameters": {"head.weight": (10, 8), **{f"net.{i}.weight": (8, 8 + i) for i in range(3)}},
+        "blocks": ["net.0", "net.1", "net.2"],
+        "embedding": None,
+        "head": "head",
+    }
+    shape = shape_from_inventory(inventory)
+    assert counts(shape).total == 80 + 8 * (8 + 9 + 10)
+    assert shape.hidden == 8
+    uneven = {"head.weight": (10, 8), **{f"net.{i}.weight": (8, 8 + 2 * i) for i in range(3)}, "net.0.bias": (8,)}
+    shape = shape_from_inventory({**inventory, "parameters": uneven, "products": 10_000})
+    assert counts(shape).total == 80 + 8 * (8 + 10 + 12) + 8

@@ -13,8 +13,9 @@ import torch
 from rich.console import Console
 
 from shardwright.errors import ConfigError
-from shardwright.measure import record as module
-from shardwright.measure.record import Progress, Record, check_sinks, device_facts
+from shardwright.measure import metrics_log as module
+from shardwright.measure.environment import device_facts
+from shardwright.measure.metrics_log import MetricsLog, Progress, check_sinks
 
 
 def read(directory: Path) -> list[dict[str, object]]:
@@ -26,7 +27,7 @@ def read(directory: Path) -> list[dict[str, object]]:
 
 
 def test_a_resumed_file_reads_like_one_run(tmp_path: Path) -> None:
-    first = Record(tmp_path / "run", [], 0)
+    first = MetricsLog(tmp_path / "run", [], 0)
     for update in range(5):
         first.log(update, {"train/loss": 1.0 / (update + 1)})
     first.log(4, {"eval/loss": 3.0})
@@ -34,20 +35,22 @@ def test_a_resumed_file_reads_like_one_run(tmp_path: Path) -> None:
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
         file.write('3\n{"update": 5, "train/lo')
     said: list[str] = []
-    second = Record(tmp_path / "run", [], 3, said.append)
+    second = MetricsLog(tmp_path / "run", [], 3, said.append)
     for update in (3, 4):
         second.log(update, {"train/loss": 1.0 / (update + 1)})
     second.close()
     assert read(tmp_path / "run") == [{"update": u, "train/loss": 1.0 / (u + 1)} for u in range(5)]
     assert [p.name for p in (tmp_path / "run").iterdir()] == ["metrics.jsonl"]
-    assert len(said) == 1 and "metrics.jsonl: 5 entries of an earlier attempt, of update 4 on, are dropped." in said[0]
+    assert (
+        len(said) == 1 and "metrics.jsonl: 5 entries of an earlier attempt, from update 4 on, are dropped." in said[0]
+    )
 
 
 def test_tensorboard_drops_what_is_trained_again(tmp_path: Path) -> None:
     """By its own reader: of two attempts at updates 3 and 4 the later one counts."""
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     for first, loss in ((0, 1.0), (3, 2.0)):
-        record = Record(tmp_path, ["tensorboard"], first)
+        record = MetricsLog(tmp_path, ["tensorboard"], first)
         for update in range(first, 5):
             record.log(update, {"train/loss": loss})
         record.close()
@@ -58,7 +61,7 @@ def test_tensorboard_drops_what_is_trained_again(tmp_path: Path) -> None:
 
 
 def test_what_json_cannot_hold_is_null(tmp_path: Path) -> None:
-    record = Record(tmp_path, [], 0)
+    record = MetricsLog(tmp_path, [], 0)
     record.log(0, {"train/loss": float("nan"), "train/grad_norm": float("inf"), "mem/x": None, "train/lr": 0.1})
     record.close()
     assert read(tmp_path) == [
@@ -102,7 +105,7 @@ def test_the_processor_has_a_name() -> None:
 def test_entries_outlive_a_full_disk(tmp_path: Path) -> None:
     """What cannot be written is said once, kept, and written behind what was cut off when there is room again."""
     said: list[str] = []
-    record = Record(tmp_path, [], 0, said.append)
+    record = MetricsLog(tmp_path, [], 0, said.append)
     record.log(0, {"train/loss": 1.0})
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "metrics.jsonl").stat().st_size + 7, limits[1]))
@@ -115,4 +118,6 @@ def test_entries_outlive_a_full_disk(tmp_path: Path) -> None:
     record.close()
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert lines == [{"update": n, "train/loss": n + 1.0} for n in range(4)]
-    assert said == ["metrics.jsonl cannot be written: [Errno 27] File too large. Its entries are kept until it can."]
+    assert said == [
+        "metrics.jsonl cannot be written: [Errno 27] File too large. Its entries are kept until writing works again."
+    ]

@@ -1,7 +1,8 @@
-"""What this rank has given to its process groups so far: the evidence of which rank a run that hangs waits for.
+"""The collectives, sends and receives that this rank has issued: they tell which rank a hanging run waits for.
 
-Collectives are read from torch's flight recorder, which keeps the newest of every group, on gloo and on NCCL. Gloo's recorder
-leaves sends and receives out, so these are counted here. Nothing is synchronised, and a rank that hangs can be asked.
+Collectives are read from torch's flight recorder, which keeps the newest of every group, on gloo and on NCCL (torch 2.11 to
+2.14). Gloo's recorder leaves sends and receives out, so this module counts them. Reading synchronises nothing, so a rank that
+hangs can be asked too.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from shardwright.torch_private import flight_recorders, group_of
 
 KEPT = 64
-"""Collectives of a group that are told: a rank is at most as far ahead of another as it can queue."""
+"""Collectives that are reported of each group; a rank is never further ahead of another than its queue is long."""
 
 _Transfer = tuple[str, int, int]
 """Name of the group, rank of the other side in it, tag."""
@@ -43,7 +44,7 @@ def _counting(transfer: Callable[..., Any], counter: Counter[_Transfer]) -> Call
 
 
 def issued() -> dict[str, Any]:
-    """What this rank has issued, as JSON holds it.
+    """The calls that this rank has issued, as plain data for JSON.
 
     `groups`: name -> its `ranks`, and its newest `collectives` as [number in the group, operation, sizes, whether it is done].
     `sent` and `received`: [rank of the other side, group, tag, how many]. `out_of_memory`: how often the device had none left.

@@ -1,20 +1,61 @@
-"""A shape from what a model really has, for architectures whose names and sizes do not follow from their config.json.
+"""The shape of the model that a run file or a flag names: read from its config.json, or counted where that is not enough.
 
-The inventory comes from `shardwright.models.parameter_inventory`, which builds the model on the meta device, in a process of
-its own where torch is not loaded. Parameters and FLOPs are exact; activations are those of a transformer block with as many
-products.
+A model is counted from its inventory (`shardwright.models.parameter_inventory`), which builds the model on the meta device, in
+a process of its own where torch is not loaded. Parameters and FLOPs are then exact; activations are those of a transformer
+block with as many products.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import prod
+from pathlib import Path
 from typing import Any
 
-from shardwright.arch.families import FAMILIES, is_known
-from shardwright.arch.inventory import named_sizes, shape_from_config, windows
-from shardwright.arch.shape import Counted, Group, Part, Shape, Split
+from shardwright.arch.config_json import read_config, shape_from_config, windows
+from shardwright.arch.families import FAMILIES, is_known, refuse_quantized
+from shardwright.arch.known_models import known_shape
+from shardwright.arch.parameters import named_sizes
+from shardwright.arch.shape import Counted, ParameterGroup, Part, Shape, Split
 from shardwright.errors import ConfigError
+from shardwright.layout.import_path import is_import_path
+
+Inventory = Callable[[dict[str, Any]], dict[str, Any]]
+"""Builds the model of a `model` section without memory, as what `shardwright.models.parameter_inventory.inventory`."""
+
+
+def shape_of_model(name: str, inventory: Inventory | None = None, section: Mapping[str, Any] | None = None) -> Shape:
+    """The shape of `name`: a directory, a config.json, `package.module:function`, or a well-known model.
+
+    section: keys of the run file's `model` that decide what is built. inventory: None where no model can be built. A model with
+    overrides is built too, so that one place decides what overrides make of the config. Raises `ConfigError` where the shape
+    cannot be known, and any error of building the model.
+    """
+    exists, section = Path(name).exists(), dict(section or {})
+    if not exists and not is_import_path(name):
+        return known_shape(name)
+    if exists:
+        config = read_config(name)
+        refuse_quantized(config, name)
+        if is_known(config) and (inventory is None or not section.get("config_overrides")):
+            return shape_from_config({**config, **section.get("config_overrides", {}), "_name_or_path": name})
+    if inventory is None:
+        raise ConfigError(
+            f"`{name}` is Python code."
+            if not exists
+            else f"The parameters of {name} do not follow from its config.json.",
+            "The model has to be built to be planned, and no model can be built here.",
+            "Give the sizes of the model: --layers --hidden --heads --vocab --ffn.",
+        )
+    return shape_from_inventory(inventory({**section, "model_name_or_path": name}))
+
+
+def built_by(section: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a run file's `model` that decide what is built."""
+    return {key: section[key] for key in ("config_overrides", "kwargs", "attn_implementation")}
+
+
+# ---- models that were built
 
 _WIDTH = ("hidden_size", "n_embd", "d_model", "dim")
 _HEADS = ("num_attention_heads", "n_head", "n_heads")
@@ -27,18 +68,13 @@ def _first(config: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:
     return next((int(config[key]) for key in keys if isinstance(config.get(key), int)), None)
 
 
-def _is_matrix(size: tuple[int, ...]) -> bool:
-    return sum(length > 1 for length in size) >= 2
-
-
-def _block_groups(sizes: Sizes, blocks: list[str]) -> list[Group]:
+def _block_groups(sizes: Sizes, blocks: list[str]) -> list[ParameterGroup]:
     """One group for each parameter of a block; a parameter that some blocks lack is spread evenly over all blocks."""
-    block = FAMILIES["gpt"].block
     found: dict[str, list[tuple[int, ...]]] = {}
     for name, size in sizes.items():
-        home = next((one for one in blocks if name.startswith(one + ".")), None)
-        if home is not None:
-            found.setdefault(name[len(home) + 1 :], []).append(size)
+        block = next((block for block in blocks if name.startswith(block + ".")), None)
+        if block is not None:
+            found.setdefault(name[len(block) + 1 :], []).append(size)
     groups = []
     for rest, own in found.items():
         part: Part = "attention" if "att" in rest else "norm" if len(own[0]) < 2 else "mlp"
@@ -46,11 +82,25 @@ def _block_groups(sizes: Sizes, blocks: list[str]) -> list[Group]:
         each, left = divmod(sum(map(prod, own)), len(blocks))
         size = own[0] if alike else (each,)
         split: Split | None = "column" if len(size) >= 2 or not alike else None
-        name = f"{block}.{rest}"
         if prod(size):
-            groups.append(Group(name, size, len(blocks), part, split, size[0] if split else 0))
+            name = f"{FAMILIES['gpt'].block}.{rest}"
+            groups.append(ParameterGroup(name, size, len(blocks), part, split, size[0] if split else 0))
         if left and not alike:
-            groups.append(Group(rest, (left,), 1, "positions"))
+            groups.append(ParameterGroup(rest, (left,), 1, "positions"))
+    return groups
+
+
+def _other_groups(inventory: Mapping[str, Any], sizes: Sizes) -> list[ParameterGroup]:
+    """Groups of the parameters outside of blocks."""
+    groups, blocks = [], tuple(f"{block}." for block in inventory["blocks"])
+    for name, size in sizes.items():
+        part = next((part for part in ("embedding", "head") if name.startswith(f"{inventory[part]}.")), None)
+        if name.startswith(blocks):
+            continue
+        if part:
+            groups.append(ParameterGroup(name, size, 1, part, "vocabulary", size[0]))  # type: ignore[arg-type]
+        else:
+            groups.append(ParameterGroup(name, size, 1, "norm" if len(size) < 2 else "positions"))
     return groups
 
 
@@ -61,16 +111,14 @@ def _refuse_other_products(inventory: Mapping[str, Any], sizes: Sizes) -> None:
         raise ConfigError(
             f"The matrix products of {name} cannot be counted: its forward fails on tensors without values "
             f"({inventory['uncounted']}).",
-            "plan would have to guess its FLOPs and time.",
+            "plan would have to guess the FLOPs and the time of the model.",
             "`shardwright bench` measures the model as it is.",
         )
     blocks = tuple(f"{block}." for block in inventory["blocks"])
-    held = inventory["head_weights"] + sum(
-        prod(size) for name, size in sizes.items() if name.startswith(blocks) and _is_matrix(size)
-    )
-    least = (
-        1 if inventory["config"] else 0
-    )  # a plain module may have no attention; a language model without has a recurrence
+    matrices = [size for name, size in sizes.items() if name.startswith(blocks) and sum(n > 1 for n in size) >= 2]
+    held = inventory["head_weights"] + sum(map(prod, matrices))
+    # A plain module may have no attention; a language model without attention has a recurrence.
+    least = 1 if inventory["config"] else 0
     if products < held or width < least or products != int(products) or width != int(width):
         experts = any("expert" in key and value for key, value in inventory["config"].items())
         raise ConfigError(
@@ -82,23 +130,8 @@ def _refuse_other_products(inventory: Mapping[str, Any], sizes: Sizes) -> None:
         )
 
 
-def _other_groups(inventory: Mapping[str, Any], sizes: Sizes) -> list[Group]:
-    """Groups of the parameters outside of blocks."""
-    groups, blocks = [], tuple(f"{block}." for block in inventory["blocks"])
-    for name, size in sizes.items():
-        if name.startswith(blocks):
-            continue
-        if name.startswith(f"{inventory['embedding']}."):
-            groups.append(Group(name, size, 1, "embedding", "vocabulary", size[0]))
-        elif name.startswith(f"{inventory['head']}."):
-            groups.append(Group(name, size, 1, "head", "vocabulary", size[0]))
-        else:
-            groups.append(Group(name, size, 1, "norm" if len(size) < 2 else "positions"))
-    return groups
-
-
 def shape_from_inventory(inventory: Mapping[str, Any]) -> Shape:
-    """The shape of a model from its inventory (`models.inventory.inventory`).
+    """The shape of a model from its inventory (`models.parameter_inventory.inventory`).
 
     Raises `ConfigError` without blocks or a width, and for a model whose FLOPs are not those of products with every weight and
     attention: mixtures of experts, recurrences.

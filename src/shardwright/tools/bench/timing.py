@@ -1,4 +1,4 @@
-"""Loops that take turns, update by update, so that load on the machine meets all alike; and what their times amount to."""
+"""Loops take turns, update by update, so that other load on the machine slows all loops alike; and statistics of the times."""
 
 from __future__ import annotations
 
@@ -16,25 +16,27 @@ from shardwright.measure import clock
 
 
 @dataclass(frozen=True)
-class Turn:
-    """One update of one loop on this rank. seconds: all of it. waited: for data. collected: in Python's garbage collection.
-
-    busy: what this rank did itself, without waiting for others; NaN where the kernel does not tell.
-    """
+class TimedUpdate:
+    """Times of one update of one loop on this rank, in seconds."""
 
     seconds: float
     waited: float
+    """For data."""
     collected: float
+    """In Python's garbage collection."""
     busy: float
+    """`clock.busy`: without the waits for other ranks."""
 
 
-def take_turns(loops: Mapping[str, Callable[[], float]], count: int, device: torch.device) -> dict[str, list[Turn]]:
-    """`count` updates of each loop, in an order that is turned round each time. Collective.
+def take_turns(
+    loops: Mapping[str, Callable[[], float]], count: int, device: torch.device
+) -> dict[str, list[TimedUpdate]]:
+    """`count` updates of each loop, in an order that is reversed each time. Collective.
 
-    A loop does one update and returns the seconds that it waited for data. All ranks start an update together; it ends,
-    for a rank, when the device has done all of it.
+    A loop does one update and returns the seconds that it waited for data. All ranks start an update together; a rank's
+    update ends when its device has finished.
     """
-    found: dict[str, list[Turn]] = {name: [] for name in loops}
+    found: dict[str, list[TimedUpdate]] = {name: [] for name in loops}
     with _collections() as collected:
         for number in range(count):
             for name in list(loops)[:: 1 if number % 2 else -1]:
@@ -44,7 +46,7 @@ def take_turns(loops: Mapping[str, Callable[[], float]], count: int, device: tor
                 if device.type != "cpu":
                     torch.accelerator.synchronize(device)
                 seconds = clock.now() - start
-                found[name].append(Turn(seconds, waited, sum(collected) - before, clock.busy() - busy))
+                found[name].append(TimedUpdate(seconds, waited, sum(collected) - before, clock.busy() - busy))
     return found
 
 
@@ -66,14 +68,14 @@ def _collections() -> Iterator[list[float]]:
         gc.callbacks.remove(tell)
 
 
-def of_run(turns_of_ranks: Sequence[Sequence[float]]) -> list[float]:
-    """Seconds of each update of a run: its slowest rank's."""
-    return [max(at) for at in zip(*turns_of_ranks)]
+def slowest(ranks: Sequence[Sequence[float]]) -> list[float]:
+    """Of each update, the seconds of its slowest rank; `ranks` holds the seconds of each rank."""
+    return [max(at) for at in zip(*ranks)]
 
 
 @dataclass(frozen=True)
 class Spread:
-    """A distribution in a few numbers; p95 needs twenty values, quartiles four, else they are None."""
+    """A distribution in a few numbers; p95 is None below twenty values, the quartiles are None below four."""
 
     p50: float
     p95: float | None
@@ -94,5 +96,5 @@ class Spread:
 
 
 def ratio(mine: Sequence[float], theirs: Sequence[float]) -> float:
-    """Speed of `mine` relative to `theirs`, from seconds: the median over neighbouring updates, which the same load has met."""
+    """Speed of `mine` relative to `theirs`, from seconds: the median over pairs of neighbouring updates."""
     return median(b / a for a, b in zip(mine, theirs))

@@ -1,0 +1,107 @@
+"""The one interface to what a kind of device or its collectives need beyond torch: here as torch itself does it.
+
+`parallel`, `loss` and `attention` ask a `Backend`; planner, layout and launcher ask its pure half, `backends/facts.py`. On
+CUDA with NCCL a `Backend` is torch's own: `fully_shard` and the schedules of `torch.distributed.pipelining` as they are.
+On a CPU the package `backends/gloo` overrides each method. Without that package this class serves there too: slower, with
+the same results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib import import_module
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from shardwright.backends.facts import GLOO, has_own_ways
+from shardwright.torch_private import collectives
+
+
+class Reductions:
+    """The gradient reductions of one model under `fully_shard`, which reduces them itself while backward runs."""
+
+    def __init__(self, modules: Sequence[FSDPModule], replicas: dist.ProcessGroup | None) -> None:
+        """modules: every module of the model that `fully_shard` manages. replicas: the group that holds the same shards."""
+        self._modules, self._replicas = modules, replicas
+
+    def begin(self, last: bool) -> None:
+        """Before each microbatch; `last`: replicas are summed after it, once for the whole update."""
+        if self._replicas is not None:
+            for module in self._modules:
+                module.set_requires_all_reduce(last, recurse=False)
+
+    def finish(self) -> None:
+        """Completes every gradient of the update."""
+
+
+class RunsStage(Protocol):
+    """A stage as a pipeline runtime sees it."""
+
+    def compute_forward(self, k: int, x: Tensor | None) -> Tensor:
+        """Hidden states [B, T, D], or the loss of the last stage, from the hidden states of the stage before (or None)."""
+        ...
+
+    def compute_backward(self, output: Tensor, gradient: Tensor | None, last: bool) -> None:
+        """Adds gradients of `output`, given its own; `last`: the stage's last backward of this update."""
+        ...
+
+
+class PipelineRuntime(Protocol):
+    """Runs the actions of one pipeline rank for one update."""
+
+    def __init__(
+        self,
+        actions: Sequence[Any],
+        stages: dict[int, RunsStage],
+        count: int,
+        rank_of: Callable[[int], int],
+        group: dist.ProcessGroup,
+        empty: Callable[[], Tensor],
+    ) -> None:
+        """actions: `layout.pipeline_schedules.Action`s of this rank. stages: of this rank, by index. count: of all ranks.
+
+        rank_of: the pipeline rank of a stage, never that of its neighbour. empty: makes a tensor like what passes between
+        stages, [B, T, D].
+        """
+        ...
+
+    def run(self) -> None:
+        """Computes every action; returns when all that was sent is received."""
+        ...
+
+
+class Backend:
+    """torch's own ways."""
+
+    def reductions(self, modules: Sequence[FSDPModule], mesh: DeviceMesh) -> Reductions:
+        """Who reduces the gradients of `modules`, sharded over the last dimension of `mesh`, behind replicas if it has two."""
+        return Reductions(modules, mesh.get_group(0) if mesh.ndim == 2 else None)
+
+    def reduce_scatter(self, pieces: Tensor, size: int, group: str) -> Tensor:
+        """This rank's piece of the sum over the group called `group`: `pieces` [size x n, ...] -> [n, ...]."""
+        return collectives.wait_tensor(collectives.reduce_scatter_tensor(pieces, "sum", size, group))
+
+    def pipeline_runtime(self, schedule: str) -> type[PipelineRuntime] | None:
+        """What runs this schedule; None: torch's own schedule does."""
+        return None
+
+    def replace_attention(self, model: nn.Module) -> None:
+        """Gives `model`, which computes in bf16 and attends to whole rows, a faster core attention where there is one."""
+
+
+@cache
+def _own(package: str) -> Backend:
+    return import_module(f"{package}.backend").BACKEND
+
+
+def choose_backend(device: str) -> Backend:
+    """The backend of ranks on `cpu` or `cuda`."""
+    return _own(GLOO) if has_own_ways(device) else _TORCH
+
+
+_TORCH = Backend()
