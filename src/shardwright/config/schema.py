@@ -166,8 +166,7 @@ class Training(Section):
     )
     lr_scheduler_kwargs: dict[str, Any] = Field({}, description="Arguments of the schedule")
     warmup_steps: NonNegative = Field(
-        0,
-        description="Updates over which the learning rate rises from 0, fewer than the run has",
+        0, description="Updates over which the learning rate rises from 0, fewer than the run has"
     )
     max_grad_norm: PositiveFloat | None = Field(
         1.0, description="Largest gradient norm over all parameters, larger ones are clipped; null: no clipping"
@@ -180,8 +179,7 @@ class Training(Section):
         None, description="Stop once eval/loss is at most this; needs eval_steps"
     )
     on_non_finite: Literal["stop", "skip"] = Field(
-        "stop",
-        description="A loss or gradient that is not finite: stop the run, or skip the update, on all ranks",
+        "stop", description="A loss or gradient that is not finite: stop the run, or skip the update, on all ranks"
     )
     on_spike: Literal["continue", "warn", "stop"] = Field(
         "warn",
@@ -211,8 +209,7 @@ class Parallelism(Section):
         description="With tp_size > 1: divide rows over the same ranks between layers (norms, residuals); default true",
     )
     tp_plan: dict[str, str] = Field(
-        {},
-        description="With tp_size > 1: {pattern of module names: style}, instead of the model's own plan",
+        {}, description="With tp_size > 1: {pattern of module names: style}, instead of the model's own plan"
     )
     cp_size: Positive = Field(1, description="Context-parallel ranks, which divide each row")
     cp_attention: ContextAttention | None = Field(

@@ -16,13 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwright.arch.model_files import (
-    FOREIGN_WEIGHTS,
-    MODEL_FILES,
-    OTHER_FILES,
-    TOKENIZER_FILES,
-    matching,
-)
+from shardwright.arch.model_files import FOREIGN_WEIGHTS, MODEL_FILES, OTHER_FILES, TOKENIZER_FILES, matching
 from shardwright.config.schema import Model
 from shardwright.errors import ModelError
 

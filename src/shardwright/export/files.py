@@ -15,13 +15,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from shardwright.arch.model_files import (
-    MODEL_FILES,
-    OTHER_FILES,
-    TOKENIZER_FILES,
-    WEIGHT_FILES,
-    matching,
-)
+from shardwright.arch.model_files import MODEL_FILES, OTHER_FILES, TOKENIZER_FILES, WEIGHT_FILES, matching
 from shardwright.config.schema import Model
 from shardwright.models.safetensors_io import byte_view, header_bytes
 

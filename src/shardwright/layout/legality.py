@@ -94,12 +94,7 @@ def idle_keys(loaded: Loaded) -> dict[str, str]:
     return {key: rule.reason for rule in effect_rules(loaded.run) if rule.idle for key in rule.keys if key in given}
 
 
-_HOMES = {
-    "lr": "training.learning_rate",
-    "params": "",
-    "weight_decay": "training.weight_decay",
-    "wrap": "",
-}
+_HOMES = {"lr": "training.learning_rate", "params": "", "weight_decay": "training.weight_decay", "wrap": ""}
 """Arguments of optimizers that the run file sets elsewhere."""
 
 

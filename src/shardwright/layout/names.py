@@ -53,9 +53,7 @@ def _part(part: str, name: str) -> dict[str, Any]:
     size = int(digits or 2)
     if size < 2:
         raise ConfigError(
-            f"`{part}` splits nothing.",
-            f"A size of {size} is the same as leaving the part out.",
-            "Leave the part out.",
+            f"`{part}` splits nothing.", f"A size of {size} is the same as leaving the part out.", "Leave the part out."
         )
     if not option or axis.choice is None:
         return {axis.key: size}

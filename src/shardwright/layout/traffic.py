@@ -52,14 +52,7 @@ class Traffic:
 
 
 def pipeline_traffic(
-    schedule: Schedule,
-    pp: int,
-    chunks: int,
-    rank: int,
-    *,
-    microbatches: int,
-    hidden_bytes: int,
-    tied_bytes: int = 0,
+    schedule: Schedule, pp: int, chunks: int, rank: int, *, microbatches: int, hidden_bytes: int, tied_bytes: int = 0
 ) -> tuple[Traffic, ...]:
     """What pipeline rank `rank` of `pp` with `chunks` stages sends.
 

@@ -25,12 +25,7 @@ RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 JOB = "SHARDWRIGHT_JOB"
 """Set by the launcher in its ranks: the name of the job, the same at each start of them."""
 
-_SRUN_MARKS = (
-    "SLURM_STEP_NUM_TASKS",
-    "SLURM_STEP_TASKS_PER_NODE",
-    "SLURM_LAUNCH_NODE_IPADDR",
-    "SLURM_SRUN_COMM_HOST",
-)
+_SRUN_MARKS = ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_LAUNCH_NODE_IPADDR", "SLURM_SRUN_COMM_HOST")
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -119,10 +114,7 @@ def read_rank_info(environment: Mapping[str, str]) -> RankInfo:
             "A rank needs all of torchrun's variables.",
             "Start with torchrun or `shardwright ... --nproc-per-node N`, or unset LOCAL_RANK.",
         )
-    world_size, local_world_size = (
-        _integer(environment, "WORLD_SIZE"),
-        _integer(environment, "LOCAL_WORLD_SIZE"),
-    )
+    world_size, local_world_size = (_integer(environment, "WORLD_SIZE"), _integer(environment, "LOCAL_WORLD_SIZE"))
     nodes = -(-world_size // local_world_size)
     return RankInfo(
         rank=_integer(environment, "RANK"),

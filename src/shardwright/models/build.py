@@ -67,9 +67,7 @@ def quiet_transformers() -> None:
 def _from_directory(spec: Model, recorder: Recorder) -> nn.Module:
     if spec.kwargs:
         raise ModelError(
-            "model.kwargs has no effect on a Transformers directory.",
-            "",
-            "Use model.config_overrides, or remove it.",
+            "model.kwargs has no effect on a Transformers directory.", "", "Use model.config_overrides, or remove it."
         )
     config = read_config(spec)
     if spec.init == "pretrained":

@@ -28,13 +28,7 @@ from shardwright.torch_private import TorchDispatchMode, schema, storage_id, tre
 
 META = torch.device("meta")
 
-_ALLOCATE = {
-    "aten::empty",
-    "aten::empty_like",
-    "aten::empty_strided",
-    "aten::new_empty",
-    "aten::new_empty_strided",
-}
+_ALLOCATE = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"}
 _OVERWRITE = {"aten::normal_", "aten::uniform_", "aten::fill_", "aten::zero_", "aten::copy_", "aten::random_"}
 _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 _INIT_FUNCTIONS = dict(vars(torch.nn.init))  # as they are now: Transformers replaces them while it builds

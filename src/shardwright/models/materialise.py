@@ -164,10 +164,7 @@ def _local_box(tensor: Tensor) -> Box:
 
 
 def local_box(
-    shape: tuple[int, ...],
-    placements: Sequence[Placement],
-    sizes: tuple[int, ...],
-    coordinate: tuple[int, ...],
+    shape: tuple[int, ...], placements: Sequence[Placement], sizes: tuple[int, ...], coordinate: tuple[int, ...]
 ) -> Box:
     """The part of a tensor of `shape` at `coordinate` of a mesh of `sizes`: one slice per dim.
 
