@@ -50,7 +50,8 @@ class Bench:
         import torch.distributed as dist
         from tests.gloo.engine import batches_for, make_engine, run_file
 
-        from shardwright.checkpoint import store
+        from shardwright.checkpoint.directory import Retention
+        from shardwright.checkpoint.saver import Saver
 
         width, block = 1024, 4 * 1024**2 + 3 * 1024 * 2816
         layers = max(1, round((gigabytes * 1e9 / 12 - 2 * 8192 * width) / block))
@@ -70,20 +71,20 @@ class Bench:
         loaded = run_file(model, model__config_overrides=config, training__global_batch_size=2, **wide)
         self.engine, self.rank = make_engine(loaded), dist.get_rank()
         self.batch = lambda: batches_for(self.engine, 0, rows=2, length=16)
-        self.directory, self.store, self.torch, self.dist = directory, store, torch, dist
-        self.saver = store.Saver(directory / "ours", store.Retention(1))
-        self.beside = store.Saver(directory / "ours", store.Retention(1), background=True)
+        self.directory, self.torch, self.dist = directory, torch, dist
+        self.saver = Saver(directory / "ours", Retention(1))
+        self.beside = Saver(directory / "ours", Retention(1), background=True)
         self.number, self.beside_updates = 0, []
         self.update()
 
     def state(self) -> dict[str, Any]:
         from shardwright.checkpoint.restore import current_state
 
-        return current_state(self.engine.module, self.engine.optimizer, self.engine.locals)
+        return current_state(self.engine.module, self.engine.optimizer, self.engine.params)
 
     def manifest(self) -> Any:
         self.number += 1
-        return self.store.Manifest(self.number, 0, "", "", 2, "", "")
+        return self.Manifest(self.number, 0, "", "", 2, "", "")
 
     def timed(self, work: Callable[[], object]) -> float:
         self.dist.barrier()
@@ -140,7 +141,7 @@ class Bench:
         return held
 
     def newest(self) -> Path:
-        path = self.store.find(self.directory / "ours", "auto")
+        path = self.find_checkpoint(self.directory / "ours", "auto")
         assert path is not None
         return path
 
@@ -176,7 +177,7 @@ class Bench:
         engine, path = self.engine, self.newest()
         engine.optimizer.state.clear()
         ctypes.CDLL(None).malloc_trim(0)  # what was freed goes back to the system, as if it had never been there
-        return self.timed(lambda: restore(path, engine.module, engine.optimizer, engine.locals))
+        return self.timed(lambda: restore(path, engine.module, engine.optimizer, engine.params))
 
     def dcp_load(self) -> float:
         from torch.distributed.checkpoint import load

@@ -35,6 +35,8 @@ def worker(task: dict[str, Any]) -> None:
     import torch
     import torch.distributed as dist
 
+    from shardwright.mesh.shard_geometry import full_tensor
+
     rank = int(os.environ["RANK"])
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // RANKS))
     dist.init_process_group("gloo", init_method=f"file://{task['store']}", rank=rank, world_size=RANKS)
@@ -43,7 +45,7 @@ def worker(task: dict[str, Any]) -> None:
     kind = "ddp" if job.layout == "ddp" else "fully_shard"
     if task["what"] == "time":
         first, engine = ours(job)
-        start = {name: engine.full(p.detach()).clone() for name, p in engine.module.named_parameters()}
+        start = {name: full_tensor(p.detach()).clone() for name, p in engine.module.named_parameters()}
         updates = {"ours": first, "bare": bare(job, kind, start)}
         seconds: dict[str, list[float]] = {name: [] for name in updates}
         for number in range(task["warmup"] + task["n"]):

@@ -42,7 +42,7 @@ from shardwright.mesh.process_group import connect
 from shardwright.models.build import build_model, quiet_transformers
 from shardwright.parallel.apply import check_model
 from shardwright.tools.check.force_float64 import Float64Throughout
-from shardwright.train.update import Engine
+from shardwright.train.update import UpdateEngine
 
 LENGTHS = (12, 30, 40)
 WIDTH, BUCKET = 48, 40
@@ -245,14 +245,14 @@ def _targets() -> int:
 
 def ours(run: RunFile, training: bool = True) -> tuple[float, float]:
     """(loss, gradient norm) of the same documents in the engine; the norm is 0 where it is not training."""
-    engine = Engine(run, Axes(), torch.device("cpu"), 1)
+    engine = UpdateEngine(run, Axes(), torch.device("cpu"), 1)
     randomise(engine.module)
     batch = batch_of(run.data.batching)
     with Float64Throughout():
         if not training:
             return engine.evaluate([batch])[0], 0.0
         engine.forward_backward(batch)
-    norm, loss, _ = engine._reduce_scalars(False)
+    norm, loss, _ = engine.reduce_scalars(False)
     return loss / _targets(), norm
 
 

@@ -52,7 +52,7 @@ def ours(job: Job) -> tuple[Update, Any]:
     from shardwright.config.load import parse_overrides
     from shardwright.data.loader import Microbatch, UpdateBatch
     from shardwright.layout.legality import check_run
-    from shardwright.train.update import Engine
+    from shardwright.train.update import UpdateEngine
 
     ranks = dist.get_world_size()
     values: dict[str, Any] = {
@@ -74,7 +74,7 @@ def ours(job: Job) -> tuple[Update, Any]:
     if job.replicas > 1:
         values["parallelism.dp_replicate_size"] = job.replicas
     loaded = load_run_file(None, {**values, **parse_overrides([f"--{text}" for text in job.settings])})
-    engine = Engine(loaded.run, check_run(loaded, ranks), torch.device("cpu"), 1000)
+    engine = UpdateEngine(loaded.run, check_run(loaded, ranks), torch.device("cpu"), 1000)
 
     def update(number: int) -> float:
         made = []

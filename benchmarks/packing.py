@@ -65,10 +65,11 @@ def peak_bytes() -> int:
 
 def pack_ours(path: Path) -> dict[str, float]:
     """Plan and pass in this process."""
+    from shardwright.data.documents import Documents
     from shardwright.data.loader import Loader
     from shardwright.data.order import Order
-    from shardwright.data.rows import Cut
-    from shardwright.data.table import Documents, Table
+    from shardwright.data.packing import Cut
+    from shardwright.data.table import Table
 
     before, start, cpu = peak_bytes(), time.perf_counter(), time.process_time()
     table = Table.make(Documents.open(path), Cut(LENGTH, "split", "bfd", seed=42))

@@ -63,7 +63,7 @@ def rank() -> None:
     from shardwright import cli
     from shardwright.train import update
 
-    engine = next(getattr(update, name) for name in ("TrainEngine", "Engine") if hasattr(update, name))
+    engine = next(getattr(update, name) for name in ("UpdateEngine", "Engine") if hasattr(update, name))
     data, one = Watch(), Watch()
     build, forward, step, count = engine.__init__, engine.forward_backward, engine.step, 0
 

@@ -38,7 +38,7 @@ def worker(task: dict[str, Any]) -> None:
     import torch.distributed as dist
 
     from shardwright.backends.backend import choose_backend
-    from shardwright.parallel.pipeline import schedule_runner as pipeline
+    from shardwright.parallel.pipeline import schedule_runner
 
     ranks = task["ranks"]
     spent: dict[tuple[int, str], list[float]] = defaultdict(list)
@@ -50,18 +50,18 @@ def worker(task: dict[str, Any]) -> None:
             start = time.perf_counter()
             result = original(stage, *args, **kwargs)
             kind = "I" if letter == "B" and kwargs.get("full_backward") is False else letter
-            index = stage.stage.index if owner is pipeline._Runner else stage.stage_index
+            index = stage.stage.index if owner is schedule_runner.StageRunner else stage.stage_index
             spent[index, kind].append(time.perf_counter() - start)
             return result
 
         setattr(owner, name, call)
 
     if choose_backend("cpu").pipeline_runtime(task["schedule"]) is not None:
-        timed(pipeline._Runner, "compute_forward", "F")
-        timed(pipeline._Runner, "compute_backward", "B")
+        timed(schedule_runner.StageRunner, "compute_forward", "F")
+        timed(schedule_runner.StageRunner, "compute_backward", "B")
     else:
         for name, letter in KINDS.items():
-            timed(pipeline._TorchStage, name, letter)
+            timed(schedule_runner.TorchStage, name, letter)
     settings = {"data_parallel": "ddp", "pp_size": ranks, "pp_schedule": task["schedule"]}
     engine = scaffold.make_engine(
         task["model"],

@@ -115,10 +115,10 @@ def make_engine(directory: str, length: int, global_rows: int, rows: int, device
     import torch.distributed as dist
 
     from shardwright.layout.legality import check_run
-    from shardwright.train.update import Engine
+    from shardwright.train.update import UpdateEngine
 
     loaded = load_run(directory, length, global_rows, rows, **more)
-    return Engine(loaded.run, check_run(loaded, dist.get_world_size()), torch.device(device), 1000)
+    return UpdateEngine(loaded.run, check_run(loaded, dist.get_world_size()), torch.device(device), 1000)
 
 
 def update_batch(engine: Any, number: int, vocabulary: int) -> Any:

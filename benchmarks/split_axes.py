@@ -249,7 +249,7 @@ def worker(task: dict[str, Any]) -> None:
         import torch.distributed as dist
 
         counts: list[Any] = [None] * ranks
-        dist.all_gather_object(counts, len(engine.parallel.stages[0].blocks))
+        dist.all_gather_object(counts, len(engine.strategy.stages[0].blocks))
         bare = bare_pipeline(task["model"], counts)
     else:
         bare = bare_context(task["model"], layout)

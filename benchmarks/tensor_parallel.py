@@ -51,7 +51,7 @@ def ours(directory: str, sequence: bool) -> Callable[[int], float]:
     from shardwright.config import load_run_file
     from shardwright.data.loader import Microbatch, UpdateBatch
     from shardwright.layout.legality import check_run
-    from shardwright.train.update import Engine
+    from shardwright.train.update import UpdateEngine
 
     values = {
         "model.model_name_or_path": directory,
@@ -67,7 +67,7 @@ def ours(directory: str, sequence: bool) -> Callable[[int], float]:
         "parallelism.sequence_parallel": sequence,
     }
     loaded = load_run_file(None, values)
-    engine = Engine(loaded.run, check_run(loaded, dist.get_world_size()), torch.device("cpu"), 1000)
+    engine = UpdateEngine(loaded.run, check_run(loaded, dist.get_world_size()), torch.device("cpu"), 1000)
 
     def update(number: int) -> float:
         ids, labels = rows(number)

@@ -29,7 +29,7 @@ import numpy as np
 
 from shardwright.config import RunFile
 from shardwright.data.prepare import prepare
-from shardwright.data.tokenise import load_tokenizer
+from shardwright.data.tokenizer import load_tokenizer
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))

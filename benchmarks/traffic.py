@@ -50,7 +50,7 @@ def worker(task: dict[str, Any]) -> None:
     from shardwright.mesh.device_mesh import axis_of_groups
     from shardwright.planner.of_run import job_of, layout_of
     from shardwright.planner.traffic import Place, traffic
-    from shardwright.train.update import Engine
+    from shardwright.train.update import UpdateEngine
 
     rank_of_task(task)
     values = {
@@ -67,7 +67,7 @@ def worker(task: dict[str, Any]) -> None:
     for name in task["layouts"]:
         loaded = with_layout(load_run_file(None, values), name)
         run, axes = loaded.run, check_run(loaded, task["ranks"])
-        engine = Engine(run, axes, torch.device("cpu"), 3)
+        engine = UpdateEngine(run, axes, torch.device("cpu"), 3)
         recorder = CommunicationRecorder(axis_of_groups(engine.mesh))
         for number in range(2):
             engine.forward_backward(update_batch(engine, number, vocabulary))

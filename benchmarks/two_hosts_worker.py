@@ -15,6 +15,7 @@ from loops import Job, Update, alone, bare, deepspeed_zero, ours, unwired
 
 from shardwright.measure.communication import CommunicationRecorder
 from shardwright.mesh.device_mesh import axis_of_groups
+from shardwright.mesh.shard_geometry import full_tensor
 
 SAME = {False: 2e-5, True: 2e-2}
 """Relative difference of the first losses that is accepted, by bf16."""
@@ -40,7 +41,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     first, engine = ours(job)
-    start = {name: engine.full(p.detach()).clone() for name, p in engine.module.named_parameters()}
+    start = {name: full_tensor(p.detach()).clone() for name, p in engine.module.named_parameters()}
     updates: dict[str, Update] = {"ours": first}
     for peer in task["peers"]:
         if peer == "unwired":

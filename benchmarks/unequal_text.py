@@ -78,11 +78,11 @@ def ours(run: Any) -> Turn:
 
     from shardwright.layout.axes import Axes
     from shardwright.train.run_data import open_data
-    from shardwright.train.update import Engine
+    from shardwright.train.update import UpdateEngine
 
     axes, device = Axes(), torch.device("cpu")
     batches = open_data(run, axes, 0).updates_from(0, device)
-    engine = Engine(run, axes, device, run.training.max_steps)
+    engine = UpdateEngine(run, axes, device, run.training.max_steps)
 
     def turn() -> tuple[int, float]:
         start = time.perf_counter()

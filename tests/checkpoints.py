@@ -11,9 +11,9 @@ import xxhash
 from torch import Tensor
 
 from shardwright.checkpoint import directory
-from shardwright.checkpoint.files import TENSORS, file_order, write_parts
+from shardwright.checkpoint.directory import Retention
+from shardwright.checkpoint.index import TENSORS, file_order, write_parts
 from shardwright.checkpoint.parts import held_parts
-from shardwright.checkpoint.retention import Retention
 
 TENSORS_OF = {
     "model.weight": torch.arange(12.0).reshape(4, 3),
@@ -34,7 +34,7 @@ def written(
 ) -> Path:
     """A complete checkpoint that one rank would have written. notes: takes what the save says."""
     said_before = directory.prepare(output_dir, update)
-    place = directory.aside_of(output_dir, update) / TENSORS / "rank-00000.safetensors"
+    place = directory.incomplete_of(output_dir, update) / TENSORS / "rank-00000.safetensors"
     record = write_parts(place, [(held, tensors[held.key]) for held in file_order(held_parts(tensors))])
     said = directory.Manifest(update, 10 * update, "rows", "", 1, "zero3 1 rank", "", **manifest)
     after = directory.complete(output_dir, [record], numbers or {}, said, "model: {}\n", retention or Retention())

@@ -22,9 +22,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwright.checkpoint import store
+from shardwright.checkpoint.manifest import Manifest, read_config, read_manifest
 from shardwright.checkpoint.parts import Value
 from shardwright.checkpoint.restore import current_state, restore
+from shardwright.checkpoint.resume import find_checkpoint
+from shardwright.checkpoint.saver import save
 from shardwright.checkpoint.settings import changes, refuse_unaccepted
 from shardwright.config.load import Loaded, load_run_file
 from shardwright.data.loader import Microbatch, UpdateBatch
@@ -38,12 +40,9 @@ from shardwright.mesh.process_group import connect
 from shardwright.models.build import build_model
 from shardwright.models.torch_dtypes import TORCH_DTYPES
 from shardwright.parallel.apply import parallelize as _parallelize
-from shardwright.parallel.ddp import Replicated
-from shardwright.parallel.fsdp import Sharded
-from shardwright.parallel.pipeline.schedule_runner import Pipelined
-from shardwright.train import update
+from shardwright.parallel.strategy import DataParallel
 from shardwright.train.optimizer import OPTIMIZER_KEYS, optimizer_change
-from shardwright.train.update import UpdateResult
+from shardwright.train.update import UpdateEngine, UpdateResult
 
 __all__ = ["Engine", "UpdateResult", "connect", "parallelize"]
 
@@ -59,7 +58,7 @@ class _Given:
     content: Any
 
 
-class _Engine(update.Engine):
+class _OwnLossEngine(UpdateEngine):
     """The engine of `train` with the caller's loss."""
 
     def __init__(self, loss_sum: LossSum, *arguments: Any) -> None:
@@ -67,7 +66,7 @@ class _Engine(update.Engine):
         self._given = loss_sum
 
     def loss_sum(self, microbatch: Microbatch) -> Tensor:
-        return self._given(self.parallel, cast(_Given, microbatch).content)
+        return self._given(self.strategy, cast(_Given, microbatch).content)
 
 
 class Engine:
@@ -96,7 +95,7 @@ class Engine:
         """
         loaded = _run(model, layout, {"training.max_steps": updates, **_dotted(options)})
         self._loaded, self._axes = loaded, check_run(loaded, dist.get_world_size())
-        self._engine = _Engine(loss_sum, loaded.run, self._axes, torch.device(device), updates)
+        self._engine = _OwnLossEngine(loss_sum, loaded.run, self._axes, torch.device(device), updates)
         self.update = 0
 
     @property
@@ -162,25 +161,25 @@ class Engine:
     def save(self, directory: str | Path) -> Path:
         """Writes weights and optimizer as a checkpoint that any layout reads; returns `directory/checkpoint-{update}`."""
         layout = f"{self._loaded.run.parallelism.data_parallel} {self._axes}"
-        manifest = store.Manifest(self.update, 0, "", "", dist.get_world_size(), layout, store.torch_version())
-        return store.save(Path(directory), self._state(), manifest, self._loaded.to_yaml(), None)
+        manifest = Manifest(self.update, 0, "", "", dist.get_world_size(), layout, torch.__version__)
+        return save(Path(directory), self._state(), manifest, self._loaded.to_yaml(), None)
 
     def load(self, directory: str | Path) -> None:
         """Reads the newest checkpoint in `directory`, of any layout, and continues behind it."""
-        found = store.find(Path(directory), "auto")
+        found = find_checkpoint(Path(directory), "auto")
         if found is None:
             raise ConfigError(f"{directory} holds no complete checkpoint.")
-        changed = [change for change in changes(store.read_config(found), self._loaded) if change.key in OPTIMIZER_KEYS]
+        changed = [change for change in changes(read_config(found), self._loaded) if change.key in OPTIMIZER_KEYS]
         refuse_unaccepted(str(found), changed, self._loaded.run.checkpoint.accept_changes)
         engine = self._engine
         kind = optimizer_change(changed, self._loaded.run.training.optimizer)
-        restored = restore(found, self.module, engine.optimizer, engine.locals, change=kind)
-        for line in restored.fitted.lines(found.name) if engine.rank == 0 else ():
+        _, optimizer_match = restore(found, self.module, engine.optimizer, engine.params, change=kind)
+        for line in optimizer_match.lines(found.name) if engine.rank == 0 else ():
             print(line)
-        self.update = store.read_manifest(found).update
+        self.update = read_manifest(found).update
 
     def _state(self) -> dict[str, Value]:
-        return current_state(self.module, self._engine.optimizer, self._engine.locals)
+        return current_state(self.module, self._engine.optimizer, self._engine.params)
 
 
 def parallelize(
@@ -189,7 +188,7 @@ def parallelize(
     layout: str = "zero3",
     device: torch.device | str = "cpu",
     **options: Any,
-) -> Replicated | Sharded:
+) -> DataParallel:
     """A model split as `layout` says and filled, without optimizer or loop; arguments as of `Engine`.
 
     Call the result like the model, each microbatch within `with result.microbatch(last=...)`; after the last backward of
@@ -199,9 +198,8 @@ def parallelize(
     run = loaded.run
     mesh = make_mesh(check_run(loaded, dist.get_world_size()), torch.device(device))
     built = build_model(run.model, TORCH_DTYPES[run.precision.master_dtype])
-    split = _parallelize(built, run, mesh, torch.device(device))
-    assert not isinstance(split, Pipelined), "refused by _run"
-    return split
+    strategy = _parallelize(built, run, mesh, torch.device(device))
+    return cast(DataParallel, strategy)  # _run refuses pipelines
 
 
 def _dotted(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import typer
 
 from shardwright import __version__
 from shardwright.errors import ConfigError, ExitCode, ModelError, ShardwrightError
-from shardwright.launch.output import keep_going_without_output
+from shardwright.launch.output import tolerate_lost_output
 
 if TYPE_CHECKING:
     from shardwright.config import Loaded
@@ -181,7 +181,7 @@ def plan(
 
 def _inventory(section: dict[str, Any]) -> dict[str, Any]:
     """The parameters and products of the model of a `model` section. A process of its own builds it: plan loads no torch."""
-    from shardwright.launch.module import output_of
+    from shardwright.launch.processes import output_of
 
     purpose = f"Building `{section['model_name_or_path']}` to count its parameters"
     text = output_of("shardwright.models.parameter_inventory", [json.dumps(section)], purpose)
@@ -248,9 +248,9 @@ def drill(
 ) -> None:
     """Drill: inject faults into a run, resume it, and compare it with an undisturbed run. Exits with 3 on a difference."""
     loaded = _load(run_file, context.args)
-    from shardwright.tools.drill.verb import Plan, parse_trials, run_drill
+    from shardwright.tools.drill.verb import DrillPlan, parse_trials, run_drill
 
-    plan = Plan(nproc_per_node, parse_trials(trials), seed, soak, updates, keep)
+    plan = DrillPlan(nproc_per_node, parse_trials(trials), seed, soak, updates, keep)
     raise typer.Exit(run_drill(loaded, plan))
 
 
@@ -326,7 +326,7 @@ def _options(version: Annotated[bool, typer.Option("--version", help="Print the 
 
 def main() -> None:
     """The console script. A `ShardwrightError` is printed without a traceback, and sets the exit code."""
-    keep_going_without_output()
+    tolerate_lost_output()
     try:
         app()
     except ShardwrightError as error:

@@ -25,9 +25,6 @@ from torch._C._distributed_c10d import TCPStore as TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor._utils import (
-    compute_local_shape_and_global_offset as compute_local_shape_and_global_offset,
-)
 from torch.distributed.tensor.parallel import ParallelStyle as _ParallelStyle
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode

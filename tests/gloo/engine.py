@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from shardwright.config.load import Loaded, load_run_file
 from shardwright.data.loader import Microbatch, UpdateBatch
 from shardwright.layout.legality import check_run
+from shardwright.mesh.shard_geometry import full_tensor
 from shardwright.tools.check.gather import whole_on_first_rank
-from shardwright.train.update import Engine, UpdateResult
+from shardwright.train.update import UpdateEngine, UpdateResult
 
 FP64 = {f"precision.{name}_dtype": "fp64" for name in ("param", "reduce", "master")}
 LLAMA, GPT2, QWEN3 = (str(EXAMPLES / name) for name in ("tiny", "gpt2-tiny", "qwen3-tiny"))
@@ -117,32 +118,32 @@ class Outcome:
         return [result.loss for result in self.results]
 
 
-def make_engine(loaded: Loaded, updates: int | None = None) -> Engine:
+def make_engine(loaded: Loaded, updates: int | None = None) -> UpdateEngine:
     """The engine of a run on the ranks that are there."""
     axes = check_run(loaded, dist.get_world_size())
-    return Engine(loaded.run, axes, torch.device("cpu"), updates or loaded.run.training.max_steps or UPDATES)
+    return UpdateEngine(loaded.run, axes, torch.device("cpu"), updates or loaded.run.training.max_steps or UPDATES)
 
 
-def batches_for(engine: Engine, update: int, **rows: Any) -> UpdateBatch:
+def batches_for(engine: UpdateEngine, update: int, **rows: Any) -> UpdateBatch:
     """This rank's part of an update."""
     size = engine.run.training.per_device_train_batch_size
     return batch_of(update, engine.axes.data_rank(engine.rank), engine.axes.data_ranks, size, **rows)
 
 
-def whole_weights(engine: Engine) -> dict[str, Tensor]:
+def whole_weights(engine: UpdateEngine) -> dict[str, Tensor]:
     """Every parameter, frozen ones too, unsplit."""
-    return {name: engine.full(p.detach()).clone() for name, p in engine.module.named_parameters()}
+    return {name: full_tensor(p.detach()).clone() for name, p in engine.module.named_parameters()}
 
 
-def whole_gradients(engine: Engine) -> dict[str, Tensor]:
+def whole_gradients(engine: UpdateEngine) -> dict[str, Tensor]:
     """Every gradient that there is, unsplit."""
-    return {local.name: engine.full(local.wrap(g)).clone() for local, g in engine.gradients()}
+    return {local.name: full_tensor(local.wrap(g)).clone() for local, g in engine.gradients()}
 
 
-def moment_parts(engine: Engine) -> dict[tuple[str, str], Tensor]:
+def moment_parts(engine: UpdateEngine) -> dict[tuple[str, str], Tensor]:
     """Every tensor of the optimizer's state, by parameter and kind, as this rank holds it."""
     found: dict[tuple[str, str], Tensor] = {}
-    for local in engine.locals:
+    for local in engine.params:
         for key, value in engine.optimizer.state.get(local.tensor, {}).items():
             if isinstance(value, Tensor):
                 same = value.dim() and value.shape == local.tensor.shape
@@ -158,12 +159,12 @@ def by_name(moments: dict[tuple[str, str], Tensor]) -> dict[str, dict[str, Tenso
     return found
 
 
-def whole_moments(engine: Engine) -> dict[str, dict[str, Tensor]]:
+def whole_moments(engine: UpdateEngine) -> dict[str, dict[str, Tensor]]:
     """Every tensor of the optimizer's state, unsplit."""
-    return by_name({key: engine.full(part).clone() for key, part in moment_parts(engine).items()})
+    return by_name({key: full_tensor(part).clone() for key, part in moment_parts(engine).items()})
 
 
-def gathered_moments(engine: Engine) -> dict[str, dict[str, Tensor]]:
+def gathered_moments(engine: UpdateEngine) -> dict[str, dict[str, Tensor]]:
     """`whole_moments` on rank 0, nothing on others."""
     found = whole_on_first_rank({" ".join(key): part for key, part in moment_parts(engine).items()})
     return by_name({(key.split(" ")[0], key.split(" ")[1]): value for key, value in found.items()})

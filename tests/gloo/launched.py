@@ -14,7 +14,7 @@ from pathlib import Path
 from tests.started import LIMIT
 
 from shardwright.errors import ConfigError, ShardwrightError
-from shardwright.launch import Heartbeat, finish, listen_for_dumps, worker_main
+from shardwright.launch import Heartbeat, answer_hang_reports, finish, worker_main
 from shardwright.train.signals import StopFlag
 
 FOREVER = 2 * LIMIT  # seconds: longer than a test waits for what must end
@@ -83,9 +83,9 @@ def meet(token: str) -> int:
 
 
 def abort_after_report() -> int:
-    from shardwright.launch.rank import _report_outcome
+    from shardwright.launch.rank import report_outcome
 
-    _report_outcome({"code": 0})
+    report_outcome({"code": 0})
     if RANK == 0:
         os.abort()
     return 0
@@ -149,16 +149,16 @@ def train(directory: str, until: str) -> int:
 
 def stuck(how: str) -> int:
     """Rank 1 does not come back from its data, or is stopped there; rank 0 waits in the reduction of the same update."""
-    listen_for_dumps()
-    pulse = Heartbeat.of_this_rank()
-    pulse.begin(3)
-    pulse.update = 4
-    pulse.enter("data")
+    answer_hang_reports()
+    heartbeat = Heartbeat.of_this_rank()
+    heartbeat.begin(3)
+    heartbeat.update = 4
+    heartbeat.enter("data")
     if RANK == 1:
         if how == "stopped":
             os.kill(os.getpid(), signal.SIGSTOP)
         read_rows()
-    pulse.enter("reduce")
+    heartbeat.enter("reduce")
     time.sleep(FOREVER)
     return 0
 
@@ -179,7 +179,7 @@ def stuck_in_a_chain() -> int:
     from shardwright.mesh.process_group import connect
 
     count_transfers()
-    listen_for_dumps(issued)
+    answer_hang_reports(issued)
     with connect("cpu", 60, 1):
         pair = dist.new_group([0, 1])
         given = torch.ones(3)
@@ -187,10 +187,10 @@ def stuck_in_a_chain() -> int:
             dist.recv(torch.empty(3), 2, tag=4)
         if RANK == 2:
             dist.send(given, 0, tag=4)
-        pulse = Heartbeat.of_this_rank()
-        pulse.begin(3)
-        pulse.update = 4
-        pulse.enter("forward_backward")
+        heartbeat = Heartbeat.of_this_rank()
+        heartbeat.begin(3)
+        heartbeat.update = 4
+        heartbeat.enter("forward_backward")
         if RANK == 2:
             held = dist.irecv(given, 0, tag=5)
             assert held is not None
@@ -217,11 +217,11 @@ def tell(directory: str) -> int:
 
 def stuck_in_save() -> int:
     """Rank 1 does not come back from a save, which may be long; a collective of rank 0 times out."""
-    listen_for_dumps()
-    pulse = Heartbeat.of_this_rank()
-    pulse.begin(3)
-    pulse.update = 4
-    pulse.enter("save")
+    answer_hang_reports()
+    heartbeat = Heartbeat.of_this_rank()
+    heartbeat.begin(3)
+    heartbeat.update = 4
+    heartbeat.enter("save")
     if RANK == 1:
         read_rows()
     time.sleep(1)
@@ -230,24 +230,24 @@ def stuck_in_save() -> int:
 
 def slow_but_alive() -> int:
     """An evaluation of many batches and a long save, each over the limit of three seconds."""
-    pulse = Heartbeat.of_this_rank()
-    pulse.begin(3)
-    pulse.update = 4
-    pulse.enter("evaluate")
+    heartbeat = Heartbeat.of_this_rank()
+    heartbeat.begin(3)
+    heartbeat.update = 4
+    heartbeat.enter("evaluate")
     for _ in range(20):
         time.sleep(0.2)
-        pulse.beat()
-    pulse.enter("save")
+        heartbeat.beat()
+    heartbeat.enter("save")
     time.sleep(4)
     return 0
 
 
 def needs_two(directory: str) -> int:
     """Fails before its first update on more than two ranks."""
-    pulse = Heartbeat.of_this_rank()
+    heartbeat = Heartbeat.of_this_rank()
     if int(os.environ["WORLD_SIZE"]) > 2:
         raise ValueError("device 3 is gone")
-    pulse.begin(0)
+    heartbeat.begin(0)
     restarts = os.environ["TORCHELASTIC_RESTART_COUNT"]
     (Path(directory) / f"{RANK}.json").write_text(json.dumps([os.environ["WORLD_SIZE"], restarts]))
     return 0
@@ -255,10 +255,10 @@ def needs_two(directory: str) -> int:
 
 def crash_after_updates() -> int:
     """Fails after its first update, on any number of ranks."""
-    pulse = Heartbeat.of_this_rank()
-    pulse.begin(0)
-    pulse.update = 1
-    pulse.enter("data")
+    heartbeat = Heartbeat.of_this_rank()
+    heartbeat.begin(0)
+    heartbeat.update = 1
+    heartbeat.enter("data")
     raise ValueError(f"on {os.environ['WORLD_SIZE']} ranks")
 
 

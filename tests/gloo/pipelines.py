@@ -19,22 +19,22 @@ from torch import Tensor
 
 from shardwright.config.load import Loaded
 from shardwright.tools.check.gather import whole_on_first_rank
-from shardwright.train.update import Engine
+from shardwright.train.update import UpdateEngine
 
 
-def weights(engine: Engine) -> dict[str, Tensor]:
+def weights(engine: UpdateEngine) -> dict[str, Tensor]:
     return whole_on_first_rank({name: p.detach() for name, p in engine.module.named_parameters()})
 
 
-def gradients(engine: Engine) -> dict[str, Tensor]:
+def gradients(engine: UpdateEngine) -> dict[str, Tensor]:
     return whole_on_first_rank({local.name: local.wrap(g) for local, g in engine.gradients()})
 
 
-def moments(engine: Engine) -> dict[str, dict[str, Tensor]]:
+def moments(engine: UpdateEngine) -> dict[str, dict[str, Tensor]]:
     return gathered_moments(engine)
 
 
-def digest(engine: Engine) -> dict[str, str]:
+def digest(engine: UpdateEngine) -> dict[str, str]:
     """A hash of this rank's part of each parameter, under its name and place in the data-parallel mesh."""
     place = {axis: at for axis, at in engine.axes.coordinates(engine.rank).items() if axis != "pp"}
     return {
@@ -45,7 +45,7 @@ def digest(engine: Engine) -> dict[str, str]:
             .numpy()
             .tobytes()
         ).hexdigest()
-        for local in engine.locals
+        for local in engine.params
     }
 
 

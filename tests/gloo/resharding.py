@@ -26,11 +26,12 @@ from tests.gloo.pipelines import moments, weights
 from tests.gloo.ranks import run_ranks
 from torch import Tensor
 
-from shardwright.checkpoint import store
+from shardwright.checkpoint.manifest import Manifest
 from shardwright.checkpoint.restore import current_state, restore
+from shardwright.checkpoint.saver import save
 from shardwright.config.load import Loaded
 from shardwright.layout.names import parse_layout
-from shardwright.train.update import Engine
+from shardwright.train.update import UpdateEngine
 
 LAYOUTS: dict[str, int] = {
     "zero3 on 1": 1,
@@ -78,7 +79,7 @@ def loaded_for(layout: str) -> Loaded:
     )
 
 
-def digests(engine: Engine) -> Digests:
+def digests(engine: UpdateEngine) -> Digests:
     """A hash of every whole weight and moment, on rank 0."""
     found = weights(engine)
     found |= {f"{name}/{key}": v for name, entries in moments(engine).items() for key, v in entries.items()}
@@ -90,7 +91,7 @@ def _hash(value: Tensor) -> str:
     return hashlib.sha256(shape + value.contiguous().numpy().tobytes()).hexdigest()
 
 
-def _update(engine: Engine, update: int) -> float:
+def _update(engine: UpdateEngine, update: int) -> float:
     engine.forward_backward(batches_for(engine, update, rows=ROWS, length=LENGTH))
     return engine.step().loss
 
@@ -102,9 +103,9 @@ def _saved(directory: Path, layouts: list[str]) -> dict[str, Saved]:
         engine = make_engine(loaded_for(layout))
         for update in range(UPDATES - 1):
             _update(engine, update)
-        state = current_state(engine.module, engine.optimizer, engine.locals)
-        manifest = store.Manifest(UPDATES - 1, 0, "", "", dist.get_world_size(), layout, "")
-        path = store.save(directory / layout.replace(" ", "-"), state, manifest, "", None)
+        state = current_state(engine.module, engine.optimizer, engine.params)
+        manifest = Manifest(UPDATES - 1, 0, "", "", dist.get_world_size(), layout, "")
+        path = save(directory / layout.replace(" ", "-"), state, manifest, "", None)
         found[layout] = Saved(path, digests(engine), _update(engine, UPDATES - 1))
     return found
 
@@ -123,12 +124,12 @@ def _read(sources: dict[str, Saved], pairs: list[tuple[str, str]], continued: bo
     return found
 
 
-def _compared(engine: Engine, source: Saved, continued: bool) -> str:
+def _compared(engine: UpdateEngine, source: Saved, continued: bool) -> str:
     """What differs after loading `source`; empty when nothing does. On rank 0."""
     with torch.no_grad():
         for p in engine.module.parameters():
             p.fill_(7.0)
-    restore(source.path, engine.module, engine.optimizer, engine.locals)
+    restore(source.path, engine.module, engine.optimizer, engine.params)
     here = digests(engine)
     if dist.get_rank() == 0 and here != source.digests:
         wrong = [name for name in here | source.digests if here.get(name) != source.digests.get(name)]

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from shardwright import api
 from shardwright.errors import ConfigError
+from shardwright.mesh.shard_geometry import full_tensor
 
 pytestmark = [pytest.mark.gloo, pytest.mark.slow]
 
@@ -43,13 +44,13 @@ def _trained(layouts: dict[str, dict[str, Any]]) -> dict[str, Any]:
     found = {}
     for layout, options in layouts.items():
         engine = _engine(layout, **options)
-        start = {name: engine._engine.full(p.detach()).clone() for name, p in engine.module.named_parameters()}
+        start = {name: full_tensor(p.detach()).clone() for name, p in engine.module.named_parameters()}
         results = []
         for update in range(UPDATES):
             own = _rows(update)[engine.data_rank :: engine.data_ranks]
             engine.forward_backward(own, engine.total(sum(int((~y.isnan()).sum()) for _, y in own)))
             results.append(engine.step())
-        end = {name: engine._engine.full(p.detach()).clone() for name, p in engine.module.named_parameters()}
+        end = {name: full_tensor(p.detach()).clone() for name, p in engine.module.named_parameters()}
         found[layout] = (start, results, end)
     return found
 
@@ -105,10 +106,10 @@ def _resumed(directory: str) -> list[float]:
         fresh.forward_backward(own, fresh.total(sum(int((~y.isnan()).sum()) for _, y in own)))
         fresh.step()
         now = dict(fresh.module.named_parameters())
-        full = long._engine.full
         differences.append(
             max(
-                float((full(p.detach()) - full(now[n].detach())).abs().max()) for n, p in long.module.named_parameters()
+                float((full_tensor(p.detach()) - full_tensor(now[n].detach())).abs().max())
+                for n, p in long.module.named_parameters()
             )
         )
     return differences

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shardwright.models.torch_dtypes import TORCH_DTYPES
 from shardwright.tools.check.force_float64 import Float64Throughout
-from shardwright.train.update import Engine
+from shardwright.train.update import UpdateEngine
 
 FILE = Path(__file__).with_name("losses.json")
 UPDATES = 8
@@ -39,7 +39,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def _start(engine: Engine) -> None:
+def _start(engine: UpdateEngine) -> None:
     """First weights that are the same on any machine: in float32 torch draws other normal numbers where there is no AVX2."""
     for name, p in engine.module.named_parameters():
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))

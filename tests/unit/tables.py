@@ -7,8 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from shardwright.data.rows import Cut, cut_rows
-from shardwright.data.table import Documents, Table
+from shardwright.data.documents import Documents
+from shardwright.data.packing import Cut, cut_rows
+from shardwright.data.table import Table
 
 
 def documents(tokens: Sequence[Sequence[int]], weights: Sequence[Sequence[float]] | None = None) -> Documents:

@@ -1,67 +1,95 @@
-"""What a checkpoint says of itself, and whether its files are what it says."""
+"""The manifest of a checkpoint: what it says of the run and of its files, and whether the files are as written.
+
+A branch of a run begins where the run resumes from another checkpoint than the newest one of the branch before. A manifest
+lists the branches that lead to its checkpoint (its lineage), so the order of descent survives when other checkpoints are
+removed.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from shardwright.checkpoint.files import (
-    CONFIG,
-    INDEX,
-    MANIFEST,
-    TENSORS,
-    Index,
-    checksum,
-    damaged,
-    file_pieces,
-    parse_index,
-    read_checked,
-    read_piece,
-)
-from shardwright.checkpoint.lineage import Lineage, Member, parse_lineage
+from shardwright.checkpoint.filesystem import checksum, damaged, read_checked
+from shardwright.checkpoint.index import INDEX, TENSORS, Index, parse_index, verify_file
 from shardwright.errors import CheckpointError
 
+MANIFEST, CONFIG = "manifest.json", "config.yaml"
 FORMAT = 2
 _FILES = re.compile(r"config\.yaml|tensors/index\.json|tensors/rank-\d{5,}\.safetensors")
 
 
 @dataclass(frozen=True)
-class Manifest:
-    """What a checkpoint says of itself.
+class Branch:
+    """A branch of a run. begin: updates done where the branch begins.
 
-    update: updates done, so the number of the next one. target_tokens: trained so far. data_fingerprint: of data,
-    tokenizer and settings. row_order: what else says which rows an update holds.
-    world_size, layout: of the run that wrote it; it can be read by any other.
-    eval_loss: of these weights, where they were evaluated. best: (update, lowest evaluation loss so far).
-    cursor: the rows that are done, and where the next update begins among them; None where nobody counted them.
-    hosts: names of those whose disks hold it together; empty where it lies in one directory.
-    lineage: the branches of the run that lead to it. eval_data: fingerprint of the rows that eval_loss and best are about.
+    number: counted in one `output_dir`, so the branch with the highest number was chosen last.
     """
 
+    number: int
+    id: str
+    begin: int
+
+
+Lineage = tuple[Branch, ...]
+"""The branches that lead to a checkpoint, the first one first. Empty for checkpoints of versions without branches."""
+
+
+@dataclass(frozen=True)
+class LineageNode:
+    """A checkpoint in the tree of branches. update: updates done."""
+
+    path: Path
     update: int
+    lineage: Lineage
+
+    def is_on(self, lineage: Lineage) -> bool:
+        """Whether a run with this lineage has passed through the checkpoint."""
+        depth = len(self.lineage)
+        return lineage[:depth] == self.lineage and (depth == len(lineage) or self.update <= lineage[depth].begin)
+
+
+def parse_lineage(found: Iterable[Mapping[str, Any]]) -> Lineage:
+    """The lineage in the JSON of a manifest. Raises `KeyError`, `TypeError` or `ValueError` for any other JSON."""
+    return tuple(Branch(int(b["number"]), str(b["id"]), int(b["begin"])) for b in found)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint says of itself."""
+
+    update: int
+    """Updates done, so the number of the next one."""
     target_tokens: int
+    """Target tokens trained so far."""
     data_fingerprint: str
+    """Of data, tokenizer and data settings."""
     row_order: str
+    """The other settings that say which rows an update holds."""
     world_size: int
+    """Ranks of the run that wrote the checkpoint; any other number can read it."""
     layout: str
     torch_version: str
     eval_loss: float | None = None
+    """Evaluation loss of these weights; None where they were not evaluated."""
     best: tuple[int, float] | None = None
+    """(update, loss) of the lowest evaluation loss so far."""
     cursor: dict[str, Any] | None = None
+    """The rows that are done, and where the next update begins among them; None where nobody counted rows."""
     hosts: tuple[str, ...] = ()
+    """Hosts whose disks hold the checkpoint together; empty where all of it lies in one directory."""
     lineage: Lineage = ()
     eval_data: str = ""
+    """Fingerprint of the rows that `eval_loss` and `best` were computed on."""
     format: int = FORMAT
 
 
 def manifest_text(manifest: Manifest, files: Mapping[str, Any]) -> str:
-    """JSON whose last key is the checksum of all before it. files: name -> bytes, and what else is recorded of each."""
+    """JSON whose last key is the checksum of all before it. files: name -> record with `bytes` and more."""
     values = {**asdict(manifest), "files": files}
     return json.dumps({**values, "checksum": _checksum(values)}, indent=1) + "\n"
 
@@ -75,7 +103,7 @@ def _values(path: Path) -> dict[str, Any]:
     where = path / MANIFEST
     try:
         values: dict[str, Any] = json.loads(where.read_bytes())
-        right = values.pop("checksum", None)
+        expected = values.pop("checksum", None)
         files = values.get("files", {})
         named = all(_FILES.fullmatch(name) and isinstance(files[name]["bytes"], int) for name in files)
     except OSError as error:
@@ -84,7 +112,7 @@ def _values(path: Path) -> dict[str, Any]:
         raise damaged(where, f"is damaged: {error}") from None
     if values.get("format") != FORMAT:
         raise CheckpointError(f"{path} has format {values.get('format')}; this version reads {FORMAT}.")
-    if right != _checksum(values):
+    if expected != _checksum(values):
         raise damaged(where, "is damaged: its checksum differs")
     if not named:
         raise CheckpointError(f"{where} names files that do not belong to a checkpoint: {', '.join(files)}.")
@@ -109,7 +137,7 @@ def _lineage(path: Path, found: Any) -> Lineage:
 
 
 def read_index(path: Path) -> Index:
-    """What the checkpoint at `path` holds. Raises `DamagedCheckpointError` where the index is not what was written."""
+    """The index of the checkpoint at `path`. Raises `DamagedCheckpointError` where the index is not what was written."""
     record = _values(path)["files"].get(f"{TENSORS}/{INDEX}", {})
     return parse_index(path / TENSORS, read_checked(path / TENSORS / INDEX, record))
 
@@ -123,31 +151,25 @@ def read_config(path: Path) -> str:
         raise CheckpointError(f"{path / CONFIG} is no text.") from None
 
 
-def stored_keys(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Name -> (dtype, unsplit shape) of every tensor in the checkpoint."""
-    return read_index(path).shapes
-
-
 @dataclass(frozen=True)
 class Share:
-    """What one directory has of a checkpoint.
+    """The part of a checkpoint that one directory has."""
 
-    member: what its manifest says of its place in the run. checksum: of the manifest, equal on hosts that wrote it together.
-    held: files whose sizes are right. absent: the others, with the names of the hosts that had them. wrong: files that are not
-    as they were written.
-    """
-
-    member: Member
+    node: LineageNode
     checksum: str
+    """Of the manifest: equal on hosts that wrote one checkpoint together."""
     held: tuple[str, ...]
+    """Files whose sizes are right."""
     absent: dict[str, tuple[str, ...]]
-    wrong: tuple[str, ...]
+    """The other files, with the names of the hosts that had them."""
+    problems: tuple[str, ...]
+    """A line for each file that is not as written."""
 
 
 def share_of(path: Path) -> Share:
-    """What the directory `path` has of its checkpoint, by names and sizes. Raises `CheckpointError` for its manifest."""
+    """The part of its checkpoint that directory `path` has, by names and sizes. Raises `CheckpointError` for its manifest."""
     values = _values(path)
-    held, absent, wrong = [], {}, []
+    held, absent, problems = [], {}, []
     for name, record in values["files"].items():
         hosts = tuple(values["hosts"][number] for number in record.get("hosts", ()))
         try:
@@ -155,76 +177,55 @@ def share_of(path: Path) -> Share:
         except OSError as error:
             absent[name] = hosts
             if not (hosts and isinstance(error, FileNotFoundError)):
-                wrong.append(f"{path / name} cannot be read: {error.strerror}.")
+                problems.append(f"{path / name} cannot be read: {error.strerror}.")
             continue
         if size == record["bytes"]:
             held.append(name)
         else:
             absent[name] = hosts
-            wrong.append(f"{path / name} has {size:,} bytes where {record['bytes']:,} were written.")
-    return Share(_member(path, values), _checksum(values), tuple(held), absent, tuple(wrong))
+            problems.append(f"{path / name} has {size:,} bytes where {record['bytes']:,} were written.")
+    return Share(_node(path, values), _checksum(values), tuple(held), absent, tuple(problems))
 
 
-def member_of(path: Path) -> Member:
+def read_node(path: Path) -> LineageNode:
     """The place of the checkpoint at `path` in its run."""
-    return _member(path, _values(path))
+    return _node(path, _values(path))
 
 
-def _member(path: Path, values: Mapping[str, Any]) -> Member:
-    return Member(path, values["update"], _lineage(path, values.get("lineage", ())))
+def _node(path: Path, values: Mapping[str, Any]) -> LineageNode:
+    return LineageNode(path, values["update"], _lineage(path, values.get("lineage", ())))
 
 
 def problems_of(path: Path, whole: bool = True) -> list[str]:
-    """What is wrong with a checkpoint as far as names and sizes tell, without reading the tensors; empty when nothing is.
+    """What is wrong with the names and sizes of a checkpoint's files, without reading the tensors; empty for nothing.
 
-    whole: files that other hosts keep are missed too.
+    whole: a file that only other hosts have is a problem too.
     """
     try:
         share = share_of(path)
     except CheckpointError as error:
         return [str(error)]
-    elsewhere = [(path / name, hosts) for name, hosts in share.absent.items() if hosts and whole]
-    return [
-        *share.wrong,
-        *(
-            f"{file} is not here: it was written on {' and '.join(hosts)}."
-            for file, hosts in elsewhere
-            if not file.exists()
-        ),
+    elsewhere = [
+        f"{path / name} is not here: it was written on {' and '.join(hosts)}."
+        for name, hosts in share.absent.items()
+        if whole and hosts and not (path / name).exists()
     ]
+    return [*share.problems, *elsewhere]
 
 
 def verify(path: Path) -> list[str]:
-    """What is wrong with the checkpoint at `path`, after reading every byte of it; empty when it is good. Needs no ranks."""
-    found = problems_of(path)
-    if found:
-        return found
+    """What is wrong with the checkpoint at `path`, after reading every byte of it; empty for nothing. Needs no ranks."""
+    if problems := problems_of(path):
+        return problems
     try:
         index = read_index(path)
         read_config(path)
     except CheckpointError as error:
         return [str(error)]
-    sizes = {name: record["bytes"] for name, record in _values(path)["files"].items()}
+    files = _values(path)["files"]
     for name in sorted(index.headers):
         try:
-            _verify_file(index, name, sizes.get(f"{TENSORS}/{name}", -1))
+            verify_file(index, name, files.get(f"{TENSORS}/{name}", {"bytes": -1})["bytes"])
         except CheckpointError as error:
-            found.append(str(error))
-    return found
-
-
-def _verify_file(index: Index, name: str, size: int) -> None:
-    path, end = index.directory / name, 0
-    with path.open("rb") as file:
-        for begin, length, right, key in file_pieces(index, name):
-            if begin != end:
-                raise damaged(path, f"has bytes from {end} that the index does not name")
-            read_piece(file.fileno(), path, begin, memoryview(bytearray(length)), right, key)
-            end = begin + length
-    if end != size:
-        raise damaged(path, f"has bytes from {end} that the index does not name")
-
-
-def torch_version() -> str:
-    """The version of torch that writes."""
-    return torch.__version__
+            problems.append(str(error))
+    return problems

@@ -10,11 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
+import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from shardwright.errors import CheckpointError
-from shardwright.models.torch_dtypes import SAFETENSORS_CODES, SAFETENSORS_DTYPES
+from shardwright.mesh.shard_geometry import Box, box_of, local_tensor
+from shardwright.models.torch_dtypes import SAFETENSORS_CODES
 
 PIECE_BYTES = 4 * 2**20
 Value = Tensor | int | float
@@ -22,76 +23,22 @@ Value = Tensor | int | float
 
 
 @dataclass(frozen=True)
-class Box:
-    """A part of a tensor: its first index and its length in each dim."""
-
-    start: tuple[int, ...]
-    shape: tuple[int, ...]
-
-    @property
-    def elements(self) -> int:
-        return prod(self.shape)
-
-    def meet(self, other: Box) -> Box | None:
-        """What both hold, or None. The one element of a 0-dim tensor is a box too."""
-        start = tuple(map(max, self.start, other.start))
-        ends = (min(a + n, b + m) for a, n, b, m in zip(self.start, self.shape, other.start, other.shape))
-        shape = tuple(end - first for end, first in zip(ends, start))
-        return Box(start, shape) if all(length > 0 for length in shape) else None
-
-    def within(self, other: Box) -> tuple[slice, ...]:
-        """The indices of this box in a tensor that holds `other`."""
-        return tuple(slice(a - b, a - b + n) for a, b, n in zip(self.start, other.start, self.shape))
-
-
-@dataclass(frozen=True)
 class Held:
     """One rank's part of the tensor `key`, with the dtype and shape of the unsplit tensor."""
 
     key: str
-    dtype: str
+    dtype: torch.dtype
     shape: tuple[int, ...]
     box: Box
 
     @property
     def part_bytes(self) -> int:
-        return self.box.elements * SAFETENSORS_DTYPES[self.dtype].itemsize
+        return self.box.elements * self.dtype.itemsize
 
 
 def local_part(tensor: Tensor) -> Tensor:
     """This rank's part as a plain tensor without a graph."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-
-
-def box_of(key: str, tensor: Tensor) -> Box:
-    """The box that this rank holds of `tensor`: all of it unless it is a DTensor.
-
-    A mesh dim that divides a tensor dim gives each coordinate ceil(n / size) rows as long as there are any. A strided shard
-    (`fully_shard` over tensor parallelism) is cut last, whatever its place in the mesh. Raises `CheckpointError` for
-    other placements, and where the local tensor has another shape.
-    """
-    start, shape = [0] * tensor.dim(), list(tensor.shape)
-    if isinstance(tensor, DTensor):
-        place = tensor.device_mesh.get_coordinate() or [0] * tensor.device_mesh.ndim
-        cuts = [(p, at) for at, p in enumerate(tensor.placements) if not p.is_replicate()]
-        if any(not hasattr(p, "dim") for p, _ in cuts):
-            raise CheckpointError(
-                f"{key} is placed as {tensor.placements}.",
-                "A checkpoint holds whole values or shards of them.",
-            )
-        for placement, at in sorted(cuts, key=lambda cut: hasattr(cut[0], "split_factor")):
-            dim, size = placement.dim, tensor.device_mesh.size(at)  # type: ignore[attr-defined]
-            length = -(-shape[dim] // size)
-            first = min(place[at] * length, shape[dim])
-            start[dim] += first
-            shape[dim] = min(length, shape[dim] - first)
-    found = tuple(local_part(tensor).shape)
-    if found != tuple(shape):
-        raise CheckpointError(
-            f"This rank's part of {key} is {found} where {tuple(shape)} belongs to its placement.",
-            "It could not be put back together.",
-        )
-    return Box(tuple(start), tuple(shape))
+    return local_tensor(tensor).detach()
 
 
 def held_parts(state: Mapping[str, Value]) -> list[Held]:
@@ -102,9 +49,9 @@ def held_parts(state: Mapping[str, Value]) -> list[Held]:
             continue
         if tensor.dtype not in SAFETENSORS_CODES:
             raise CheckpointError(f"{key} is {tensor.dtype}, which safetensors cannot hold.")
-        box = box_of(key, tensor)
+        box = box_of(tensor, key)
         if box.elements or not tensor.numel():
-            found.append(Held(key, SAFETENSORS_CODES[tensor.dtype], tuple(tensor.shape), box))
+            found.append(Held(key, tensor.dtype, tuple(tensor.shape), box))
     return found
 
 

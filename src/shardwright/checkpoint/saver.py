@@ -1,13 +1,14 @@
 """Saving by all ranks together, at once or in the background.
 
-Each rank writes its own file. In the background a thread first copies this rank's parts into one buffer, then writes them
-from there. It calls no collective of training: ranks agree in the main thread, in `poll` between updates, so that a slow disk
-never holds one up. The copy is taken while the next forward and backward run, which change no weight and
-no moment; `before_step` waits for it. The buffer is kept for the next save: its size is this rank's share of the state.
+Each rank writes its own file. In the background a thread first copies this rank's parts into one host buffer, then writes them
+from there. The thread calls no collective of training: ranks agree in the main thread, in `poll` between updates, so a slow
+disk does not hold up training. The copy is taken while the next forward and backward run, which change neither weights nor
+optimizer state; `before_step` waits for the copy. The buffer is kept for the next save: its size is this rank's share of the
+state.
 
-One step follows another when all ranks have ended it. Where ranks share a directory: writing, completing (by rank 0). Where
-each host has its own: writing, copying to other hosts, publishing, retaining, the last two by one rank of each host. So a
-checkpoint has its name nowhere before it is whole everywhere, and nothing older goes before it has its name everywhere.
+Each step of a save begins when all ranks have ended the step before. Where ranks share a directory: write, complete (by rank
+0). Where each host has its own: write, replicate, publish, remove the surplus, the last two by one rank of each host. So a
+checkpoint gets its name when it is whole on all hosts, and nothing older is removed before it has its name on all hosts.
 """
 
 from __future__ import annotations
@@ -25,43 +26,57 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.checkpoint import directory
-from shardwright.checkpoint.files import TENSORS, file_order, write_parts
+from shardwright.checkpoint.directory import Retention
+from shardwright.checkpoint.index import TENSORS, file_order, write_parts
 from shardwright.checkpoint.manifest import Manifest
-from shardwright.checkpoint.multi_host.hosts import Hosts, everyone, from_rank
-from shardwright.checkpoint.multi_host.replication import hosts_of, send_copies
+from shardwright.checkpoint.multi_host.hosts import Hosts
+from shardwright.checkpoint.multi_host.transfer import add_hosts, send_copies
 from shardwright.checkpoint.parts import Held, Value, held_parts, local_part, writers
-from shardwright.checkpoint.retention import Retention
+from shardwright.checkpoint.resume import current_lineage, read_choice
 from shardwright.errors import SaveError
+from shardwright.mesh.object_collectives import broadcast_object, gather_objects
+
+Step = Literal["complete", "replicate", "publish", "remove surplus"]
+
+
+def save(output_dir: Path, state: Mapping[str, Value], manifest: Manifest, run_yaml: str, keep: int | None) -> Path:
+    """Writes one checkpoint and returns its directory; collective. keep: how many of the newest stay, None for all.
+
+    The checkpoint is on the branch that was chosen last. Raises `SaveError` on all ranks when one could not write;
+    nothing older is touched before the new checkpoint is complete.
+    """
+    saver = Saver(output_dir, Retention(keep))
+    lineage = broadcast_object(current_lineage(read_choice(output_dir), directory.lineage_nodes(output_dir)))
+    saver.save(state, replace(manifest, lineage=lineage), run_yaml)
+    path = saver.finish()
+    assert path is not None
+    return path
 
 
 def _attempt(work: Callable[[], Any]) -> tuple[Any, str]:
-    """(result of `work`, text of what went wrong)."""
+    """(result of `work`, text of the error)."""
     try:
         return work(), ""
     except (OSError, RuntimeError, MemoryError) as error:
         return None, f"{type(error).__name__}: {error}"
 
 
-Step = Literal["copying", "completing", "publishing", "retaining"]
-
-
 @dataclass
 class _Save:
-    """A save that is under way.
+    """A save that is under way."""
 
-    steps: those that follow the present one. records: of all files, once they are written. result: (value, problem) of the
-    step that this rank has last ended.
-    """
-
-    update: int
     manifest: Manifest
     run_yaml: str
     numbers: Mapping[str, int | float]
     steps: list[Step]
+    """Those that follow the present one."""
     records: list[dict[str, Any]] | None = None
+    """Of all files, once they are written."""
     result: tuple[Any, str] | None = None
+    """(value, error) of the step that this rank has last ended."""
     thread: threading.Thread | None = None
     staged: threading.Event = field(default_factory=threading.Event)
+    """Set when nothing more is read from weights and optimizer."""
 
 
 class Saver:
@@ -82,7 +97,7 @@ class Saver:
         copies: int = 0,
         background: bool = False,
         busy: Literal["wait", "skip"] = "wait",
-        on_complete: Callable[[Path], None] | None = None,
+        on_complete: Callable[[Path], None] = lambda path: None,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.output_dir, self._retention = output_dir, retention
@@ -105,11 +120,7 @@ class Saver:
         return self._save is not None
 
     def save(
-        self,
-        state: Mapping[str, Value],
-        manifest: Manifest,
-        run_yaml: str,
-        volatile: Collection[str] = (),
+        self, state: Mapping[str, Value], manifest: Manifest, run_yaml: str, volatile: Collection[str] = ()
     ) -> bool:
         """Starts a checkpoint of `state`; False where it was skipped because one is still being written.
 
@@ -120,49 +131,55 @@ class Saver:
             if self._busy == "skip" and self.poll() is None and self._save is not None:
                 return False
             self.finish()
-        own = held_parts(state)
-        numbers = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
-        mine, numbers = self._agree_on_parts(own, numbers, manifest.update)
-        steps: list[Step] = ["completing"]
+        mine, numbers = self._agree_on_parts(state, manifest.update)
+        steps: list[Step] = ["complete"]
         if self._hosts.count > 1:
-            steps = ["copying", "publishing", "retaining"]
-            manifest, run_yaml = from_rank(0, (replace(manifest, hosts=self._hosts.names), run_yaml))
-        self._save = save = _Save(manifest.update, manifest, run_yaml, numbers, steps)
-        parts = [(held, state[held.key]) for held in file_order(mine)]
-        tensors = [(held, value) for held, value in parts if isinstance(value, Tensor)]
+            steps = ["replicate", "publish", "remove surplus"]
+            manifest, run_yaml = broadcast_object((replace(manifest, hosts=self._hosts.names), run_yaml))
+        self._save = save = _Save(manifest, run_yaml, numbers, steps)
+        parts = [(held, tensor) for held in file_order(mine) if isinstance(tensor := state[held.key], Tensor)]
         if not self._background:
-            save.result = _attempt(lambda: self._write(save.update, tensors))
+            save.result = _attempt(lambda: self._write(save, parts))
             save.staged.set()
             return True
-        staged, copies = self._places(tensors)
-        for (held, tensor), place in zip(tensors, copies):
+        staged = self._staging(parts)
+        copies = [(local_part(tensor), copy) for (_, tensor), (_, copy) in zip(parts, staged)]
+        for (held, _), (local, copy) in zip(parts, copies):
             if held.key in volatile:
-                place.copy_(local_part(tensor))
-        late = [(local_part(t), place) for (held, t), place in zip(tensors, copies) if held.key not in volatile]
-        self._start(save, lambda: self._copy_and_write(save, late, staged))
+                copy.copy_(local)
+        later = [pair for (held, _), pair in zip(parts, copies) if held.key not in volatile]
+
+        def copy_and_write() -> dict[str, Any] | None:
+            try:
+                _copy_to_host(later)
+            finally:
+                save.staged.set()
+            return self._write(save, staged)
+
+        self._start(save, copy_and_write)
         return True
 
-    def _agree_on_parts(
-        self, own: list[Held], numbers: dict[str, int | float], update: int
-    ) -> tuple[list[Held], dict[str, int | float]]:
+    def _agree_on_parts(self, state: Mapping[str, Value], update: int) -> tuple[list[Held], dict[str, int | float]]:
         """(the parts that this rank writes, the numbers of all ranks), with the directory made.
 
-        What ranks hold is exchanged when it has changed on one of them.
+        Which parts ranks hold is exchanged only when that has changed on one of them.
         """
-        leads = self._hosts.leads
-        notes, problem = _attempt(lambda: directory.prepare(self.output_dir, update)) if leads else ([], "")
+        own = held_parts(state)
+        numbers = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
+        prepare = lambda: directory.prepare(self.output_dir, update) if self._hosts.leads else []  # noqa: E731
+        notes, problem = _attempt(prepare)
         known = self._mine is not None and own == self._signature
-        found = everyone((problem, known, numbers, notes))
+        found = gather_objects((problem, known, numbers, notes))
         _raise_any([text for text, *_ in found])
         self.tell([notes for *_, notes in found])
         if not all(known for _, known, *_ in found):
-            self._mine = writers(everyone(own))[dist.get_rank()]
+            self._mine = writers(gather_objects(own))[dist.get_rank()]
             self._signature = own
         assert self._mine is not None
         return self._mine, {k: v for _, _, part, _ in reversed(found) for k, v in part.items()}
 
     def tell(self, notes: Sequence[Sequence[str] | None]) -> None:
-        """Prints each refusal of a file system that has not been printed yet and does not end the save. notes: of each rank."""
+        """Prints each refusal of a file system that has not been printed yet. notes: of each rank."""
         for rank, lines in enumerate(notes):
             for line in lines or ():
                 where = f"On {self._hosts.names[self._hosts.of_rank[rank]]}: " if self._hosts.count > 1 else ""
@@ -170,33 +187,20 @@ class Saver:
                     self._said.add(where + line)
                     self._say(where + line)
 
-    def _places(self, tensors: list[tuple[Held, Tensor]]) -> tuple[list[tuple[Held, Tensor]], list[Tensor]]:
-        """(parts, tensors) of the staging buffer, one for each part."""
-        size = sum(held.part_bytes for held, _ in tensors)
+    def _staging(self, parts: list[tuple[Held, Tensor]]) -> list[tuple[Held, Tensor]]:
+        """Each part with its place in the staging buffer."""
+        size = sum(held.part_bytes for held, _ in parts)
         if self._buffer.numel() < size:
-            on_device = any(tensor.device.type == "cuda" for _, tensor in tensors)
+            on_device = any(tensor.device.type == "cuda" for _, tensor in parts)
             self._buffer = _host_buffer(size, self._buffer, on_device)
-        places, begin = [], 0
-        for held, tensor in tensors:
-            end = begin + held.part_bytes
-            places.append(self._buffer[begin:end].view(tensor.dtype).view(held.box.shape))
-            begin = end
-        return [(held, place) for (held, _), place in zip(tensors, places)], places
+        copies = self._buffer[:size].split([held.part_bytes for held, _ in parts]) if parts else ()
+        return [(held, copy.view(held.dtype).view(held.box.shape)) for (held, _), copy in zip(parts, copies)]
 
-    def _copy_and_write(
-        self, save: _Save, copies: list[tuple[Tensor, Tensor]], staged: list[tuple[Held, Tensor]]
-    ) -> Any:
-        try:
-            _copy(copies)
-        finally:
-            save.staged.set()
-        return self._write(save.update, staged)
-
-    def _write(self, update: int, parts: list[tuple[Held, Tensor]]) -> dict[str, Any] | None:
+    def _write(self, save: _Save, parts: list[tuple[Held, Tensor]]) -> dict[str, Any] | None:
         if not parts:
             return None
-        place = directory.aside_of(self.output_dir, update) / TENSORS
-        return write_parts(place / f"rank-{dist.get_rank():05d}.safetensors", parts)
+        tensors = directory.incomplete_of(self.output_dir, save.manifest.update) / TENSORS
+        return write_parts(tensors / f"rank-{dist.get_rank():05d}.safetensors", parts)
 
     def _start(self, save: _Save, work: Callable[[], Any]) -> None:
         def run() -> None:
@@ -206,7 +210,7 @@ class Saver:
                 save.result = (None, f"{type(error).__name__}: {error}")
 
         save.result = None
-        save.thread = threading.Thread(target=run, name=f"save-{save.update}", daemon=True)
+        save.thread = threading.Thread(target=run, name=f"save-{save.manifest.update}", daemon=True)
         save.thread.start()
 
     def before_step(self) -> None:
@@ -240,22 +244,21 @@ class Saver:
         assert save.result is not None
         if save.thread is not None:
             save.thread.join()
-        found = everyone(save.result)
+        found = gather_objects(save.result)
         problems = [text for _, text in found]
         if any(problems):
             self._save = None
             if self._hosts.leads:
-                shutil.rmtree(directory.aside_of(self.output_dir, save.update), ignore_errors=True)
+                shutil.rmtree(directory.incomplete_of(self.output_dir, save.manifest.update), ignore_errors=True)
             _raise_any(problems)
         if save.records is None:
-            save.records = hosts_of(self._hosts, self._copies, [record for record, _ in found])
+            save.records = add_hosts(self._hosts, self._copies, [record for record, _ in found])
         else:
             self.tell([notes for notes, _ in found])
         if not save.steps:
             self._save = None
-            path = directory.checkpoint_of(self.output_dir, save.update)
-            if self._on_complete is not None:
-                self._on_complete(path)
+            path = directory.checkpoint_of(self.output_dir, save.manifest.update)
+            self._on_complete(path)
             return path
         work = self._work(save, save.steps.pop(0), save.records)
         save.result, save.thread = (None, ""), None
@@ -267,19 +270,20 @@ class Saver:
 
     def _work(self, save: _Save, step: Step, records: list[dict[str, Any]]) -> Callable[[], Any] | None:
         """What this rank does in a step; None for nothing."""
-        place, what = self.output_dir, (records, save.numbers, save.manifest, save.run_yaml)
+        output_dir, manifest, retention = self.output_dir, save.manifest, self._retention
+        contents = (records, save.numbers, manifest, save.run_yaml)
 
-        def copying() -> None:
-            send_copies(self._hosts, records, directory.aside_of(place, save.update) / TENSORS)
+        def replicate() -> None:
+            send_copies(self._hosts, records, directory.incomplete_of(output_dir, manifest.update) / TENSORS)
             if self._hosts.leads:
-                directory.seal(place, *what)
+                directory.write_manifest(output_dir, *contents)
 
-        if step == "copying":
-            return copying
+        if step == "replicate":
+            return replicate
         works: dict[Step, Callable[[], Any]] = {
-            "completing": lambda: directory.complete(place, *what, self._retention),
-            "publishing": lambda: directory.publish(place, save.manifest),
-            "retaining": lambda: directory.retain(place, save.manifest, self._retention),
+            "complete": lambda: directory.complete(output_dir, *contents, retention),
+            "publish": lambda: directory.publish(output_dir, manifest),
+            "remove surplus": lambda: directory.remove_surplus(output_dir, manifest, retention),
         }
         return works[step] if self._hosts.leads else None
 
@@ -291,7 +295,7 @@ def _raise_any(problems: list[str]) -> None:
         raise SaveError(
             f"The checkpoint was not written: {'; '.join(found)}.",
             "Older checkpoints are untouched.",
-            "Free the disk or mend it; checkpoint.on_save_error warn goes on without.",
+            "Free or repair the disk. With checkpoint.on_save_error warn the run goes on without this checkpoint.",
         )
 
 
@@ -303,19 +307,19 @@ def _host_buffer(size: int, old: Tensor, pinned: bool) -> Tensor:
     if pinned and old.numel():
         torch.cuda.cudart().cudaHostUnregister(old.data_ptr())
     buffer = torch.empty(size, dtype=torch.uint8)
-    if pinned and size:  # where it is refused, copies are slower and as right
+    if pinned and size:  # where CUDA refuses, copies are slower but right
         torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), size, 0)
     return buffer
 
 
-def _copy(copies: list[tuple[Tensor, Tensor]]) -> None:
-    """Copies each tensor to its place on the host; from a GPU on a stream of its own, behind what is queued now."""
+def _copy_to_host(copies: list[tuple[Tensor, Tensor]]) -> None:
+    """Copies each tensor to its place on the host; from a GPU on a stream of its own, after the work that is queued now."""
     device = next((t.device for t, _ in copies if t.device.type == "cuda"), None)
     stream = torch.cuda.Stream(device) if device is not None else None
     if stream is not None:
         stream.wait_stream(torch.cuda.default_stream(device))
     with torch.no_grad(), torch.cuda.stream(stream) if stream is not None else nullcontext():
-        for tensor, place in copies:
-            place.copy_(tensor, non_blocking=True)
+        for tensor, copy in copies:
+            copy.copy_(tensor, non_blocking=True)
     if stream is not None:
         stream.synchronize()

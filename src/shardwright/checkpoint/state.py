@@ -9,17 +9,17 @@ stands under each parameter of the group, since groups differ between layouts.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwright.checkpoint.parts import Value
 from shardwright.errors import CheckpointError
+from shardwright.mesh.object_collectives import gather_objects
 
 STATE_MODEL, STATE_OPTIMIZER, STATE_GROUP = "model.", "optimizer.", "optimizer_group."
 FROM_THE_RUN_FILE = ("params", "lr", "weight_decay", "orthogonal")
@@ -39,10 +39,20 @@ class LocalParameter(Protocol):
         ...
 
 
-def named(key: str, prefix: str) -> tuple[str, str]:
+def split_key(key: str, prefix: str) -> tuple[str, str]:
     """(parameter, entry) of a key of an optimizer's state."""
     name, _, entry = key.removeprefix(prefix).rpartition(".")
     return name, entry
+
+
+def entries_of(keys: Iterable[str]) -> dict[str, list[str]]:
+    """Parameter -> entries of its optimizer state, from the keys of a state."""
+    found: dict[str, list[str]] = {}
+    for key in keys:
+        if key.startswith(STATE_OPTIMIZER):
+            name, entry = split_key(key, STATE_OPTIMIZER)
+            found.setdefault(name, []).append(entry)
+    return found
 
 
 def model_state(module: nn.Module) -> dict[str, Tensor]:
@@ -72,10 +82,8 @@ def check_buffers(module: nn.Module) -> None:
         if not isinstance(buffer, DTensor):
             data = buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             own[name] = hashlib.blake2b(data.numpy().tobytes(), digest_size=8).digest()
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, own)
     seen: dict[str, tuple[int, bytes]] = {}
-    for rank, digests in enumerate(everyone):
+    for rank, digests in enumerate(gather_objects(own)):
         for name, digest in digests.items():
             first, right = seen.setdefault(name, (rank, digest))
             if digest != right:
@@ -159,7 +167,7 @@ def restore_numbers(
     of_parameter: dict[str, dict[str, int | float]] = {}
     for key, value in numbers.items():
         if key.startswith(STATE_GROUP):
-            name, entry = named(key, STATE_GROUP)
+            name, entry = split_key(key, STATE_GROUP)
             of_parameter.setdefault(name, {})[entry] = value
     for group in optimizer.param_groups:
         found = [of_parameter.get(names[id(tensor)], {}) for tensor in group["params"]]
@@ -191,11 +199,7 @@ def allocate_optimizer_state(
     DTensors to the optimizer and it keeps other shapes (rows and columns), only the optimizer knows how these are divided:
     then it makes them in a step (`materialise_optimizer_state`).
     """
-    entries: dict[str, list[str]] = {}
-    for key in (*shapes, *numbers, *zeros):
-        if key.startswith(STATE_OPTIMIZER):
-            name, entry = named(key, STATE_OPTIMIZER)
-            entries.setdefault(name, []).append(entry)
+    entries = entries_of((*shapes, *numbers, *zeros))
     optimizer.state.clear()
     groups = {id(tensor): group for group in optimizer.param_groups for tensor in group["params"]}
     by_step = set()

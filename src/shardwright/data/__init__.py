@@ -1,4 +1,5 @@
-"""From files to the rows of an update: prepare (sources, tokenise, table), order, loader.
+"""From files to microbatches. Order of reading: files, records, formats (samples), encode (tokens), documents, packing, table
+(rows), prepare, order, loader; streaming/ gives the same rows from a stream.
 
 Nothing is imported here, so that `prepare` finds its cache without loading torch.
 """

@@ -1,13 +1,12 @@
-"""From the entries of data.train to files: what each entry names, what kind of file it is, and its bytes.
+"""From the sources in data.train to files: what each source names, what kind of file it is, and its bytes.
 
 .jsonl, .json  JSON Lines; a .json file may also be one array, or one object with an array `data`
-.txt           one document per line, as in Hugging Face's `text` data sets; use JSONL for longer ones
+.txt           one document per line, as in Hugging Face's `text` data sets; use JSONL for documents of several lines
 .parquet       one record per row
 .arrow         the same, in a directory that `datasets.Dataset.save_to_disk` wrote
-Files of lines may be compressed: .gz, .bz2, .xz, .zst after the suffix. Of a link, its own suffix counts.
-A directory means the files of these kinds in it, or the data set saved there; of a saved DatasetDict one split.
-Files are taken in the order of the entries, and sorted within one. A file or directory with exactly the name of
-an entry is meant by it, also where the name could be a pattern.
+Files of lines may be compressed: .gz, .bz2, .xz, .zst after the suffix. A link counts by its own suffix.
+A directory means the data files in it, or the data set saved there; of a saved DatasetDict, one split. Files are taken in
+the order of the sources, and sorted within a source. A file with exactly the name of a source comes before a pattern.
 """
 
 from __future__ import annotations
@@ -42,19 +41,19 @@ def _zst(path: str) -> Any:
 
 
 _COMPRESSED: dict[str, Callable[[str], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _zst}
-_KINDS = f"Kinds: {', '.join((*LINES, *TABLES))}; files of lines also with {', '.join(_COMPRESSED)}."
+_KINDS = f"Supported: {', '.join((*LINES, *TABLES))}; files of lines also with {', '.join(_COMPRESSED)}."
 
 
 @dataclass(frozen=True)
 class DataFile:
-    """One file, and the number of the entry of data.train (or data.validation) that named it."""
+    """A file, and the number of the source in data.train (or data.validation) that named this file."""
 
     path: str
     source: int
 
 
 def kind_of_file(path: str | Path) -> str:
-    """The suffix that says what the file holds, without that of its compression; empty for files that we do not read."""
+    """The suffix that says what the file holds, without a suffix of compression; empty for a file that we do not read."""
     name = Path(path)
     if name.suffix in _COMPRESSED:
         inner = Path(name.stem).suffix
@@ -63,13 +62,13 @@ def kind_of_file(path: str | Path) -> str:
 
 
 def is_compressed(path: str) -> bool:
-    """Whether the bytes of the file are not its lines."""
+    """Whether the file is compressed."""
     return Path(path).suffix in _COMPRESSED
 
 
 @contextmanager
 def opened(path: str, start: int = 0) -> Iterator[BinaryIO]:
-    """The lines of a file as bytes, from byte `start` of them on. Raises `DataError` for a damaged compressed file."""
+    """The decompressed bytes of a file, from byte `start` on. Raises `DataError` for a damaged compressed file."""
     if not is_compressed(path):
         with open(path, "rb") as source:
             source.seek(start)
@@ -83,9 +82,8 @@ def opened(path: str, start: int = 0) -> Iterator[BinaryIO]:
     except (EOFError, OSError, lzma.LZMAError, zlib.error, ValueError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
-        raise DataError(
-            f"{path} cannot be decompressed.", f"{error}.".replace("..", "."), "Copy or write it again."
-        ) from None
+        why = f"{error}.".replace("..", ".")
+        raise DataError(f"{path} cannot be decompressed.", why, "Copy or create the file again.") from None
 
 
 def sources_of(entries: Sequence[str | Source]) -> list[Source]:
@@ -94,10 +92,9 @@ def sources_of(entries: Sequence[str | Source]) -> list[Source]:
 
 
 def find_files(sources: Sequence[Source], key: str) -> list[DataFile]:
-    """The files of `sources`. `key` is where they stand in the run file: data.train or data.validation.
+    """The files of `sources`, which stand in the run file under `key`: data.train or data.validation.
 
-    Raises `DataError` for an entry without files, a file of another kind, a file that is named twice, and a split that is
-    not there.
+    Raises `DataError` for a source without files, an unsupported file, a file that is named twice, and a missing split.
     """
     found: dict[Path, tuple[Path, int]] = {}
     for number, source in enumerate(sources):
@@ -106,8 +103,8 @@ def find_files(sources: Sequence[Source], key: str) -> list[DataFile]:
             raise _no_file(source, key)
         for file in files:
             if not kind_of_file(file):
-                raise DataError(f"{key}: {file} is not a data file of a known kind.", "", _KINDS)
-            same = file.resolve()  # only to compare: a link's own name says what it holds
+                raise DataError(f"{key}: {file} is not a supported data file.", "", _KINDS)
+            same = file.resolve()  # for comparison only: a link's own name says what the file holds
             if same in found:
                 raise _twice(key, file, source, found[same][0], sources[found[same][1]])
             found[same] = (file, number)
@@ -125,21 +122,18 @@ def _no_file(source: Source, key: str) -> DataError:
 
 
 def _twice(key: str, file: Path, source: Source, other: Path, by: Source) -> DataError:
+    what = f"{file} is named by `{by.path}` and by `{source.path}`."
+    fix = "Name the file once; `weight` says how often a source is passed."
     if other != file:
-        return DataError(
-            f"{key}: {other} and {file} are the same file.",
-            "Its documents would count twice.",
-            "Remove one of the links, or name files; `weight` says how often a source is passed.",
+        what, fix = (
+            f"{other} and {file} are the same file.",
+            fix.replace("Name the file once", "Remove one of the links"),
         )
-    return DataError(
-        f"{key}: {file} is named by `{by.path}` and by `{source.path}`.",
-        "Its documents would count twice.",
-        "Narrow one of the patterns; `weight` says how often a source is passed.",
-    )
+    return DataError(f"{key}: {what}", "Its documents would count twice.", fix)
 
 
 def file_notices(sources: Sequence[Source]) -> Iterator[str]:
-    """Lines about what stands beside the files that are read, and is not read."""
+    """Lines about files beside the data files, which are not read."""
     for source in sources:
         path = Path(source.path)
         if path.is_dir() and not _is_data_set(path) and (others := _unread(path)):
@@ -147,7 +141,7 @@ def file_notices(sources: Sequence[Source]) -> Iterator[str]:
         if has_magic(source.path) and path.exists():
             others = [name for name in glob(source.path, recursive=True) if not path.samefile(name)]
             if others:
-                yield f"`{path}` is read as one name, not as a pattern that also matches {_some(sorted(others))}"
+                yield f"`{path}` is read as a name, not as a pattern that also matches {_some(sorted(others))}"
 
 
 def _some(names: Sequence[str]) -> str:
@@ -156,7 +150,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _unread(directory: Path) -> list[str]:
-    """Names in a directory that are no data files; hidden ones are left out."""
+    """Names in a directory that are no data files; hidden names are left out."""
     others = (entry for entry in directory.iterdir() if not _is_data(entry) and entry.name[0] != ".")
     return sorted(f"{entry.name}/" if entry.is_dir() else entry.name for entry in others)
 
@@ -175,11 +169,8 @@ def _expand(source: Source, key: str) -> list[Path]:
         splits = json.loads((path / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]
         split = source.split or key.removeprefix("data.")
         if split not in splits:
-            raise DataError(
-                f"{key}: {path} has no split `{split}`.",
-                f"Its splits are: {', '.join(splits)}.",
-                f"Write {{path: {path}, split: {splits[0]}}}.",
-            )
+            why, fix = f"Its splits are: {', '.join(splits)}.", f"Write {{path: {path}, split: {splits[0]}}}."
+            raise DataError(f"{key}: {path} has no split `{split}`.", why, fix)
         path /= split
     elif source.split is not None:
         raise DataError(
@@ -194,12 +185,8 @@ def _expand(source: Source, key: str) -> list[Path]:
         return sorted(filter(_is_data, path.iterdir()))
     if path.exists() or not has_magic(source.path):
         return [path] if path.is_file() else []
-    return _matches(path)
-
-
-def _matches(pattern: Path) -> list[Path]:
-    """The files that a pattern fits; its first parts are names as long as they exist."""
-    base, parts = Path(pattern.anchor), list(pattern.relative_to(pattern.anchor).parts)
+    # the first parts of a pattern are names as long as they exist, also where they hold [ or *
+    base, parts = Path(path.anchor), list(path.relative_to(path.anchor).parts)
     while (base / parts[0]).exists():
         base /= parts.pop(0)
     names = glob(str(Path(*parts)), root_dir=base, recursive=True)

@@ -1,12 +1,11 @@
-"""The batches of each update, made by the rank that needs them from the memory-mapped table.
+"""From rows to the microbatches of each update, made by the rank that needs them from the memory-mapped table.
 
 G rows of an update, B rows of a microbatch, D data ranks, K microbatches per data rank (G = B K D), T the width of a
-microbatch. Microbatch k of data rank d has index k * D + d and holds rows [index * B, (index + 1) * B) of the
-update.
+microbatch. Microbatch k of data rank d has index k * D + d and holds rows [index * B, (index + 1) * B) of the update.
 
-T is max_length, or with bucketing the longest row of the microbatch, rounded up to what the layout divides. For that the
-rows of the update are sorted from long to short, so that rows of similar lengths meet in a microbatch, and in the D
-microbatches that the data ranks run at the same time. Which rows an update holds is not the loader's matter.
+T is max_length, or with bucketing the longest row of the microbatch, rounded up to a multiple that the layout divides. For that
+the rows of the update are sorted from long to short, so that rows of similar lengths meet in a microbatch, and in the D
+microbatches that the data ranks run at the same time. Which rows an update holds is decided in `order.py`.
 """
 
 from __future__ import annotations
@@ -16,14 +15,15 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from shardwright.data.bucketing import bucketed
-from shardwright.data.order import FILLER, Cursor, Int64, Order
-from shardwright.data.streaming.stream_rows import StreamRows
+from shardwright.data.arrays import FILLER, Int64
+from shardwright.data.order import Cursor, Order
+from shardwright.data.streaming.rows import StreamTable
 from shardwright.data.table import Table
 from shardwright.layout.size_rules import accumulation_steps
 from shardwright.mesh.cluster_environment import stop_signals
@@ -31,70 +31,55 @@ from shardwright.mesh.cluster_environment import stop_signals
 EVALUATION_BATCHES = 64
 """Evaluation batches whose rows are sorted by length together."""
 AHEAD = 3
-"""Updates made ahead of the one that is trained on."""
+"""Updates that are made ahead of the update in training."""
 
 
 @dataclass(frozen=True)
 class Microbatch:
-    """B rows for one forward and backward.
+    """B rows for one forward and backward."""
 
-    index: number of the microbatch within the update, over all data ranks.
-    input_ids, labels: [B, T] int64. Labels are already shifted: labels[b, t] is the target of position t,
-    and -100 where there is none.
-    row_ids: row ids in the table; -1 is a filler row, all padding and without targets.
-    documents: [B, T] int32, for each position the number of its document within its row, counted from 0, and -1 for
-    padding. None: a row is one document from its start, padded on the right.
-    weights: [B, T] float32, what the loss of each target is multiplied with. None: 1.
-    lengths: tokens of each row that are not padding. None: not known.
-    """
-
-    index: int
-    input_ids: Tensor
-    labels: Tensor
-    row_ids: tuple[int, ...]
-    documents: Tensor | None = None
-    weights: Tensor | None = None
-    lengths: tuple[int, ...] | None = None
+    index: int  # within the update, over all data ranks
+    input_ids: Tensor  # [B, T] int64
+    labels: Tensor  # [B, T] int64, shifted already: labels[b, t] is the target of position t, -100 where there is none
+    row_ids: tuple[int, ...]  # rows of the table; -1 is a filler row: padding only, no targets
+    documents: Tensor | None = (
+        None  # [B, T] int32: number of the document within its row, -1 is padding; None: one document
+    )
+    weights: Tensor | None = None  # [B, T] float32: factor of the loss of each target; None: all 1
+    lengths: tuple[int, ...] | None = None  # tokens of each row without padding; None: not known
 
 
 @dataclass(frozen=True)
 class UpdateBatch:
-    """One data rank's microbatches of an update, and the counts of the whole update over all data ranks.
-
-    target_tokens: tokens that enter the loss. real_tokens: tokens that are not padding. slots: rows x T, summed over the
-    microbatches of all data ranks.
-    row_ids: the rows of the whole update in order, the same on every rank.
-    target_weight: sum of the weights of the update's targets. None: all are 1.
-    cursor: where the next update begins in the data. None: not told.
-    """
+    """One data rank's microbatches of an update, and the counts of the whole update over all data ranks."""
 
     update: int
     microbatches: tuple[Microbatch, ...]
-    target_tokens: int
-    real_tokens: int
-    slots: int
-    row_ids: tuple[int, ...]
-    target_weight: float | None = None
-    cursor: Cursor | None = None
+    target_tokens: int  # tokens that enter the loss
+    real_tokens: int  # tokens that are not padding
+    slots: int  # rows x T, summed over all microbatches
+    row_ids: tuple[int, ...]  # the rows of the whole update in order, the same on every rank
+    target_weight: float | None = None  # sum of the weights of the targets; None: all 1
+    cursor: Cursor | None = None  # where the next update begins in the data; None: not known
 
     @property
     def divisor(self) -> float:
-        """What the update's loss sum is divided by: the sum of the weights of its targets."""
+        """The sum of the weights of the update's targets, by which the sum of its losses is divided."""
         return self.target_tokens if self.target_weight is None else self.target_weight
 
 
 class Loader:
-    """The updates of a run as one data rank sees them. Any `update(number)` costs the same, but of a stream those
-    that lie one after the other.
+    """The updates of a run as one data rank sees them.
 
-    bucket_multiple: None: every microbatch has the table's max_length. Else bucketing: the width of a microbatch is the next
-    multiple of this. one_width: bucketing with one width for all microbatches of an update, as a pipeline needs it.
-    Raises `ConfigError` when the order's global batch is no whole number of microbatches on each data rank.
+    Any `update(number)` costs the same, but the updates of a stream must be asked for in order. bucket_multiple: with
+    bucketing, the width of a microbatch is the next multiple of this; None: every microbatch is max_length wide. one_width:
+    bucketing with one width for all microbatches of an update, as a pipeline needs. Raises `ConfigError` when the global batch
+    is not a whole number of microbatches on each data rank.
     """
 
     def __init__(
         self,
-        table: Table | StreamRows,
+        table: Table | StreamTable,
         order: Order,
         *,
         data_rank: int,
@@ -123,7 +108,7 @@ class Loader:
         return replace(counts, microbatches=tuple(parts))
 
     def counts(self, number: int) -> tuple[UpdateBatch, list[int]]:
-        """Update `number` without contents, and the width of each microbatch of all data ranks."""
+        """Update `number` without microbatches, and the width of each microbatch of all data ranks."""
         ids, table = self.order.update_rows(number), self.table
         present = ids[ids != FILLER]
         tokens = table.real_tokens(present)
@@ -131,7 +116,7 @@ class Loader:
         if self.bucket_multiple is not None:
             by_length = np.argsort(-tokens, kind="stable")
             ids[: len(present)], ids[len(present) :] = present[by_length], FILLER
-            widths = self._widths(tokens[by_length], len(widths))
+            widths = self._widths(tokens[by_length], len(widths), self.bucket_multiple)
         batch = UpdateBatch(
             update=number,
             microbatches=(),
@@ -144,81 +129,52 @@ class Loader:
         )
         return batch, widths
 
-    def _widths(self, tokens: Int64, count: int) -> list[int]:
+    def _widths(self, tokens: Int64, count: int, multiple: int) -> list[int]:
         """Widths of `count` microbatches that are filled with rows of `tokens`, from long to short."""
-        assert self.bucket_multiple is not None
         longest = np.zeros(count, np.int64)
         found = tokens[:: self.microbatch_rows]
         longest[: len(found)] = found
         if self.one_width:
             longest[:] = longest[0]
-        multiples = np.maximum(1, -(-longest // self.bucket_multiple))
-        return [int(width) for width in multiples * self.bucket_multiple]
+        return [int(width) for width in np.maximum(1, -(-longest // multiple)) * multiple]
 
     def _microbatch(self, index: int, rows: tuple[int, ...], width: int) -> Microbatch:
         block = self.table.block(rows, width, self.pad_id)
         tokens = self.table.real_tokens(np.array([row for row in rows if row != FILLER], np.int64)).tolist()
-        return Microbatch(
-            index,
-            torch.from_numpy(block.input_ids),
-            torch.from_numpy(block.labels),
-            rows,
-            None if block.documents is None else torch.from_numpy(block.documents),
-            None if block.weights is None else torch.from_numpy(block.weights),
-            tuple(0 if row == FILLER else tokens.pop(0) for row in rows),
-        )
+        lengths = tuple(0 if row == FILLER else tokens.pop(0) for row in rows)
+        tensors: Any = {name: torch.from_numpy(array) for name, array in vars(block).items() if array is not None}
+        return Microbatch(index, row_ids=rows, lengths=lengths, **tensors)
 
 
-def evaluation_loader(
-    table: Table,
-    *,
-    data_rank: int,
-    data_ranks: int,
-    microbatch_rows: int,
-    pad_id: int,
-    bucket_multiple: int | None = None,
-    one_width: bool = False,
-) -> Loader:
-    """Every row of `table` once; each "update" is one microbatch on each data rank.
+def evaluation_order(table: Table, rows: int, bucket: bool) -> Order:
+    """Every row of `table` once, `rows` at a time, in file order; with `bucket` sorted by length within some batches.
 
-    Rows come in file order, with bucketing sorted by length within `EVALUATION_BATCHES` batches. All ranks run the same number
-    of microbatches: filler rows, without targets, complete the last ones. Sum the loss over all of them and divide by the sum
-    of the divisors.
+    Filler rows complete the last batch, so that all ranks run the same number of microbatches. Sum the loss over all of them
+    and divide by the sum of the divisors.
     """
-    return Loader(
-        table,
-        bucketed(
-            Order(
-                len(table),
-                global_batch_size=microbatch_rows * data_ranks,
-                shuffle=False,
-                num_train_epochs=1,
-                bucket_updates=1 if bucket_multiple is None else EVALUATION_BATCHES,
-            ),
-            table.real_tokens,
-        ),
-        data_rank=data_rank,
-        data_ranks=data_ranks,
-        microbatch_rows=microbatch_rows,
-        pad_id=pad_id,
-        bucket_multiple=bucket_multiple,
-        one_width=one_width,
+    return Order(
+        len(table),
+        global_batch_size=rows,
+        shuffle=False,
+        num_train_epochs=1,
+        bucket_updates=EVALUATION_BATCHES if bucket else 1,
+        lengths=table.real_tokens,
     )
 
 
 def prefetch(
     loader: Loader, first: int = 0, depth: int = AHEAD, device: torch.device | None = None
 ) -> Iterator[UpdateBatch]:
-    """Updates `first`, `first` + 1, ... of `loader`, made in a thread while earlier ones are trained on.
+    """Updates `first`, `first` + 1, ... of `loader`, made in a thread while earlier updates are trained.
 
-    `depth` are held ahead, in pinned memory where `device` is a GPU. The thread receives no request to stop, so a signal
-    always interrupts the main thread. An error is raised where its update would have come. `close()` stops the thread.
+    `depth` updates are made ahead, in pinned memory where `device` is a GPU. The thread blocks the stop signals, so that a
+    signal always interrupts the main thread. An error is raised where its update would have come. `close()` stops the thread.
     """
     pinned = device is not None and device.type == "cuda"
 
     def begin() -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals())
-        if pinned:  # a thread starts on GPU 0, where pinning memory would make a context
+        if pinned:  # a new thread is on GPU 0, where pinning memory would create a CUDA context
             torch.cuda.set_device(device)
 
     def make(number: int) -> UpdateBatch:
@@ -240,17 +196,8 @@ def prefetch(
 
 
 def _pinned(batch: UpdateBatch) -> UpdateBatch:
-    def pin(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor.pin_memory()
+    def pin(part: Microbatch) -> Microbatch:
+        tensors: Any = {name: value.pin_memory() for name, value in vars(part).items() if isinstance(value, Tensor)}
+        return replace(part, **tensors)
 
-    parts = (
-        replace(
-            part,
-            input_ids=part.input_ids.pin_memory(),
-            labels=part.labels.pin_memory(),
-            documents=pin(part.documents),
-            weights=pin(part.weights),
-        )
-        for part in batch.microbatches
-    )
-    return replace(batch, microbatches=tuple(parts))
+    return replace(batch, microbatches=tuple(map(pin, batch.microbatches)))

@@ -1,80 +1,47 @@
 """Which rows each update trains on: a function of (seed, epoch, position), never of the world size.
 
-The rows of all epochs form one stream, across the boundaries of epochs. Position p of it is row
-permutation(seed, p // n)(p % n) of the n rows. An update takes the next G positions. So the cursor of a run is the
-number of rows done, and any number of ranks resumes it, with any G.
+The rows of all epochs form one sequence. Position p of it is row permutation(seed, p // n)(p % n) of the n rows. An update
+takes the next G positions, across the boundaries of epochs. So the cursor of a run is the number of rows done, and any number
+of ranks resumes the run, with any G.
 
-The permutation is computed for the positions that are asked for and nothing is stored: memory does not grow
-with n, and seeking costs nothing. A shuffled index array would take 8 n bytes on every rank and a pass over n
-at each epoch, and numpy does not promise that its shuffles stay the same between versions. Here it is integer
-arithmetic modulo 2^64 and bits only: a balanced Feistel network (Luby and Rackoff 1988) of 12 rounds over the
-smallest even number of bits that holds n, with SplitMix64's finaliser (Steele, Lea and Flood 2014) as the
-round function; a result of n or more is sent through again until it falls below n (cycle walking, Black and
-Rogaway 2002), which keeps it one to one.
+With `bucket_updates` W > 1 the rows of W updates are a megabatch: they are sorted by length and dealt out G at a time, and the
+W updates are shuffled, so that updates of long and of short rows come mixed. A rank reads the lengths of one megabatch for
+any update, so nothing is passed over on resume. Megabatches begin anew with each epoch. An update that holds rows of two
+epochs, or is part-filled, is in no megabatch, so that no update holds a row twice. A megabatch is at most half an epoch: all
+rows of an epoch sorted together would make the same updates in each epoch.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from shardwright.data.arrays import FILLER, Int64
+from shardwright.data.mixture import Mixture
+from shardwright.data.permutation import MEGABATCH_EPOCH, permute
 from shardwright.errors import ConfigError, DataError
 
-Int64 = npt.NDArray[np.int64]
-UInt64 = npt.NDArray[np.uint64]
 Cursor = dict[str, Any]
-"""What says where a run goes on in its data: plain values, as a checkpoint keeps them."""
+"""Where a run continues in its data: plain values, which a checkpoint stores."""
 
-FILLER = -1
 _BLOCK_ROWS = 4096
-_ROUNDS = 12
-_MIN_HALF_BITS = 3  # over fewer bits a Feistel network reaches only some of the permutations
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_MASK64 = 2**64 - 1
-
-
-def _mix(x: UInt64) -> UInt64:
-    """SplitMix64's finaliser: a bijection of 64 bits in which every input bit reaches every output bit."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
-
-
-def permute(positions: Int64, rows: int, seed: int, epoch: int) -> Int64:
-    """The rows at `positions` (each in [0, rows)) of the permutation of [0, rows) of (seed, epoch)."""
-    half = np.uint64(max(_MIN_HALF_BITS, (max(rows - 1, 1).bit_length() + 1) // 2))
-    mask = (np.uint64(1) << half) - np.uint64(1)
-    stream = _mix(_mix(np.array([seed & _MASK64], np.uint64)) + np.uint64(epoch))
-    keys = _mix(stream + np.arange(1, _ROUNDS + 1, dtype=np.uint64) * _GOLDEN)
-    result = positions.astype(np.uint64)
-    walking = np.arange(len(result))
-    while len(walking):
-        values = result[walking]
-        left, right = values >> half, values & mask
-        for key in keys:
-            left, right = right, left ^ (_mix(right + key) & mask)
-        result[walking] = (left << half) | right
-        walking = walking[result[walking] >= np.uint64(rows)]
-    return result.astype(np.int64)
+_EMPTY = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """How rows are dealt out to updates from `update` on, before which `rows` rows were done.
+    """How rows are dealt out to updates, from one update until a resume with other settings."""
 
-    end: rows done when the run ends. bucket_updates: how many updates share their rows, sorted by length.
-    """
-
-    update: int
-    rows: int
-    end: int
-    global_batch_size: int
-    bucket_updates: int
+    update: int  # the first update of the stretch
+    rows: int  # rows done before that update
+    end: int  # rows done when the run ends
+    global_batch_size: int  # rows of an update
+    bucket_updates: int  # updates of a megabatch
     seed: int
     shuffle: bool
 
@@ -84,7 +51,7 @@ class Stretch:
 
     @property
     def updates(self) -> int:
-        """Updates of the run, those before this stretch too."""
+        """Updates of the run, including those before this stretch."""
         return self.update - (self.rows - self.end) // self.global_batch_size
 
     def same_order(self, other: Stretch) -> bool:
@@ -93,13 +60,12 @@ class Stretch:
 
 
 class Order:
-    """The row ids of every update of a run over `rows` rows.
+    """The row ids of every update of a run over `rows` rows, or over the rows of `mixture`.
 
-    Give `max_steps`, or `num_train_epochs` (a fraction is allowed; it is read as the decimal that it prints
-    as). The last update of a run counted in epochs may be part-filled: the ids missing are `FILLER`, and its
-    rows still weigh what their targets weigh, since an update's loss is divided by its own number of targets.
-    With `drop_last` it is left out; `dropped` is how many rows it had.
-    A run that is resumed with other settings takes the rows that are not done yet: see `seek`.
+    Give `max_steps` or `num_train_epochs` (a fraction is read as the decimal that it prints as). The last update of a run
+    counted in epochs may be part-filled: the missing ids are `FILLER`. Its rows keep their weight, since the loss of an update
+    is divided by its own targets. With `drop_last` that update is left out. `lengths` gives the tokens of rows; megabatches
+    need it. A run that is resumed with other settings takes the rows that are not done yet: see `seek`.
     """
 
     def __init__(
@@ -113,20 +79,23 @@ class Order:
         num_train_epochs: float | None = None,
         drop_last: bool = False,
         bucket_updates: int = 1,
+        mixture: Mixture | None = None,
+        lengths: Callable[[Int64], Int64] | None = None,
     ) -> None:
-        if rows < 1:
-            raise DataError("The data has no rows.", "There is nothing to train on.", "Look at data.train.")
+        self.rows = rows if mixture is None else len(mixture)
+        if self.rows < 1:
+            raise DataError("The data has no rows.", "There is nothing to train on.", "Check data.train.")
         if (max_steps is None) == (num_train_epochs is None):
             given = "neither is" if max_steps is None else "both are"
             raise ConfigError(
                 f"training.max_steps or training.num_train_epochs: {given} given.",
-                "One of the two says how long the run is.",
+                "Exactly one of these keys sets the length of the run.",
                 "Keep one of them.",
             )
-        self.rows, self.global_batch_size, self.bucket_updates = rows, global_batch_size, bucket_updates
+        self.global_batch_size, self.bucket_updates = global_batch_size, bucket_updates
         self._seed, self._shuffle, self._drop_last = seed, shuffle, drop_last
         self._max_steps, self._epochs = max_steps, num_train_epochs
-        self._block: tuple[Any, Int64] = (None, np.empty(0, np.int64))
+        self._mixture, self._lengths = mixture, lengths
         self._deal((self._stretch(0, 0),))
         if not self.stretch.end:
             raise ConfigError(
@@ -136,7 +105,7 @@ class Order:
             )
 
     def _stretch(self, update: int, rows: int) -> Stretch:
-        """How this run deals out what is left after `rows` rows and `update` updates."""
+        """How this run deals out the rows that are left after `rows` rows and `update` updates."""
         size = self.global_batch_size
         if self._max_steps is not None:
             end = rows + max(0, self._max_steps - update) * size
@@ -149,22 +118,23 @@ class Order:
         return math.ceil(Fraction(repr(self._epochs)) * self.rows)
 
     def _deal(self, stretches: tuple[Stretch, ...]) -> None:
-        self.stretches, self._block = stretches, (None, np.empty(0, np.int64))
+        self.stretches = stretches
+        self._block: tuple[Any, Int64] = (None, _EMPTY)
         self._left = self._left_before(stretches)
 
     def _left_before(self, stretches: tuple[Stretch, ...]) -> Int64:
-        """The positions that the last of `stretches` takes first: what one before it had passed over."""
+        """The positions that the last of `stretches` takes first: those that an earlier stretch had passed over."""
         before = stretches[:-1]
-        return self._passed_over(stretches[-1].update, before) if before else np.empty(0, np.int64)
+        return self._passed_over(stretches[-1].update, before) if before else _EMPTY
 
     @property
     def stretch(self) -> Stretch:
-        """How the updates that are to come are dealt out."""
+        """How the updates to come are dealt out."""
         return self.stretches[-1]
 
     @property
     def total_updates(self) -> int:
-        """Updates of the whole run, those before a resume too."""
+        """Updates of the whole run, including those before a resume."""
         return self.stretch.updates
 
     @property
@@ -175,9 +145,8 @@ class Order:
     def seek(self, update: int, cursor: Cursor | None, trusted: bool = False) -> None:
         """Lets `update` begin after the rows that `cursor` says are done; each other row comes once an epoch.
 
-        Where nothing has changed, the updates are those of a run without interruption. Else the rows of updates that share
-        theirs (`bucket_updates`), and that are not done, come first. trusted: the rows themselves are others, which is
-        accepted, so only their number counts.
+        Where nothing has changed, the updates are those of a run without interruption. Otherwise the rows of an unfinished
+        megabatch come first. trusted: the rows themselves have changed and this is accepted, so only their number counts.
         """
         if cursor is None:
             return
@@ -195,7 +164,7 @@ class Order:
         return {"rows": self.stretch.done(update), "stretches": [asdict(s) for s in self.stretches]}
 
     def repeated(self, update: int, cursor: Cursor) -> int:
-        """How many rows of the epoch under way come again, and as many never do, where `cursor` is of another order.
+        """How many rows of the current epoch come again, and as many never come, where `cursor` is of another order.
 
         The whole epoch is counted: this takes about a second for ten million rows.
         """
@@ -213,12 +182,12 @@ class Order:
         return self.stretch.done(update) / self.rows
 
     def close(self) -> None:
-        """Ends what is being made ahead: nothing."""
+        """Stops background work: an order of rows on disk has none."""
 
     def update_rows(self, update: int) -> Int64:
-        """The `global_batch_size` row ids of `update` (0-based), the same on every rank, `FILLER` for none.
+        """The `global_batch_size` row ids of `update` (0-based), the same on every rank; `FILLER` where there is no row.
 
-        Raises `IndexError` for an update the run does not have, or had before it was resumed with other settings.
+        Raises `IndexError` for an update that the run does not have, or had before a resume with other settings.
         """
         if not self.stretch.update <= update < self.total_updates:
             raise IndexError(f"update {update} of a run of {self.total_updates} updates")
@@ -228,50 +197,67 @@ class Order:
         return result
 
     def _positions(self, update: int, stretches: tuple[Stretch, ...], left: Int64) -> Int64:
-        """The positions that `update` of the last of `stretches` takes, which begins with those in `left`."""
-        last = stretches[-1]
-        return self._in_line(last.done(update), last.done(update + 1), last, left)
+        """The positions that `update` of the last of `stretches` takes, which begins with the positions `left`."""
+        last, size = stretches[-1], stretches[-1].global_batch_size
+        first, end = self._megabatch(update, last)
+        positions = self._in_line(last.done(first), last.done(end), last, left)
+        if self._lengths is None or end - first == 1:
+            return positions
+        place = update - first
+        if last.shuffle:
+            place = int(permute(np.array([place]), end - first, last.seed, MEGABATCH_EPOCH + first)[0])
+        by_length = np.argsort(-self._lengths(self.rows_at(positions, last)), kind="stable")
+        return positions[by_length[place * size : (place + 1) * size]]
 
     @staticmethod
     def _in_line(first: int, end: int, stretch: Stretch, left: Int64) -> Int64:
-        """The positions that `stretch` takes after `first` rows are done and until `end` are."""
+        """The positions that `stretch` takes after `first` rows are done and until `end` are done."""
         found = np.arange(first, end, dtype=np.int64)
-        those = int(np.searchsorted(found, stretch.rows + len(left)))
-        found[:those] = left[found[:those] - stretch.rows]
+        count = int(np.searchsorted(found, stretch.rows + len(left)))
+        found[:count] = left[found[:count] - stretch.rows]
         return found
 
-    def _window(self, update: int, stretch: Stretch) -> tuple[int, int]:
-        """The updates [first, end) that share their rows with `update`."""
-        return update, update + 1
+    def _megabatch(self, update: int, stretch: Stretch) -> tuple[int, int]:
+        """The updates [first, end) of the megabatch that holds `update`; `update` alone where none does."""
+        size, rows = stretch.global_batch_size, self.rows
+        epoch = stretch.done(update) // rows
+        begin = stretch.update + max(0, -(-(epoch * rows - stretch.rows) // size))
+        end = stretch.update + (min((epoch + 1) * rows, stretch.end) - stretch.rows) // size
+        if self._lengths is None or not begin <= update < end:
+            return update, update + 1
+        count = min(stretch.bucket_updates, max(1, (end - begin) // 2))
+        first = update - (update - begin) % count
+        return first, min(first + count, end)
 
     def _passed_over(self, update: int, stretches: tuple[Stretch, ...]) -> Int64:
-        """Positions that are not done when `update` begins though later ones are, and those between: from low to high."""
+        """Positions, in order, that are not done when `update` begins although later positions are."""
         left, last = self._left_before(stretches), stretches[-1]
-        first, end = self._window(update, last)
+        first, end = self._megabatch(update, last)
         done = [self._positions(u, stretches, left) for u in range(first, update)]
         begun = max(last.done(end if done else update), last.rows + len(left))
-        return np.setdiff1d(
-            self._in_line(last.done(first), begun, last, left), np.concatenate([np.empty(0, np.int64), *done])
-        )
+        return np.setdiff1d(self._in_line(last.done(first), begun, last, left), np.concatenate([_EMPTY, *done]))
 
     def rows_at(self, positions: Int64, stretch: Stretch) -> Int64:
-        """The rows at `positions` of the stream of all epochs, in the order of `stretch`.
-
-        Neighbouring updates are asked for one after the other: rows made in blocks cost a hundredth.
-        """
+        """The rows at `positions` of the sequence of all epochs, in the order of `stretch`."""
         result = np.empty(len(positions), np.int64)
         blocks = positions // _BLOCK_ROWS
         for number in np.unique(blocks).tolist():
             here = blocks == number
             result[here] = self._rows_of(number, stretch)[positions[here] - number * _BLOCK_ROWS]
+        if self._mixture is not None:
+            epochs = positions // self.rows
+            for epoch in np.unique(epochs).tolist():
+                here = epochs == epoch
+                result[here] = self._mixture.rows(result[here], epoch, stretch.seed)
         return result
 
     def _rows_of(self, block: int, stretch: Stretch) -> Int64:
+        """The rows of a block of positions. The last block is kept: neighbouring updates then cost a hundredth."""
         key = (block, stretch)
         if self._block[0] == key:
             return self._block[1]
         first = block * _BLOCK_ROWS
-        # nobody asks for more than the epoch in which the run ends, and epochs may be short
+        # no caller asks for positions past the epoch in which the run ends, and epochs may be short
         count = min(_BLOCK_ROWS, (stretch.end // self.rows + 1) * self.rows - first)
         epochs, result = np.divmod(np.arange(first, first + count, dtype=np.int64), self.rows)
         for epoch in range(int(epochs[0]), int(epochs[-1]) + 1) if stretch.shuffle else ():
@@ -282,5 +268,5 @@ class Order:
 
 
 def stretches_of(cursor: Cursor) -> tuple[Stretch, ...]:
-    """How the rows of a cursor were dealt out; empty where that is not known."""
+    """How the rows of a cursor were dealt out; empty where the cursor does not say."""
     return tuple(Stretch(**values) for values in cursor["stretches"])

@@ -1,173 +1,202 @@
-"""`prepare`: where a run's text becomes a table of rows. One process does it; the others find it done."""
+"""From a run file to rows and their order. `prepare` makes the rows in one process; other processes map the result.
+
+Torch is not needed here, so that a run whose rows are in the cache is checked before torch is loaded.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from shardwright.config.schema import Data, RunFile
+from shardwright.config.schema import RunFile
+from shardwright.data.arrays import Int64
+from shardwright.data.documents import Documents
 from shardwright.data.files import sources_of
-from shardwright.data.formats import refuse_without_effect
+from shardwright.data.formats import FORMATS, refuse_without_effect
 from shardwright.data.mixture import Mixture
-from shardwright.data.notices import notices
-from shardwright.data.read import Read, Split, read_documents
-from shardwright.data.rows import Cut, Overlong, PackingStrategy
-from shardwright.data.streaming.stream import Place, Stream
-from shardwright.data.streaming.windows import Windows
+from shardwright.data.notices import Notes, notices
+from shardwright.data.order import Order
+from shardwright.data.packing import Cut, Overlong, PackingStrategy
+from shardwright.data.streaming.record_stream import RecordStream, StreamPosition
+from shardwright.data.streaming.rows import StreamOrder, StreamTable
+from shardwright.data.streaming.windows import StreamWindows
 from shardwright.data.table import Table
+from shardwright.data.tokenise import Read, Split, read_documents
 from shardwright.errors import ConfigError
+
+_STREAMING = "train: while streaming, these statistics cover the first window only"
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A split as rows.
-
-    path: the documents' directory. fingerprint: of the rows' tokens, the same wherever training is the same.
-    pad_id: fills up rows; no position after it is a target. largest_token_id: below the model's vocabulary.
-    tokenizer_path: its directory; None: the data was tokenised already. counts: documents_read, empty_documents,
-    masked_documents, crossing_tokens, documents, tokens, and those of `rows.cut_rows`. formats: of its files. mixture: the
-    rows of an epoch where sources have weights. cached: nothing had to be tokenised. notices: what a person should know,
-    one line each.
-    """
+    """A split as rows."""
 
     split: Split
-    path: Path
     table: Table
-    fingerprint: str
-    pad_id: int
-    largest_token_id: int
-    tokenizer_path: Path | None
-    counts: dict[str, int]
-    formats: tuple[str, ...]
-    mixture: Mixture | None
-    cached: bool
-    notices: tuple[str, ...]
+    fingerprint: str  # of the rows' tokens: the same wherever training is the same
+    pad_id: int  # fills up rows; no position after a padding token is a target
+    tokenizer_path: Path | None  # its directory; None: the records were tokens already
+    counts: dict[str, int]  # of documents (documents_read, empty_documents, ...) and of rows (`packing.CutRows`)
+    mixture: Mixture | None  # the rows of an epoch, where sources have weights
+    cached: bool  # nothing had to be tokenised
+    notices: tuple[str, ...]  # lines to print before training
+
+    @property
+    def formats(self) -> list[str]:
+        """The formats of the files."""
+        return list(self.table.documents.meta["formats"])
+
+    @property
+    def padding(self) -> float:
+        """The fraction of padding in rows that are all max_length wide."""
+        return 1 - self.counts["row_tokens"] / (self.counts["rows"] * self.table.max_length)
 
     def summary(self) -> str:
         """`train: 40 documents of text, 3,155 tokens -> 58 rows of 96, 3,096 targets, padding 43% (cached)`.
 
-        Rows that may hold several documents are `packed rows`; the padding of whole rows of max_length is said of all.
+        `packed rows` may hold several documents. The padding is that of rows that are all max_length wide.
         """
-        counts, length = self.counts, self.table.max_length
+        counts = self.counts
         padding = f"{self.padding:.0%}" if self.padding >= 0.1 else f"{self.padding:.2%}"
         return (
             f"{self.split}: {counts['documents']:,} documents of {' and '.join(self.formats)}, {counts['tokens']:,} tokens -> "
-            f"{counts['rows']:,} {'packed ' if self.table.packed else ''}rows of {length}, "
+            f"{counts['rows']:,} {'packed ' if self.table.packed else ''}rows of {self.table.max_length}, "
             f"{counts['targets']:,} targets, padding {padding}{' (cached)' if self.cached else ''}"
         )
 
-    @property
-    def padding(self) -> float:
-        """Padding among the slots of rows that are all max_length wide."""
-        return 1 - self.counts["row_tokens"] / (self.counts["rows"] * self.table.max_length)
+
+@dataclass(frozen=True)
+class Updates:
+    """The rows of a run, and which rows each update trains on."""
+
+    rows: Table | StreamTable
+    order: Order
+    pad_id: int
+    fingerprint: str  # of the rows, or of a stream's settings
 
 
 def prepare(run: RunFile, split: Split = "train") -> Prepared | None:
     """The rows of `run`'s split, tokenised now or found in the cache; None when the split names no files.
 
-    Call it in the parent before ranks start, or on rank 0 before the others: a second call, in any process,
-    only maps the result. Raises `ConfigError` or `DataError` with file and line where there is one.
+    Call it in the parent before ranks start, or on rank 0 before the others: a second call, in any process, only maps the
+    result. Raises `ConfigError` or `DataError`, with file and line where there is one.
     """
     streamed = split == "train" and run.data.streaming
     read = _first_window(run) if streamed else read_documents(run, split)
     if read is None:
         return None
-    documents, meta = read.documents, read.documents.meta
+    meta = read.documents.meta
     check_vocabulary(run, read.tokenizer_path, meta)
-    table = Table.make(documents, _cut(run, split, read))
-    mixture = _mixture(run, split, table)
+    table = Table.make(read.documents, _cut(run, split, read))
+    weights = _weights(run, split)
+    mixture = None if weights is None else Mixture(table.bounds, weights, run.training.seed)
+    noted = Notes.of(meta)
     counts = {
-        "documents_read": meta["counts"]["read"],
-        "empty_documents": meta["counts"].get("empty", 0),
-        "masked_documents": meta["counts"].get("masked", 0),
-        "crossing_tokens": meta["counts"].get("crossing", 0),
+        "documents_read": noted.count("document"),
+        "empty_documents": noted.count("empty"),
+        "masked_documents": noted.count("masked"),
+        "crossing_tokens": noted.count("crossing"),
         "documents": meta["documents"],
         "tokens": meta["tokens"],
         **table.counts,
     }
     return Prepared(
         split=split,
-        path=documents.path,
         table=table,
         fingerprint=table.fingerprint if mixture is None else mixture.fingerprint(table.fingerprint),
-        pad_id=pad_of(run, meta),
-        largest_token_id=meta["largest_token_id"],
+        pad_id=_pad_id(run, meta),
         tokenizer_path=read.tokenizer_path,
         counts=counts,
-        formats=read.formats,
         mixture=mixture,
         cached=read.cached,
         notices=(
-            *([_STREAMED] if streamed else ()),
+            *([_STREAMING] if streamed else ()),
             *notices(run, split, read.tokenizer_path, meta, counts),
-            *(() if mixture is None else _mixture_notice(run, mixture)),
+            *(() if mixture is None else [_mixture_notice(run, mixture)]),
         ),
     )
 
 
-_STREAMED = "train: read as a stream; what is said of it is so of its first window"
+def open_updates(run: RunFile) -> Updates:
+    """The rows of data.train and their order: rows on disk, found or made now, or a stream."""
+    if not run.data.streaming:
+        train = prepare(run)
+        assert train is not None, "data.train names at least one file"
+        return Updates(train.table, make_order(run, train), train.pad_id, train.fingerprint)
+    windows, t = _open_windows(run), run.training
+
+    def check(documents: Documents) -> None:
+        check_vocabulary(run, windows.tokenizer_path, documents.meta)
+
+    assert t.max_steps is not None, "a stream without max_steps is refused before"
+    rows = StreamTable(windows, t.seed if run.data.shuffle else None, check)
+    order = StreamOrder(rows, global_batch_size=t.global_batch_size, max_steps=t.max_steps)
+    return Updates(rows, order, _pad_id(run, windows.special_ids()), windows.fingerprint)
 
 
-def open_windows(run: RunFile) -> Windows:
-    """The stream that data.train is, in windows of documents. Raises `ConfigError` or `DataError` as `Windows` does."""
-    stream = Stream(run.data)
+def make_order(run: RunFile, train: Prepared) -> Order:
+    """Which rows each update of this run trains on."""
+    return order_over(run, len(train.table), train.table.real_tokens, train.mixture)
+
+
+def order_over(run: RunFile, rows: int, real_tokens: Callable[[Int64], Int64], mixture: Mixture | None) -> Order:
+    """The order of this run over any `rows` rows; `real_tokens` gives the tokens of some of these rows."""
+    t, data = run.training, run.data
+    return Order(
+        rows,
+        global_batch_size=t.global_batch_size,
+        seed=t.seed,
+        shuffle=data.shuffle,
+        max_steps=t.max_steps,
+        num_train_epochs=t.num_train_epochs,
+        drop_last=data.drop_last,
+        bucket_updates=data.bucket_updates,
+        mixture=mixture,
+        lengths=real_tokens,
+    )
+
+
+def _open_windows(run: RunFile) -> StreamWindows:
+    """The stream data.train in windows of documents."""
+    stream = RecordStream(run.data)
     formats = sorted({form for form in stream.formats if form is not None})
     refuse_without_effect(run.data, formats)
     overlong, defaults = run.data.overlong, _overlong_of(formats)
     if overlong is None and len(defaults) > 1:
-        raise ConfigError(
-            f"data.overlong is not set, and {' and '.join(formats)} have no common default.",
-            "How long the documents of a stream are is not known before.",
-            "Set data.overlong to split, truncate or error.",
-        )
+        raise _no_common_default(formats, "The lengths of the documents of a stream are not known in advance.")
     overlong = overlong or ("truncate" if "truncate" in defaults else "split")
-    return Windows(run, stream, Cut(run.data.max_length, overlong, *packing_of(run, "train")))
+    return StreamWindows(run, stream, Cut(run.data.max_length, overlong, *packing_of(run, "train")))
 
 
 def _first_window(run: RunFile) -> Read:
-    windows = open_windows(run)
-    documents = windows.open(0, Place()).table.documents
+    windows = _open_windows(run)
+    documents = windows.open(0, StreamPosition(), 0).table.documents
     windows.close()
-    formats = tuple(sorted(set(documents.meta["formats"])))
-    return Read(documents, formats, (), windows.tokenizer_path, False)
-
-
-def pad_of(run: RunFile, special: dict[str, Any]) -> int:
-    """What fills up rows: the padding token, else the end token, else 0; a token of the model's vocabulary."""
-    pad_id = next(i for i in (special["pad_id"], special["eos_id"], 0) if i is not None)
-    return pad_id if pad_id < _vocabulary(run, pad_id + 1) else 0
+    return Read(documents, (), windows.tokenizer_path, False)
 
 
 def _weights(run: RunFile, split: Split) -> list[float] | None:
     """The weight of each source; None where all are 1."""
     weights = [source.weight for source in sources_of(run.data.train if split == "train" else run.data.validation)]
     if split == "validation" and set(weights) != {1.0}:
-        raise ConfigError("A weight in data.validation has no effect.", "Each row is evaluated once.", "Remove it.")
+        why = "Each row is evaluated once."
+        raise ConfigError("A weight in data.validation has no effect.", why, "Remove the weight.")
     return None if set(weights) == {1.0} else weights
 
 
-def _mixture(run: RunFile, split: Split, table: Table) -> Mixture | None:
-    weights = _weights(run, split)
-    return None if weights is None else Mixture(table.bounds, weights, run.training.seed)
-
-
-def _mixture_notice(run: RunFile, mixture: Mixture) -> list[str]:
-    parts = ", ".join(
-        f"{count:,} of {size:,} of {source.path}"
-        for source, count, size in zip(
-            sources_of(run.data.train), mixture.counts.tolist(), np.diff(mixture.bounds).tolist()
-        )
-    )
-    return [f"train: the weights of the sources make epochs of {len(mixture):,} rows: {parts}"]
+def _mixture_notice(run: RunFile, mixture: Mixture) -> str:
+    sizes = zip(sources_of(run.data.train), mixture.counts.tolist(), np.diff(mixture.bounds).tolist())
+    parts = ", ".join(f"{count:,} of {size:,} of {source.path}" for source, count, size in sizes)
+    return f"train: the weights of the sources make epochs of {len(mixture):,} rows: {parts}"
 
 
 def packing_of(run: RunFile, split: Split) -> tuple[PackingStrategy | None, int | None]:
-    """(which documents share a row, the seed that shuffles them first); rows of the validation split need no seed."""
+    """(which documents share a row, the seed that shuffles documents first); validation rows are not shuffled."""
     packing = run.data.packing_strategy if run.data.batching == "pack" else None
     return packing, run.training.seed if packing and run.data.shuffle and split == "train" else None
 
@@ -175,34 +204,37 @@ def packing_of(run: RunFile, split: Split) -> tuple[PackingStrategy | None, int 
 def _cut(run: RunFile, split: Split, read: Read) -> Cut:
     """How `run` makes rows."""
     bounds = None
-    if _weights(run, split) is not None:  # rows of one source each, so that a source can be passed more often
+    if _weights(run, split) is not None:  # each row holds one source, so that a source can be passed more often
         files = np.asarray(read.sources)[np.asarray(read.documents.ends[:, 1])]
         bounds = tuple(np.searchsorted(files, np.arange(max(read.sources) + 2)).tolist())
-    return Cut(run.data.max_length, _overlong(run.data, read), *packing_of(run, split), bounds)
+    overlong, formats = run.data.overlong, read.documents.meta["formats"]
+    if overlong is None:
+        defaults, longest = _overlong_of(formats), int(read.documents.lengths.max())
+        if len(defaults) > 1 and longest > run.data.max_length:
+            why = f"The longest document has {longest} tokens, and data.max_length is {run.data.max_length}."
+            raise _no_common_default(formats, why)
+        overlong = "split" if "split" in defaults else "truncate"
+    return Cut(run.data.max_length, overlong, *packing_of(run, split), bounds)
 
 
-def _overlong(data: Data, read: Read) -> Overlong:
-    """data.overlong, or what its default is for the formats that were read."""
-    if data.overlong is not None:
-        return data.overlong
-    cut = _overlong_of(read.formats)
-    longest = int(np.diff(np.asarray(read.documents.ends[:, 0]), prepend=0).max())
-    if len(cut) > 1 and longest > data.max_length:
-        raise ConfigError(
-            f"data.overlong is not set, and {' and '.join(read.formats)} have no common default.",
-            f"The longest document has {longest} tokens, and data.max_length is {data.max_length}.",
-            "Set data.overlong to split, truncate or error.",
-        )
-    return "split" if "split" in cut else "truncate"
-
-
-def _overlong_of(formats: Sequence[str]) -> set[Overlong]:
+def _overlong_of(formats: Iterable[str]) -> set[Overlong]:
     """The defaults of data.overlong for these formats."""
-    return {"split" if form in ("text", "tokens") else "truncate" for form in formats}
+    return {FORMATS[form].overlong for form in formats}
+
+
+def _no_common_default(formats: Iterable[str], why: str) -> ConfigError:
+    what = f"data.overlong is not set, and {' and '.join(formats)} have no common default."
+    return ConfigError(what, why, "Set data.overlong to split, truncate or error.")
+
+
+def _pad_id(run: RunFile, special: dict[str, Any]) -> int:
+    """The id that fills up rows: the padding token, else the end token, else 0; an id of the model's vocabulary."""
+    pad_id = next(i for i in (special["pad_id"], special["eos_id"], 0) if i is not None)
+    return pad_id if pad_id < _vocabulary(run, pad_id + 1) else 0
 
 
 def _vocabulary(run: RunFile, default: int) -> int:
-    """vocab_size of the model's config.json with its overrides; `default` where there is none to read."""
+    """vocab_size of the model's config.json with its overrides; `default` where there is no such file or key."""
     path = Path(run.model.model_name_or_path) / "config.json"
     if not path.is_file():
         return default

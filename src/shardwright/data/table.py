@@ -1,16 +1,9 @@
-"""Tokenised documents and the rows cut from them, on disk and memory-mapped.
+"""Rows of tokenised documents, on disk and memory-mapped. A directory rows-... beside the documents holds:
 
-A directory holds, for one set of files and one tokenizer:
-  tokens.bin      tokens of all documents, one after the other: uint16, or uint32 if the vocabulary needs it
-  documents.npy   int64 [documents, 3]: where the document ends in tokens.bin, its file, its line
-  weights.bin     float32, one for each token: its weight as a target, 0 for one that is not trained; absent where all are 1
-  meta.json       files, counts, notes, special tokens
-and, for each way of making rows, a directory rows-... with
-  pieces.npy      int64 [pieces, 2]: start in tokens.bin and length of each piece of a document, row by row
-  rows.npy        int64 [rows, 3]: where the row ends among the pieces, its tokens, its targets
-  weights.npy     float64, one for each row: sum of the weights of its targets; absent where each is 0 or 1
-  meta.json       counts, fingerprint
-Directories are written under a temporary name and renamed, so one that exists is complete.
+pieces.npy      int64 [pieces, 2]: start in tokens.bin and length of each piece of a document, row by row
+rows.npy        int64 [rows, 3]: where the row ends among the pieces, its tokens, its targets
+weights.npy     float64 for each row: sum of the weights of its targets; absent where every weight is 0 or 1
+meta.json       counts, fingerprint
 """
 
 from __future__ import annotations
@@ -18,10 +11,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import shutil
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,99 +19,37 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from shardwright.data.order import FILLER, Int64
-from shardwright.data.rows import Cut, CutRows, Float64, cut_rows
+from shardwright.data.arrays import FILLER, Float32, Float64, Int32, Int64
+from shardwright.data.documents import Documents, new_directory
+from shardwright.data.packing import Cut, CutRows, cut_rows
 from shardwright.errors import DataError
 from shardwright.layout.loss import IGNORE_INDEX
 
 _T = TypeVar("_T", bound=np.generic)
-
-FORMAT = 3
 _BLOCK = 2**22  # weights hashed at a time
-
-
-def token_dtype(vocabulary: int) -> type[np.uint16] | type[np.uint32]:
-    """The smallest of uint16 and uint32 that holds token ids 0 to `vocabulary` - 1."""
-    return np.uint16 if vocabulary <= 2**16 else np.uint32
-
-
-@contextmanager
-def new_directory(path: Path) -> Iterator[Path]:
-    """A temporary directory that becomes `path` on success and is removed on failure.
-
-    When another process made `path` in the meantime, its directory stays and this one is dropped: both hold
-    the same.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f"{path.name}.partial-", dir=path.parent))
-    try:
-        yield work
-        try:
-            work.rename(path)
-        except OSError:
-            if not (path / "meta.json").is_file():
-                raise
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-
-
-@dataclass(frozen=True)
-class Documents:
-    """Tokenised documents: `tokens` of all, and `ends` [documents, 3]: end, file number, line of each.
-
-    weights: float32 for each of `tokens`, its weight as a target, 0 where it is not trained. None: all are 1.
-    """
-
-    path: Path
-    meta: dict[str, Any]
-    tokens: npt.NDArray[np.unsignedinteger[Any]]
-    ends: npt.NDArray[np.int64]
-    weights: npt.NDArray[np.float32] | None = None
-
-    @classmethod
-    def open(cls, path: Path) -> Documents:
-        """Memory-maps the directory `path`. Raises `DataError` when tokens.bin has changed its size."""
-        meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
-        dtype = np.dtype(meta["dtype"])
-        size = (path / "tokens.bin").stat().st_size
-        if size != meta["tokens"] * dtype.itemsize:
-            raise DataError(
-                f"{path / 'tokens.bin'} has {size} bytes, not {meta['tokens'] * dtype.itemsize}.",
-                "It was changed after it was written.",
-                f"Remove {path}; it is made again.",
-            )
-        tokens = np.memmap(path / "tokens.bin", dtype, mode="r") if size else np.empty(0, dtype)
-        weighted = (path / "weights.bin").is_file()
-        weights = np.memmap(path / "weights.bin", np.float32, mode="r") if weighted and size else None
-        return cls(path, meta, tokens, np.load(path / "documents.npy", mmap_mode="r"), weights)
-
-    def place(self, document: int) -> str:
-        """`file:line` of a document."""
-        _, file, line = self.ends[document]
-        return f"{self.meta['files'][file]}:{line}"
 
 
 @dataclass(frozen=True)
 class Block:
-    """Rows as arrays [rows, width]: what a microbatch is made of (`loader.Microbatch` says what each is)."""
+    """Rows as arrays [rows, width]: the fields of `loader.Microbatch` of the same names."""
 
     input_ids: Int64
     labels: Int64
-    documents: npt.NDArray[np.int32] | None
-    weights: npt.NDArray[np.float32] | None
+    documents: Int32 | None
+    weights: Float32 | None
 
 
 class Table:
-    """Rows over memory-mapped documents; `fingerprint` is of their content, wherever the files lie.
+    """Rows over memory-mapped documents.
 
-    packed: a row may hold several documents. max_length: tokens that a row has room for. bounds: first row of each source
-    whose rows were cut apart, and the number of rows.
+    fingerprint: of the rows' content, wherever the files lie. packed: a row may hold several documents. max_length: tokens for
+    which a row has room. bounds: first row of each source whose rows were cut apart, and the number of rows.
     """
 
     def __init__(self, documents: Documents, cut: Cut, found: CutRows, fingerprint: str) -> None:
         self.documents, self.cut, self.counts, self.fingerprint = documents, cut, found.counts, fingerprint
         self.max_length, self.packed, self.bounds = cut.max_length, cut.packing is not None, found.bounds
-        # plain views: a slice of a memmap costs several times as much
+        # plain arrays: a slice of a memmap costs several times as much
         self._pieces, self._rows = np.asarray(found.pieces), np.asarray(found.rows)
         self._row_weights = None if found.weights is None else np.asarray(found.weights)
         self._tokens = np.asarray(documents.tokens)
@@ -129,10 +57,9 @@ class Table:
 
     @classmethod
     def make(cls, documents: Documents, cut: Cut) -> Table:
-        """Opens the rows of `documents`, making them first where that was not done before.
+        """Opens the rows of `documents`, which are made first where they do not exist.
 
-        Raises `DataError` for a document that is too long with overlong = error, and when no row holds a
-        target.
+        Raises `DataError` for a document that is too long with overlong = error, and when no row holds a target.
         """
         path = documents.path / cut.name
         if cut.overlong == "error":
@@ -144,7 +71,7 @@ class Table:
             raise DataError(
                 f"None of the {len(documents.ends)} documents gives a row with a target token.",
                 "A row needs two tokens: one to read and one to predict.",
-                "Look at data.text_column, data.max_length and the files.",
+                "Check data.text_column, data.max_length and the files.",
             )
         pieces, rows = (np.load(path / name, mmap_mode="r") for name in ("pieces.npy", "rows.npy"))
         weights = np.load(path / "weights.npy", mmap_mode="r") if (path / "weights.npy").is_file() else None
@@ -172,7 +99,7 @@ class Table:
         return self._pieces[self._rows[row - 1, 0] if row else 0 : self._rows[row, 0]]
 
     def row(self, row: int) -> tuple[Int64, Int64]:
-        """(input ids, labels) of a row; labels[t] is input_ids[t + 1], and -100 where that is no target."""
+        """(input ids, labels) of a row; labels[t] is input_ids[t + 1], and -100 where this token is no target."""
         block = self.block([row], int(self._rows[row, 1]), 0)
         return block.input_ids[0], block.labels[0]
 
@@ -251,7 +178,7 @@ def _write_rows(path: Path, documents: Documents, cut: Cut) -> None:
 
 
 def _refuse_long(documents: Documents, max_length: int) -> None:
-    lengths = np.diff(documents.ends[:, 0], prepend=0)
+    lengths = documents.lengths
     long = np.flatnonzero(lengths > max_length)
     if len(long):
         raise DataError(

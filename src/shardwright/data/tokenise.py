@@ -1,7 +1,7 @@
-"""Tokenises slices of files in as many processes as asked for, and writes them as one memory-mappable directory.
+"""From the files of a split to tokenised documents: found in the cache, or tokenised now in several processes.
 
-The processes are forked after the tokenizer is loaded. Each reads its slice itself, so that reading JSON and rendering
-chat templates are divided too; results are written in the order of the files.
+The processes are forked after the tokenizer is loaded. Each reads its slice itself, so that parsing JSON and rendering chat
+templates are divided too; the documents are written in the order of the files.
 """
 
 from __future__ import annotations
@@ -9,119 +9,102 @@ from __future__ import annotations
 import hashlib
 import json
 import multiprocessing
-from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections import deque
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import astuple
+from dataclasses import dataclass
+from importlib.metadata import version
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import numpy as np
 from rich.console import Console
 
-from shardwright.arch.model_files import TOKENIZER_FILES
-from shardwright.config.schema import Data
+from shardwright.config.schema import Data, RunFile
+from shardwright.data.chat_template import read_template
+from shardwright.data.documents import FORMAT, Documents, DocumentWriter, new_directory
 from shardwright.data.encode import Encoded, Encoder
-from shardwright.data.files import DataFile
-from shardwright.data.notes import Notes
-from shardwright.data.sources import Slice, slices
-from shardwright.data.table import FORMAT, Documents, new_directory, token_dtype
-from shardwright.errors import ConfigError, DataError
+from shardwright.data.files import DataFile, find_files, sources_of
+from shardwright.data.formats import find_format, refuse_without_effect
+from shardwright.data.notices import Notes
+from shardwright.data.records import Slice, slices
+from shardwright.data.tokenizer import find_tokenizer, load_tokenizer, special_ids, tokenizer_files
+from shardwright.errors import DataError
 
-_AHEAD = 4  # slices in work or waiting to be written, for each process
-_ONES = 1 << 22  # weights written at a time
-_HERE: dict[str, Encoder] = {}
+Split = Literal["train", "validation"]
+ENCODING = 2
+"""Raised when the same records and settings give other tokens or weights than before."""
+_AHEAD = 4  # slices for each process that are tokenised or wait to be written
+_ENCODER: list[Encoder] = []
 """The encoder of a tokenising process."""
 
 
-def tokenizer_directory(name: str, key: str) -> Path:
-    """The directory of the tokenizer `name`: a directory, or a name that Hugging Face's local cache holds.
+@dataclass(frozen=True)
+class Read:
+    """Tokenised documents of a split."""
 
-    Raises `ConfigError` when it has no tokenizer. Nothing is fetched.
+    documents: Documents
+    sources: tuple[int, ...]  # of each file, the number of the source that named it
+    tokenizer_path: Path | None
+    cached: bool  # nothing had to be tokenised
+
+
+def read_documents(run: RunFile, split: Split) -> Read | None:
+    """The documents of `run`'s split; None when the split names no files.
+
+    Raises `ConfigError` or `DataError`, with file and line where there is one, and when no document is left.
     """
-    path = Path(name)
-    if not path.is_dir():
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-        try:
-            path = Path(snapshot_download(name, local_files_only=True))
-        except (HFValidationError, LocalEntryNotFoundError):
-            raise ConfigError(
-                f"{key}: `{name}` is no directory, and Hugging Face's local cache does not hold it.",
-                "Nothing is fetched over the network.",
-                "Name a directory with a tokenizer.json.",
-            ) from None
-    if not tokenizer_files(path):
-        raise ConfigError(
-            f"{key}: {path} has no tokenizer.",
-            "Text cannot be tokenised without one.",
-            "Set model.tokenizer_name_or_path to a directory with a tokenizer.json.",
-        )
-    return path
+    entries = run.data.train if split == "train" else run.data.validation
+    if not entries:
+        return None
+    files = find_files(sources_of(entries), f"data.{split}")
+    tokenizer_path, missing = find_tokenizer(run)
+    path = cache_directory(run) / f"tokens-{cache_key(run.data, tokenizer_path, files)}"
+    cached = (path / "meta.json").is_file()
+    documents = Documents.open(path) if cached else _tokenise(run.data, split, files, path, tokenizer_path, missing)
+    if split == "train":
+        refuse_without_effect(run.data, documents.meta["formats"])
+    if not documents.meta["documents"]:
+        raise _nothing_left(split, documents.meta)
+    return Read(documents, tuple(file.source for file in files), tokenizer_path, cached)
 
 
-def tokenizer_files(path: Path) -> list[Path]:
-    """The files of the directory that decide how text is tokenised."""
-    return sorted({file for pattern in TOKENIZER_FILES for file in path.glob(pattern)})
-
-
-def load_tokenizer(path: Path) -> Any:
-    """The Hugging Face tokenizer in the directory `path`."""
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ConfigError(f"The tokenizer in {path} cannot be loaded.", str(error).strip().splitlines()[0]) from error
-
-
-def write_documents(
-    path: Path,
-    files: Sequence[DataFile],
-    formats: Sequence[str | None],
-    tokenizer_path: Path | None,
+def _tokenise(
     data: Data,
-    *,
-    num_proc: int,
-    split: str,
+    split: Split,
+    files: Sequence[DataFile],
+    path: Path,
+    tokenizer_path: Path | None,
+    missing: Exception | None,
 ) -> Documents:
-    """Reads and tokenises `files`, of `formats`, into the new directory `path` and opens it.
-
-    Shows its progress on a terminal. Raises `DataError` with file and line for what cannot be read.
-    """
+    """Reads and tokenises `files` into the new directory `path`, with progress on a terminal."""
+    formats = [find_format(file.path, data) for file in files]
+    known = frozenset(form for form in formats if form is not None)
+    if split == "train" and known:
+        refuse_without_effect(data, sorted(known))
+    if missing is not None and known != {"tokens"}:
+        raise missing
     tokenizer = None if tokenizer_path is None else load_tokenizer(tokenizer_path)
-    kinds = frozenset(name for name in formats if name is not None)
-    encoder = Encoder(tokenizer, data, kinds, tokenizer_path)
+    encoder = Encoder(tokenizer, data, known, tokenizer_path)
     work = (
         (part, form)
         for number, (file, form) in enumerate(zip(files, formats))
         if form is not None
         for part in slices(number, file.path, encoder.keep)
     )
-    known = None if tokenizer is None or "tokens" in kinds else len(tokenizer)
+    paths = [file.path for file in files]
     with new_directory(path) as directory:
-        writer = DocumentWriter(directory, token_dtype(known or 2**32))
+        writer, read = DocumentWriter(directory, encoder.vocabulary), 0
         with Console(stderr=True).status(f"Tokenising {split}") as status:
-            for part, found in _encoded(work, encoder, num_proc):
+            for part, found in _encoded(work, encoder, data.num_proc or os.cpu_count() or 1):
                 writer.append(part, found)
-                status.update(f"Tokenising {split}: {writer.counts['read']:,} documents")
-        if not writer.counts["read"]:
-            raise DataError(
-                f"There is no document in {', '.join(file.path for file in files)}.", "The files are empty."
-            )
-        writer.finish([file.path for file in files], formats, special_tokens(tokenizer))
+                read += found.notes.count("document")
+                status.update(f"Tokenising {split}: {read:,} documents")
+        if not read:
+            raise DataError(f"There is no document in {', '.join(paths)}.", "The files are empty.")
+        writer.finish(paths, formats, special_ids(tokenizer))
     return Documents.open(path)
-
-
-def special_tokens(tokenizer: Any) -> dict[str, int | None]:
-    """The size of a tokenizer's vocabulary, its end token and its padding token; None where there is none."""
-    if tokenizer is None:
-        return {"vocabulary": None, "eos_id": None, "pad_id": None}
-    return {
-        "vocabulary": len(tokenizer), "eos_id": tokenizer.eos_token_id, "pad_id": tokenizer.pad_token_id,
-    }  # fmt: skip
 
 
 def _encoded(work: Iterator[tuple[Slice, str]], encoder: Encoder, num_proc: int) -> Iterator[tuple[Slice, Encoded]]:
@@ -131,83 +114,63 @@ def _encoded(work: Iterator[tuple[Slice, str]], encoder: Encoder, num_proc: int)
         for part, form in chain(first, work):
             yield part, encoder.slice(part, form)
         return
+    context = multiprocessing.get_context("fork")
+    pool = ProcessPoolExecutor(len(first), context, initializer=_ENCODER.append, initargs=(encoder,))
     waiting: deque[tuple[Slice, Future[Encoded]]] = deque()
-    pool = ProcessPoolExecutor(
-        len(first), multiprocessing.get_context("fork"), initializer=_HERE.__setitem__, initargs=("encoder", encoder)
-    )
     try:
         for part, form in chain(first, work):
             waiting.append((part, pool.submit(_encode, part, form)))
             if len(waiting) >= _AHEAD * len(first):
                 part, future = waiting.popleft()
                 yield part, future.result()
-        while waiting:
-            part, future = waiting.popleft()
+        for part, future in waiting:
             yield part, future.result()
     finally:
         pool.shutdown(cancel_futures=True)
 
 
 def _encode(part: Slice, form: str) -> Encoded:
-    return _HERE["encoder"].slice(part, form)
+    return _ENCODER[0].slice(part, form)
 
 
-class DocumentWriter:
-    """Writes tokens.bin, documents.npy and, once a weight is not 1, weights.bin."""
+def cache_directory(run: RunFile) -> Path:
+    """data.cache_dir, or `.cache` beside output_dir, so that runs side by side share tokenised data."""
+    return Path(run.data.cache_dir) if run.data.cache_dir else Path(run.checkpoint.output_dir).parent / ".cache"
 
-    def __init__(self, directory: Path, dtype: type[np.unsignedinteger[Any]]) -> None:
-        self.directory, self.dtype = directory, dtype
-        (directory / "tokens.bin").touch()
-        self.digest = hashlib.blake2b(digest_size=16)
-        self.counts: Counter[str] = Counter()
-        self.first: dict[str, str] = {}
-        self.ends: list[np.ndarray] = []
-        self.notes = Notes()
-        self.tokens, self.largest, self.weighted = 0, -1, False
 
-    def append(self, part: Slice, found: Encoded) -> None:
-        """Appends the documents of a slice."""
-        content = found.ids.astype(self.dtype).tobytes()
-        with open(self.directory / "tokens.bin", "ab") as out:
-            out.write(content)
-        self.digest.update(content)
-        if found.weights is not None or self.weighted:
-            self._append_weights(found)
-        ends = self.tokens + np.cumsum(found.lengths, dtype=np.int64)
-        files = np.full(len(ends), part.file, np.int64)
-        self.ends.append(np.stack([ends, files, np.asarray(found.lines, np.int64)], axis=1))
-        self.tokens += len(found.ids)
-        self.largest = max(self.largest, int(found.ids.max(initial=-1)))
-        self.counts.update(found.counts)
-        self.notes.update(found.notes)
-        for name, line in found.first.items():
-            self.first.setdefault(name, f"{part.path}:{line}")
+def cache_key(data: Data, tokenizer_path: Path | None, files: Sequence[DataFile], *other: Any) -> str:
+    """The name of a cache entry, from versions, settings, and the path, size and time of change of each file."""
+    versions = [FORMAT, ENCODING, version("tokenizers"), version("transformers"), version("jinja2")]
+    stats = [(file.path, (found := os.stat(file.path)).st_size, found.st_mtime_ns) for file in files]
+    return digest_of([versions, settings_of(data, tokenizer_path), stats, *other])
 
-    def _append_weights(self, found: Encoded) -> None:
-        with open(self.directory / "weights.bin", "ab") as out:
-            if not self.weighted:
-                for start in range(0, self.tokens, _ONES):
-                    out.write(np.ones(min(_ONES, self.tokens - start), np.float32).tobytes())
-                self.weighted = True
-            weights = np.ones(len(found.ids), np.float32) if found.weights is None else found.weights
-            out.write(weights.tobytes())
 
-    def finish(self, files: Sequence[str], formats: Sequence[str | None], other: Mapping[str, Any]) -> None:
-        """Writes documents.npy and meta.json. other: what else meta.json says."""
-        ends = np.concatenate([np.empty((0, 3), np.int64), *self.ends])
-        np.save(self.directory / "documents.npy", ends)
-        meta = {
-            "dtype": np.dtype(self.dtype).name,
-            "tokens": self.tokens,
-            "documents": len(ends),
-            "largest_token_id": self.largest,
-            "tokens_digest": self.digest.hexdigest(),
-            "counts": dict(self.counts),
-            "first": self.first,
-            "notes": [astuple(note) for note in self.notes],
-            "format": FORMAT,
-            "files": list(files),
-            "formats": list(formats),
-            **other,
-        }
-        (self.directory / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
+def settings_of(data: Data, tokenizer_path: Path | None) -> list[Any]:
+    """The settings that decide which tokens and weights records become; tokenizer and template by content."""
+    files = [] if tokenizer_path is None else tokenizer_files(tokenizer_path)
+    return [
+        data.format,
+        data.text_column,
+        data.append_eos,
+        data.assistant_only_loss is not False,
+        data.completion_only_loss is not False,
+        None if data.chat_template is None else read_template(data.chat_template),
+        [(file.name, hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()) for file in files],
+    ]
+
+
+def digest_of(value: Any) -> str:
+    """24 hexadecimal digits of a value that JSON can hold."""
+    return hashlib.blake2b(json.dumps(value).encode(), digest_size=12).hexdigest()
+
+
+def _nothing_left(split: Split, meta: dict[str, Any]) -> DataError:
+    notes, files = Notes.of(meta), ", ".join(meta["files"])
+    read, empty, masked = (notes.count(kind) for kind in ("document", "empty", "masked"))
+    if not masked:
+        return DataError(f"data.{split}: all {read} documents are empty.", "", f"Files: {files}.")
+    return DataError(
+        f"data.{split}: none of {read} documents has a trained token ({masked} are masked throughout, {empty} are empty).",
+        f"The first is {notes.totals(meta['files'])['masked', ''].first}.",
+        "Check the roles and marks there, data.assistant_only_loss and data.completion_only_loss.",
+    )

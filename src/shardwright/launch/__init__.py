@@ -5,20 +5,21 @@ reaches the launcher alone and a rank's children can be ended with it. Why this 
 docs/decisions/0002-own-supervisor.md.
 """
 
-from shardwright.launch.hang import OwnWatch, listen_for_dumps
+from shardwright.launch.hang import Watchdog, answer_hang_reports
 from shardwright.launch.heartbeat import Heartbeat
 from shardwright.launch.lock import owned
-from shardwright.launch.rank import finish, inside_a_launcher, own_job, worker_main
-from shardwright.launch.start import run_workers
+from shardwright.launch.rank import current_job, finish, inside_a_launcher, worker_main
+from shardwright.launch.start import run_training_ranks, run_workers
 
 __all__ = [
     "Heartbeat",
-    "OwnWatch",
+    "Watchdog",
+    "answer_hang_reports",
+    "current_job",
     "finish",
     "inside_a_launcher",
-    "listen_for_dumps",
-    "own_job",
     "owned",
+    "run_training_ranks",
     "run_workers",
     "worker_main",
 ]

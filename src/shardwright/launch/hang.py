@@ -1,4 +1,4 @@
-"""Ranks that no longer move: the launcher asks what they do, and names the rank that the others wait for (`blame.py`)."""
+"""Hangs: when a phase of a rank lasts too long, all ranks report what they do, and the report names the culprit."""
 
 from __future__ import annotations
 
@@ -13,68 +13,53 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from shardwright.errors import ExitCode
-from shardwright.launch.blame import Sight, describe
-from shardwright.launch.heartbeat import Beat, Heartbeat, read_pulse
+from shardwright.launch.hang_analysis import RankSnapshot, describe
+from shardwright.launch.heartbeat import Beat, Heartbeat, read_heartbeat
+from shardwright.launch.processes import RankProcess
 from shardwright.measure import clock
 from shardwright.mesh.cluster_environment import STARTED_HERE
 
+if TYPE_CHECKING:
+    from shardwright.torch_private import Store  # the launcher does not load torch
+
 STACKS = "stacks.txt"
 ASKED, ANSWER = "asked", "collectives.json"
-"""The launcher makes the first in a rank's directory; a thread of the rank then writes the second."""
+"""The launcher makes the first file in a rank's directory; a thread of the rank then writes the second."""
 DUMP_SIGNAL = signal.SIGUSR2
 _LOOK_SECONDS = 0.5
 _DUMP_SECONDS = 8.0
 _LAST_SECONDS = 20.0
-"""How long a rank without our launcher may go on after its stacks were printed: a collective may end it with an error."""
-_MEET_SECONDS = 1.0
-"""How often ranks without our launcher ask each other's store whether one of them is stuck."""
+"""How long a rank without our launcher may continue after it has printed its stacks: a collective may still fail and end it."""
+_STORE_SECONDS = 1.0
+"""How often ranks without our launcher read in their store whether one of them is stuck."""
 _STUCK = "shardwright/stuck"
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
 
 
-class Watched(Protocol):
-    """What is needed of a rank (see `watch.Rank`)."""
+class HangDetector:
+    """Reads the heartbeats of all ranks twice a second."""
 
-    number: int
-    world_size: int
-    directory: Path
-    code: int | None
-
-    def send(self, number: int) -> None: ...
-
-
-class Store(Protocol):
-    """What is needed of the store in which ranks meet."""
-
-    def set(self, key: str, value: str) -> None: ...
-    def get(self, key: str) -> bytes: ...
-    def check(self, keys: list[str]) -> bool: ...
-
-
-class HangWatch:
-    """Looks at the pulses of all ranks twice a second."""
-
-    def __init__(self, ranks: Sequence[Watched], seconds: float) -> None:
+    def __init__(self, ranks: Sequence[RankProcess], seconds: float) -> None:
         self._ranks, self._seconds, self._next = ranks, seconds, 0.0
 
     def report(self, timed_out: bool = False) -> list[str]:
         """Lines that name the rank that is stuck, once a phase has lasted too long; empty until then.
 
-        timed_out: a collective of another rank has already waited too long for it.
-        Every rank's stacks are then in its directory. Takes up to eight seconds in that case.
+        timed_out: a collective of a rank has already timed out. A report takes up to eight seconds; the stacks of every rank
+        are then in its directory.
         """
         if clock.now() < self._next and not timed_out:
             return []
         now = clock.now()
         self._next = now + _LOOK_SECONDS
-        beats = {rank.number: beat for rank in self._ranks if (beat := read_pulse(rank.directory))}
-        late = [b for b in beats.values() if now - b.at > b.allowed_seconds(self._seconds)]
-        if not late and not timed_out:
+        beats = {rank.number: beat for rank in self._ranks if (beat := read_heartbeat(rank.directory))}
+        overdue = any(now - b.at > b.allowed_seconds(self._seconds) for b in beats.values())
+        if not overdue and not timed_out:
             return []
         asked = [rank for rank in self._ranks if rank.code is None]
         for rank in asked:
@@ -83,12 +68,12 @@ class HangWatch:
             rank.send(DUMP_SIGNAL)
         stopped = {number for number, beat in beats.items() if _is_stopped(beat.process_id)}
         _wait_for_answers([rank for rank in asked if rank.number not in stopped])
-        sights = [_see(rank, beats[rank.number], now) for rank in self._ranks if rank.number in beats]
-        return [*describe(sights), f"Stacks of all ranks: {self._ranks[0].directory.parent}/rank_*/{STACKS}"]
+        snapshots = [_snapshot(rank, beats[rank.number], now) for rank in self._ranks if rank.number in beats]
+        return [*describe(snapshots), f"Stacks of all ranks: {self._ranks[0].directory.parent}/rank_*/{STACKS}"]
 
 
-def _wait_for_answers(ranks: Sequence[Watched]) -> None:
-    """Until every rank has answered and the files of stacks no longer grow, or `_DUMP_SECONDS`."""
+def _wait_for_answers(ranks: Sequence[RankProcess]) -> None:
+    """Returns when every rank has answered and the files of stacks no longer grow, or after `_DUMP_SECONDS`."""
     end, before = clock.now() + _DUMP_SECONDS, [-1]
     while clock.now() < end:
         sizes = [(rank.directory / STACKS).stat().st_size for rank in ranks]
@@ -98,16 +83,16 @@ def _wait_for_answers(ranks: Sequence[Watched]) -> None:
         clock.sleep(0.1)
 
 
-def _answered(rank: Watched) -> bool:
+def _answered(rank: RankProcess) -> bool:
     return (rank.directory / ANSWER).exists()
 
 
-def _see(rank: Watched, beat: Beat, now: float) -> Sight:
+def _snapshot(rank: RankProcess, beat: Beat, now: float) -> RankSnapshot:
     answer: Mapping[str, Any] = {}
     if _answered(rank):
         answer = json.loads((rank.directory / ANSWER).read_text(encoding="utf-8"))
     stacks, ended = rank.directory / STACKS, rank.code is not None
-    return Sight(
+    return RankSnapshot(
         rank=rank.number,
         world_size=rank.world_size,
         doing=str(beat),
@@ -130,20 +115,20 @@ def main_stack(text: str) -> tuple[str, ...]:
     return ()
 
 
-def listen_for_dumps(issued: Callable[[], Mapping[str, Any]] = dict) -> None:
-    """Lets the launcher have this rank's stacks, whatever its main thread is doing, and what it has `issued` to others."""
+def answer_hang_reports(issued: Callable[[], Mapping[str, Any]] = dict) -> None:
+    """Answers the launcher with this rank's stacks and with what it has `issued`, whatever its main thread is doing."""
     if directory := os.environ.get(STARTED_HERE):
-        file = (Path(directory) / STACKS).open("ab")  # kept open: the handler writes from any place
+        file = (Path(directory) / STACKS).open("ab")  # kept open: the signal handler writes at any time
         faulthandler.register(DUMP_SIGNAL, file=file, all_threads=True)
-        _open_for_good.append(file)
+        _open_files.append(file)
         threading.Thread(target=_answer, args=(Path(directory), issued), name="answers", daemon=True).start()
 
 
-_open_for_good: list[object] = []
+_open_files: list[object] = []
 
 
 def _answer(directory: Path, issued: Callable[[], Mapping[str, Any]]) -> None:
-    """Waits until the launcher asks, and answers. A signal could not ask: its handler waits for the main thread."""
+    """Answers when the launcher asks. A Python signal handler would run in the main thread, which may be stuck."""
     while not (directory / ASKED).exists():
         clock.sleep(_LOOK_SECONDS)
     part = (directory / ANSWER).with_suffix(".part")
@@ -161,25 +146,25 @@ def _note() -> str:
     return f"while it handles {type(error).__name__}: {said}"
 
 
-class OwnWatch:
-    """The same for a rank that torchrun or Slurm has started: a thread that looks at this rank's own pulse.
+class Watchdog:
+    """Detects hangs in a rank that torchrun or Slurm has started: a thread reads this rank's own heartbeat.
 
-    The thread prints the stacks, and the ranks that are alive write to the store what they do; the first of them says which is
-    stuck. If no collective has ended the rank 20 s later, the thread does.
+    The thread prints the stacks, and the ranks that are alive write to the store what they do; the first of them prints which
+    rank is stuck. If no collective has ended the rank 20 s later, the thread does.
     """
 
     def __init__(
         self,
-        pulse: Heartbeat,
+        heartbeat: Heartbeat,
         rank: int,
         world_size: int,
         seconds: float,
         store: Callable[[], Store],
         issued: Callable[[], Mapping[str, Any]],
     ) -> None:
-        self._pulse, self._rank, self._world_size, self._seconds = pulse, rank, world_size, seconds
+        self._heartbeat, self._rank, self._world_size, self._seconds = heartbeat, rank, world_size, seconds
         self._issued, self._stop = issued, threading.Event()
-        self._met = False
+        self._exchanged = False
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         if STARTED_HERE not in os.environ:
             self._store = store()
@@ -190,36 +175,36 @@ class OwnWatch:
         self._stop.set()
 
     def _run(self) -> None:
-        said: Beat | None = None
+        reported: Beat | None = None
         looks = 0
         while not self._stop.wait(_LOOK_SECONDS):
-            beat, looks = self._pulse.last(), looks + 1
-            late = clock.now() - beat.at - beat.allowed_seconds(self._seconds)
-            if late > 0 and said != beat:
-                said = beat
+            beat, looks = self._heartbeat.last(), looks + 1
+            overdue = clock.now() - beat.at - beat.allowed_seconds(self._seconds)
+            if overdue > 0 and reported != beat:
+                reported = beat
                 print(
                     f"shardwright: rank {self._rank} has made no progress in {beat} for {clock.now() - beat.at:.0f} s. "
-                    "Its stack follows. The ranks together then name the one that the others wait for.",
+                    "Its stack follows. The ranks then name the rank that the others wait for.",
                     file=sys.stderr,
                 )
                 with suppress(OSError, ValueError):  # stderr without a file
                     faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
-                self._meet(beat, ask=True)
-            elif looks % round(_MEET_SECONDS / _LOOK_SECONDS) == 0:
-                self._meet(beat)
-            if late > _LAST_SECONDS:
-                print(f"shardwright: rank {self._rank} ends: still in {beat}.", file=sys.stderr, flush=True)
+                self._exchange_snapshots(beat, ask=True)
+            elif looks % round(_STORE_SECONDS / _LOOK_SECONDS) == 0:
+                self._exchange_snapshots(beat)
+            if overdue > _LAST_SECONDS:
+                print(f"shardwright: rank {self._rank} is still in {beat} and ends.", file=sys.stderr, flush=True)
                 os._exit(ExitCode.CRASH)
 
-    def _meet(self, beat: Beat, ask: bool = False) -> None:
-        """Writes to the store what this rank does, when a rank asks; the first rank that has written says which is stuck."""
-        with suppress(Exception):  # the store is gone with its rank; this rank's own stacks are printed
+    def _exchange_snapshots(self, beat: Beat, ask: bool = False) -> None:
+        """Writes to the store what this rank does, when a rank asks; the first rank that has written prints the report."""
+        with suppress(Exception):  # the store may be gone with its rank; this rank has printed its own stacks
             if ask:
                 self._store.set(_STUCK, "1")
-            if self._met or not self._store.check([_STUCK]):
+            if self._exchanged or not self._store.check([_STUCK]):
                 return
-            self._met = True
-            sight = Sight(
+            self._exchanged = True
+            own = RankSnapshot(
                 rank=self._rank,
                 world_size=self._world_size,
                 doing=str(beat),
@@ -229,20 +214,20 @@ class OwnWatch:
                 issued=self._issued(),
                 note=_note(),
             )
-            self._store.set(f"{_STUCK}/{self._rank}", json.dumps(asdict(sight)))
-            self._stop.wait(2 * _MEET_SECONDS)
-            sights = [self._sight(rank) for rank in range(self._world_size)]
-            there = [sight for sight in sights if sight is not None]
-            if there[0].rank == self._rank:
-                print("\n".join(describe(there)), file=sys.stderr, flush=True)
+            self._store.set(f"{_STUCK}/{self._rank}", json.dumps(asdict(own)))
+            self._stop.wait(2 * _STORE_SECONDS)
+            found = [self._stored_snapshot(rank) for rank in range(self._world_size)]
+            snapshots = [snapshot for snapshot in found if snapshot is not None]
+            if snapshots[0].rank == self._rank:
+                print("\n".join(describe(snapshots)), file=sys.stderr, flush=True)
 
-    def _sight(self, rank: int) -> Sight | None:
+    def _stored_snapshot(self, rank: int) -> RankSnapshot | None:
         """What a rank has left in the store."""
         key = f"{_STUCK}/{rank}"
         if not self._store.check([key]):
             return None
         found = json.loads(self._store.get(key))
-        return Sight(**{**found, "stack": tuple(found["stack"])})
+        return RankSnapshot(**{**found, "stack": tuple(found["stack"])})
 
 
 def _own_stack() -> tuple[str, ...]:

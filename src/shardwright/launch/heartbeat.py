@@ -1,6 +1,6 @@
-"""What a rank is doing, in a small file of its own: written with a few stores to memory, read by whoever watches.
+"""What a rank is doing, in a small file of its own: the rank writes it with a few stores to memory, watchers read it.
 
-Nobody waits for a pulse and nothing is synchronised: a beat costs about a microsecond.
+A beat waits for nobody and synchronises nothing: it costs about a microsecond.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from pathlib import Path
 from shardwright.measure import clock
 from shardwright.mesh.cluster_environment import STARTED_HERE
 
-PULSE = "pulse"
+FILE = "heartbeat"
 PHASES = ("start", "data", "forward_backward", "reduce", "step", "log", "evaluate", "save", "end")
-"""In the order of an update. reduce: the reduction at the update's end, in which all ranks meet."""
+"""In the order of an update. reduce: the reduction at the update's end, in which all ranks take part."""
 _LONG = frozenset({"start", "save", "end"})
 LONG_FACTOR = 5
-"""What a rank does alone and once (start, save, end, the first update, which compiles) may take this many times longer."""
+"""Start, save, end and the first update, which compiles, may take this many times longer than other phases."""
 
 _WORDS = struct.Struct("@5qd")
 
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank last said: in `phase` of `update` (counted from 0) since `at`; `first` is where its run began, or -1."""
+    """What a rank last wrote: in `phase` of `update` (counted from 0) since `at`; `first` is where its run began, or -1."""
 
     process_id: int
     phase: str
@@ -41,7 +41,7 @@ class Beat:
 
     @property
     def position(self) -> tuple[int, int]:
-        """Sorts ranks by how far they are."""
+        """Sorts ranks by progress."""
         return self.update, PHASES.index(self.phase)
 
     def __str__(self) -> str:
@@ -49,7 +49,7 @@ class Beat:
 
 
 class Heartbeat:
-    """This rank's side: in memory, and in a file where our launcher has given it a directory."""
+    """Written by this rank: in memory, and in a file where our launcher has given the rank a directory."""
 
     def __init__(self, path: Path | None = None) -> None:
         if path is None:
@@ -64,35 +64,35 @@ class Heartbeat:
 
     @classmethod
     def of_this_rank(cls) -> Heartbeat:
-        """The pulse that the launcher of this process reads, if there is one."""
+        """The heartbeat that the launcher of this process reads, where our launcher has started it."""
         directory = os.environ.get(STARTED_HERE)
-        return cls(Path(directory) / PULSE if directory else None)
+        return cls(Path(directory) / FILE if directory else None)
 
     def begin(self, update: int) -> None:
-        """Says that training begins, or goes on, at `update`."""
+        """Training begins, or resumes, at `update`."""
         self.update = self.first = update
         self.beat()
 
     def enter(self, phase: str) -> None:
-        """Says that `phase` begins."""
+        """`phase` begins."""
         self._phase = PHASES.index(phase)
         self.beat()
 
     def beat(self) -> None:
-        """Says that the phase goes forward: a long evaluation is not a hang."""
+        """The phase makes progress: a long evaluation is not a hang."""
         self._beats += 1
         words = (self._process_id, self._phase, self.update, self.first, self._beats, clock.now())
         _WORDS.pack_into(self._memory, 0, *words)
 
     def last(self) -> Beat:
-        """What others see."""
+        """What watchers read."""
         return _beat(self._memory[: _WORDS.size])
 
 
-def read_pulse(directory: Path) -> Beat | None:
-    """What the rank whose directory this is last said; None while it has said nothing."""
+def read_heartbeat(directory: Path) -> Beat | None:
+    """The last beat of the rank whose directory this is; None before the first."""
     try:
-        words = (directory / PULSE).read_bytes()
+        words = (directory / FILE).read_bytes()
     except FileNotFoundError:
         return None
     found = _beat(words) if len(words) == _WORDS.size else None

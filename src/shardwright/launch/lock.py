@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from shardwright.errors import ConfigError
-from shardwright.launch.rank import own_job
+from shardwright.launch.rank import current_job
 from shardwright.measure import clock
 
 BEAT_SECONDS, POLL_SECONDS = 2.0, 0.5
@@ -46,7 +46,7 @@ class Owner:
     @classmethod
     def this_process(cls, what: str) -> Owner:
         started = _started(os.getpid())
-        return cls(what, os.getpid(), platform.node(), _machine(), started, own_job().name, clock.date())
+        return cls(what, os.getpid(), platform.node(), _machine(), started, current_job().name, clock.date())
 
     def __str__(self) -> str:
         job = f" (job {self.job})" if self.job else ""

@@ -1,4 +1,4 @@
-"""Standard output and error that never end a run: what cannot be written is lost, and the other stream says so once.
+"""Standard output and error that never end a run: a line that cannot be written is lost, and the other stream says so once.
 
 A terminal that is closed (EIO), a reader that has ended (EPIPE) and a full disk (ENOSPC) otherwise raise in whatever prints:
 our lines, rich, logging, warnings and progress bars of libraries, which all write to `sys.stdout` and `sys.stderr`. A terminal
@@ -12,28 +12,28 @@ import io
 import os
 import select
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, TextIO, cast
+from typing import Any, TextIO
 
 _GONE = frozenset({errno.EIO, errno.EPIPE, errno.EBADF, errno.ENXIO, errno.ECONNRESET})
 """Errors after which nothing can ever be written again. A full disk may have room later."""
 PATIENCE_SECONDS = 10.0
-"""How long a line of a run may wait for somebody to read it."""
+"""How long a line of a training run may wait for a reader."""
 
 PIECE = 1024
 """Characters that are written at once: no more bytes in UTF-8 than the 4096 for which a pipe that is ready has room."""
 
 
-class Lossy(io.TextIOBase):
-    """A text stream that hands everything to another stream and drops what that stream cannot write."""
+class LossyStream(io.TextIOBase):
+    """A text stream that writes to another stream and drops what that stream cannot write."""
 
     def __init__(self, stream: TextIO, name: str) -> None:
         self._stream, self._name, self._said, self._unread = stream, name, False, False
-        self.other: Lossy | None = None
-        """Where the loss is said."""
+        self.other: LossyStream | None = None
+        """The stream on which a loss is reported."""
         self.patience: float | None = None
-        """How many seconds a write may wait for a reader; None: for ever, since what is written is what was asked for."""
+        """How many seconds a write may wait for a reader; None: for ever, since the user asked for this output."""
 
     def write(self, text: str, /) -> int:
         """Returns the number of characters, written or not."""
@@ -50,10 +50,6 @@ class Lossy(io.TextIOBase):
         except (OSError, ValueError) as error:  # ValueError: it was closed
             self._lost(error)
             return len(text)
-
-    def writelines(self, lines: Iterable[str], /) -> None:  # type: ignore[override]
-        for line in lines:
-            self.write(line)
 
     def flush(self) -> None:
         try:
@@ -81,11 +77,6 @@ class Lossy(io.TextIOBase):
 
     def close(self) -> None:
         """Does nothing: the process's own streams end with the process."""
-
-    @property
-    def buffer(self) -> Any:
-        """The bytes below; what writes there is on its own."""
-        return cast(Any, self._stream).buffer
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
@@ -118,10 +109,10 @@ class Lossy(io.TextIOBase):
 
 
 @contextmanager
-def without_waiting_for_readers() -> Iterator[None]:
-    """A context in which nothing that is printed waits long: ranks train meanwhile."""
-    keep_going_without_output()
-    streams = [stream for stream in (sys.stdout, sys.stderr) if isinstance(stream, Lossy)]
+def bounded_writes() -> Iterator[None]:
+    """A context in which no print waits longer than `PATIENCE_SECONDS`: ranks train meanwhile."""
+    tolerate_lost_output()
+    streams = [stream for stream in (sys.stdout, sys.stderr) if isinstance(stream, LossyStream)]
     for stream in streams:
         stream.patience = PATIENCE_SECONDS
     try:
@@ -131,8 +122,8 @@ def without_waiting_for_readers() -> Iterator[None]:
             stream.patience = None
 
 
-def keep_going_without_output() -> None:
-    """Makes `sys.stdout` and `sys.stderr` such streams. Twice is the same as once."""
+def tolerate_lost_output() -> None:
+    """Makes `sys.stdout` and `sys.stderr` lossy streams. A second call changes nothing."""
     for number in range(3):  # closed ones (`>&-`) would become the numbers of other files
         try:
             os.fstat(number)
@@ -144,10 +135,10 @@ def keep_going_without_output() -> None:
 
 
 def _lossy(stream: Any, name: str) -> Any:
-    if isinstance(stream, Lossy):
+    if isinstance(stream, LossyStream):
         return stream
     if stream is None:
         stream = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     if isinstance(stream, io.TextIOWrapper):
         stream.reconfigure(errors="backslashreplace")  # a sample's letters in a narrow locale
-    return Lossy(stream, name)
+    return LossyStream(stream, name)

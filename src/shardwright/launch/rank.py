@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from shardwright.errors import ExitCode, ShardwrightError
-from shardwright.launch.blame import place_of
-from shardwright.launch.output import without_waiting_for_readers
+from shardwright.launch.hang_analysis import own_frame
+from shardwright.launch.output import bounded_writes
 from shardwright.measure import clock
 from shardwright.mesh.cluster_environment import STARTED_HERE, Job, job_of, started_by
 
@@ -34,7 +34,7 @@ def inside_a_launcher() -> bool:
     return started_by(os.environ) != "single"
 
 
-def own_job() -> Job:
+def current_job() -> Job:
     """The job that this process belongs to."""
     return job_of(os.environ)
 
@@ -46,7 +46,7 @@ def worker_main(function: Callable[[], int]) -> int:
     """
     message, trace, place, lost_peer, timed_out = "", "", "", False, False
     try:
-        with without_waiting_for_readers():
+        with bounded_writes():
             return int(function())
     except ShardwrightError as error:
         code, message = int(error.exit_code), str(error)
@@ -57,10 +57,12 @@ def worker_main(function: Callable[[], int]) -> int:
         message = error.code if isinstance(error.code, str) else ""
     except BaseException as error:  # torch's CheckpointException is no Exception
         code, message, trace = int(ExitCode.CRASH), f"{type(error).__name__}: {error}", traceback.format_exc()
-        place = place_of([f"{f.filename}:{f.lineno} {f.name}" for f in traceback.extract_tb(error.__traceback__)][::-1])
+        place = own_frame(
+            [f"{f.filename}:{f.lineno} {f.name}" for f in traceback.extract_tb(error.__traceback__)][::-1]
+        )
         lost_peer = _is_lost_peer(error)
         timed_out = lost_peer and any(mark in message for mark in _TIMED_OUT)
-    _report_outcome(
+    report_outcome(
         {
             "code": code,
             "message": message,
@@ -79,7 +81,7 @@ def finish(code: int) -> NoReturn:
     Interpreter teardown is skipped: with torch's threads alive it raises SIGABRT now and then, after all is done.
     """
     if STARTED_HERE in os.environ and not (Path(os.environ[STARTED_HERE]) / OUTCOME).exists():
-        _report_outcome({"code": code})
+        report_outcome({"code": code})
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -95,7 +97,7 @@ def _is_lost_peer(error: BaseException | None) -> bool:
     return False
 
 
-def _report_outcome(outcome: dict[str, Any]) -> None:
+def report_outcome(outcome: dict[str, Any]) -> None:
     """Leaves the outcome where the launcher looks; without our launcher, on stderr and where torchrun looks."""
     if directory := os.environ.get(STARTED_HERE):
         path = Path(directory) / OUTCOME

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from shardwright.layout.pipeline_schedules import rank_stages, stage_rank
 from shardwright.layout.size_rules import WHOLE_ATTENTION
-from shardwright.layout.zero import Stage
+from shardwright.layout.zero import ZeroStage
 
 if TYPE_CHECKING:
     from shardwright.config.schema import Schedule
@@ -85,7 +85,7 @@ class Sharding:
     compute_bytes, reduce_bytes: of one element in the compute and the reduction dtype.
     """
 
-    stage: Stage
+    stage: ZeroStage
     axis: str
     degree: int
     replicas: int
@@ -106,7 +106,7 @@ def shard_traffic(units: Iterable[int], once: Iterable[int], how: Sharding) -> t
     """`zero*`: what the units of a rank gather and reduce.
 
     units: elements of each unit's shard, on the rank with the largest (`fully_shard` pads the others to its size).
-    once: the same of units that no microbatch gathers twice (`Stage.gathers`).
+    once: the same of units that no microbatch gathers twice (`ZeroStage.gathers`).
     """
     found: list[Traffic] = []
     for sizes, reshards in ((units, how.reshard_after_forward), (once, False)):

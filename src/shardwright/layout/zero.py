@@ -12,7 +12,7 @@ from shardwright.backends.facts import GLOO_FACTS, backend_facts
 
 
 @dataclass(frozen=True)
-class Stage:
+class ZeroStage:
     """One data-parallel kind.
 
     shards_optimizer, shards_gradients, shards_parameters: which state is divided by the dp_shard size while it rests.
@@ -60,8 +60,8 @@ PREFETCH = {device: backend_facts(device).prefetch for device in ("cpu", "cuda")
 EXCHANGED = GLOO_FACTS.exchanged_units
 
 STAGES = {
-    "ddp": Stage("ddp", False, False, False, False, False, False),
-    "zero1": Stage("zero1", True, False, False, False, False, False),
-    "zero2": Stage("zero2", True, True, False, False, True, False),
-    "zero3": Stage("zero3", True, True, True, True, True, True),
+    "ddp": ZeroStage("ddp", False, False, False, False, False, False),
+    "zero1": ZeroStage("zero1", True, False, False, False, False, False),
+    "zero2": ZeroStage("zero2", True, True, False, False, True, False),
+    "zero3": ZeroStage("zero3", True, True, True, True, True, True),
 }

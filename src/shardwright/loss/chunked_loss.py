@@ -31,9 +31,9 @@ from shardwright.errors import ModelError
 from shardwright.layout.axes import Axes
 from shardwright.layout.loss import IGNORE_INDEX, chunk_tokens
 from shardwright.loss.output_head import Deferred, Step, apply_steps, steps_behind_head
-from shardwright.loss.vocab_parallel_loss import check_ids, vocabulary_range
-from shardwright.mesh.device_mesh import to_local
-from shardwright.models.model_parts import find_parts
+from shardwright.loss.vocab_parallel_loss import check_ids
+from shardwright.mesh.shard_geometry import chunk, local_tensor
+from shardwright.models.model_parts import Parts
 from shardwright.torch_private import own_parameters
 
 PRODUCT_ELEMENTS = 2**21
@@ -269,13 +269,13 @@ class LossChunks:
         return f"loss in chunks of {self.tokens} tokens" if self.tokens else f"loss on whole logits{why}"
 
 
-def find_loss_chunks(model: nn.Module, run: RunFile, device: str) -> LossChunks:
-    """How the loss of `model` (whole, on meta) is made on a device of this kind.
+def find_loss_chunks(model: nn.Module, parts: Parts, run: RunFile, device: str) -> LossChunks:
+    """How the loss of `model` (whole, on meta, of `parts`) is made on a device of this kind.
 
     Raises `ModelError` where the run file gives a number of tokens and the model's head cannot do it; with `auto` logits
     are whole then, for the reason given.
     """
-    parts, p = find_parts(model), run.parallelism
+    p = run.parallelism
     weight = None if parts.head is None else own_parameters(model.get_submodule(parts.head)).get("weight")
     asked = run.memory.loss_chunk_tokens
     if weight is None and asked in ("auto", 0):
@@ -303,7 +303,7 @@ class ChunkedHead:
     """
 
     def __init__(self, head: nn.Linear, chunks: LossChunks, peers: Peers | None, *, recompute: bool) -> None:
-        first = 0 if peers is None else vocabulary_range(chunks.vocabulary, peers.size, peers.rank)[0]
+        first = 0 if peers is None else chunk(chunks.vocabulary, peers.size, peers.rank)[0]
         self.how = How(chunks.steps, recompute, first, None if peers is None else peers.name)
         self._head: Any = head
         self._chunks, self._peers, self._logits = chunks, peers, head.forward
@@ -329,8 +329,8 @@ class ChunkedHead:
         if self._peers is not None:
             check_ids(targets.labels, self._chunks.vocabulary)
             x = copy_in(x, self._peers)
-        weight, bias = to_local(self._head.weight), self._head.bias
-        bias = None if bias is None else to_local(bias)
+        weight, bias = local_tensor(self._head.weight), self._head.bias
+        bias = None if bias is None else local_tensor(bias)
         loss = chunked_cross_entropy_sum(x.flatten(0, -2), weight, bias, targets, self.how)
         return Deferred(loss, self.how.steps)
 

@@ -12,14 +12,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from shardwright.backends.tp_collectives import all_sum
+from shardwright.mesh.shard_geometry import chunk
 from shardwright.torch_private import assert_async
-
-
-def vocabulary_range(vocabulary: int, size: int, rank: int) -> tuple[int, int]:
-    """(first row, number of rows) of `rank`, in pieces as `torch.chunk` makes them."""
-    piece = -(-vocabulary // size)
-    first = min(rank * piece, vocabulary)
-    return first, min(piece, vocabulary - first)
 
 
 def check_ids(ids: Tensor, vocabulary: int, ignore: int | None = None) -> None:
@@ -76,7 +70,7 @@ def vocabulary_cross_entropy_sum(logits: DTensor, labels: Tensor, ignore: int, w
         raise ValueError(
             f"logits are placed as {logits.placements} on a mesh of {mesh.ndim} axes, not divided by vocabulary"
         )
-    first, rows = vocabulary_range(logits.size(-1), mesh.size(), mesh.get_local_rank())
+    first, rows = chunk(logits.size(-1), mesh.size(), mesh.get_local_rank())
     local = logits.to_local()
     if local.size(-1) != rows:
         raise ValueError(f"{local.size(-1)} columns of logits on a rank that owns {rows}")

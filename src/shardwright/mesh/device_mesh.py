@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from shardwright.layout.axes import AXES, ROW_AXES, Axes
 from shardwright.torch_private import concatenate_meshes, flatten_mesh
@@ -77,12 +75,3 @@ def all_groups(mesh: DeviceMesh) -> dict[str, str]:
     """`axis_of_groups`, and the group of every rank as `all ranks` where no axis has it. Collective as `flattened`."""
     assert dist.group.WORLD is not None, "a mesh needs a default group"
     return {dist.group.WORLD.group_name: "all ranks", **axis_of_groups(mesh)}
-
-
-def to_local(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor as a plain tensor through which gradients flow; a plain tensor as it is.
-
-    Layers compute on plain tensors and call their collectives themselves: no operation goes through DTensor. Stored parameters
-    stay DTensors, so that state, names and shapes are those of the unsplit model.
-    """
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+from shardwright.mesh.shard_geometry import full_tensor
 
 
 def described(named: Mapping[str, Tensor]) -> dict[str, tuple[int, Tensor]]:
@@ -44,14 +45,10 @@ def whole_tensors(
     device = next((tensor.device for tensor in named.values()), torch.device("cpu"))
     for name in known if order is None else order:
         owner, like = known[name]
-        whole = _full(named[name]) if name in named else None
+        whole = full_tensor(named[name]) if name in named else None
         if owner and rank == owner and whole is not None:
             dist.send(whole.contiguous(), 0)
         elif owner and rank == 0:
             whole = torch.empty_like(like, device=device)
             dist.recv(whole, owner)
         yield name, whole if rank == 0 else None
-
-
-def _full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

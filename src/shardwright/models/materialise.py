@@ -8,16 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement
 
 from shardwright.config.schema import Model
 from shardwright.errors import ModelError
+from shardwright.mesh.shard_geometry import box_of, from_local, local_tensor
 from shardwright.models.build import RECIPES, model_directory, tensors_of
 from shardwright.models.initialization import Recipe, Whole, replay
-from shardwright.models.tensor_tracing import Box
 from shardwright.models.weights import Weights, listed
-from shardwright.torch_private import fsdp_units, is_strided
+from shardwright.torch_private import fsdp_units
 
 
 @dataclass
@@ -93,7 +91,7 @@ def _slots(model: nn.Module) -> list[_Slot]:
     for path, module in model.named_modules():
         for leaf, tensor in tensors_of(module).items():
             recipe = vars(module).get(RECIPES, {}).get(leaf)
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            local = local_tensor(tensor)
             if not local.is_meta and not isinstance(tensor, nn.Parameter):
                 continue  # a buffer that the constructor computed on the CPU has its value
             if recipe is None or not local.is_meta:
@@ -126,66 +124,21 @@ def _check(slots: Sequence[_Slot], weights: Weights | None) -> None:
 def _filled(slot: _Slot, weights: Weights | None, seed: int, device: torch.device) -> Tensor:
     """The new parameter or buffer of `slot` with its value."""
     old, recipe = slot.tensor, slot.recipe
-    box = _local_box(old)
-    local = torch.empty([part.stop - part.start for part in box], dtype=old.dtype, device=device)
-    if isinstance(old, DTensor) and local.shape != old.to_local().shape:
-        raise ModelError(
-            f"{recipe.names[0]}: this rank's part is {list(old.to_local().shape)}, not {list(local.shape)}.",
-            f"The placements {old.placements} cut {list(old.shape)} in a way that is not known here.",
-        )
+    box = box_of(old, recipe.names[0])
+    local = torch.empty(box.shape, dtype=old.dtype, device=device)
     with torch.no_grad():
         if weights is not None and weights.has(recipe):
-            weights.read(recipe, box, local)
+            weights.read(recipe, box.slices, local)
         elif local.numel() or not slot.is_parameter:
             full = replay(recipe, seed, unset=float("nan") if slot.is_parameter else 0.0)
             if slot.is_parameter and bool(torch.isnan(full.sum())):
                 raise _no_rule([recipe.names[0]])
-            local.copy_(full[box])
+            local.copy_(full[box.slices])
     if not isinstance(old, nn.Parameter):
         return local.requires_grad_(old.requires_grad)
-    value: Tensor = local
-    if isinstance(old, DTensor):
-        value = DTensor.from_local(
-            local, old.device_mesh, old.placements, run_check=False, shape=old.shape, stride=old.stride()
-        )
-    new = nn.Parameter(value, requires_grad=old.requires_grad)
+    new = nn.Parameter(from_local(local, old), requires_grad=old.requires_grad)
     new.__dict__.update({key: kept for key, kept in old.__dict__.items() if key not in new.__dict__})
     return new
-
-
-def _local_box(tensor: Tensor) -> Box:
-    """The part of the full tensor that this rank holds: one slice per dim."""
-    if not isinstance(tensor, DTensor):
-        return tuple(slice(0, size) for size in tensor.shape)
-    coordinate = tensor.device_mesh.get_coordinate()
-    if coordinate is None:
-        raise ModelError("This rank is not part of the mesh of the model that it materialises.")
-    return local_box(tuple(tensor.shape), tensor.placements, tuple(tensor.device_mesh.shape), tuple(coordinate))
-
-
-def local_box(
-    shape: tuple[int, ...], placements: Sequence[Placement], sizes: tuple[int, ...], coordinate: tuple[int, ...]
-) -> Box:
-    """The part of a tensor of `shape` at `coordinate` of a mesh of `sizes`: one slice per dim.
-
-    Mesh dims cut from left to right, in pieces as `torch.chunk` makes them, possibly empty at the end. A
-    `_StridedShard` is what `fully_shard` makes of a tensor that tensor parallelism to its right has cut
-    before: it cuts last.
-    """
-    ranges = [(0, size) for size in shape]
-    plain = [i for i, placement in enumerate(placements) if not is_strided(placement)]
-    strided = [i for i in reversed(range(len(placements))) if i not in plain]
-    for axis in (*plain, *strided):
-        placement: Any = placements[axis]
-        if placement.is_replicate():
-            continue
-        if placement.is_partial():
-            raise ModelError(f"A parameter with the placement {placement} has no part that is its own.")
-        start, stop = ranges[placement.dim]
-        piece = -(-(stop - start) // sizes[axis])
-        begin = min(start + piece * coordinate[axis], stop)
-        ranges[placement.dim] = (begin, min(begin + piece, stop))
-    return tuple(slice(start, stop) for start, stop in ranges)
 
 
 def fully_shard_parameters(model: nn.Module) -> list[Any]:

@@ -1,8 +1,9 @@
-"""Puts a layout on a model. The order of application stands here, in one function."""
+"""Plans how a model is split, and splits it. The order of the steps stands in one function, `parallelize`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from shardwright.attention.document_attention import isolate_documents
 from shardwright.attention.rules import check_packed_model, check_padded_model
 from shardwright.backends.backend import choose_backend
 from shardwright.backends.facts import backend_facts
-from shardwright.config.schema import Parallelism, RunFile
+from shardwright.config.schema import RunFile
 from shardwright.errors import ModelError
 from shardwright.layout.loss import CROSS_ENTROPY
 from shardwright.layout.pipeline_schedules import chunks_of, rank_stages, stage_rank
@@ -27,132 +28,145 @@ from shardwright.models.model_parts import Parts, find_parts, is_transformers
 from shardwright.models.rotary import decide_by_document
 from shardwright.models.torch_dtypes import TORCH_DTYPES
 from shardwright.parallel.activation_checkpointing import compile_block, recompute_block
-from shardwright.parallel.context.attention import ContextPlace, split_attention
+from shardwright.parallel.context.attention import ContextShard, split_attention
 from shardwright.parallel.context.rules import check_context_model
-from shardwright.parallel.ddp import Replicated
-from shardwright.parallel.fsdp import Sharded, ShardOptions, Unit
+from shardwright.parallel.ddp import DDP
+from shardwright.parallel.fsdp import FSDP, ShardOptions, Unit
 from shardwright.parallel.mixed_precision import compute_in
-from shardwright.parallel.pipeline.schedule_runner import Pipelined, Ties
-from shardwright.parallel.pipeline.stages import (
-    Cut,
-    Stage,
-    cut_stages,
-    plan_cut,
-    stage_parts,
-    tied_over_stages,
-)
+from shardwright.parallel.pipeline.schedule_runner import Pipeline
+from shardwright.parallel.pipeline.stages import PipelineSplit, Stage, build_stages, plan_split
+from shardwright.parallel.strategy import DataParallel, Ties
 from shardwright.parallel.tensor.apply_plan import TensorParallel
 from shardwright.parallel.tensor.styles import divided
-from shardwright.parallel.tensor.tp_plan import attention_modules, plan_tensor
+from shardwright.parallel.tensor.tp_plan import VOCABULARY, TensorPlan, attention_modules, plan_tensor
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """How one model is split, found on meta before anything is changed. Everything that splits it reads this plan.
+
+    parts: of the unsplit model. split: modules of each pipeline stage; None without a pipeline. tensor: styles of layers; None
+    without tensor parallelism. attention: modules that attend, where sequence parallelism cuts sequences into pieces.
+    loss_chunks: how the head makes its loss where targets are announced to it (see `ChunkedHead`).
+    """
+
+    parts: Parts
+    loss_chunks: LossChunks
+    split: PipelineSplit | None
+    tensor: TensorPlan | None
+    attention: tuple[str, ...]
+
+
+def plan_model(model: nn.Module, run: RunFile, device_type: str) -> ModelPlan:
+    """The plan of `model` (from `build_model`). Raises `ModelError` or `ConfigError`, by name, for what cannot be split."""
+    parts, p = find_parts(model), run.parallelism
+    loss_chunks = find_loss_chunks(model, parts, run, device_type)
+    split = plan_split(model, parts, run.model, stage_count(p)) if p.pp_size > 1 else None
+    tensor = plan_tensor(model, parts, run) if p.tp_size > 1 else None
+    in_pieces = p.tp_size > 1 and p.sequence_parallel is not False and is_transformers(model)
+    return ModelPlan(parts, loss_chunks, split, tensor, attention_modules(model, parts) if in_pieces else ())
 
 
 def parallelize(
-    model: nn.Module,
-    run: RunFile,
-    mesh: DeviceMesh,
-    device: torch.device,
-    chunks: LossChunks | None = None,
-) -> Replicated | Sharded | Pipelined:
-    """`model` (built on meta) split as `run` says, every parameter filled on `device`.
+    model: nn.Module, run: RunFile, mesh: DeviceMesh, device: torch.device, plan: ModelPlan | None = None
+) -> DataParallel | Pipeline:
+    """`model` (built on meta) split as `run` says, every parameter filled on `device`. plan: made here where None.
 
-    chunks: how the head makes its loss where targets are announced to it (see `ChunkedHead`); None: it gives logits.
-    Order: cut into stages; layers divided over tensor-parallel ranks; attention over context-parallel ranks, or over
+    Order: split into stages; layers divided over tensor-parallel ranks; attention over context-parallel ranks, or over
     documents; recompute inside, compile around it, sharding around both; then weights, so that a rank only ever fills
     its part. `ddp` watches filled parameters.
     """
-    whole, p = find_parts(model), run.parallelism
-    attention = _attention_for_pieces(model, whole, run)
-    cut = plan_cut(model, run.model, stage_count(p)) if p.pp_size > 1 else None
-    stages = cut_stages(model, cut, _held_stages(p, mesh)) if cut else ()
-    in_row = [stage_parts(whole, cut, (stage.index,)) for stage in stages] if cut else [whole]
-    parts = stage_parts(whole, cut, [stage.index for stage in stages]) if cut else whole
+    p, plan = run.parallelism, plan or plan_model(model, run, device.type)
+    split, parts = plan.split, plan.parts
+    stages: tuple[Stage, ...] = ()
+    if split is not None:
+        schedule = schedule_of(p)
+        held = rank_stages(schedule, p.pp_size, chunks_of(schedule), mesh["pp"].get_local_rank())
+        stages = build_stages(model, split, held)
+        parts = split.parts_of(plan.parts, [stage.index for stage in stages])
     tensor = None
-    if p.tp_size > 1:
-        tensor = TensorParallel(model, parts, mesh["tp"], run, stages, attention)
-    if chunks is not None and chunks.tokens and parts.head is not None:
+    if plan.tensor is not None:
+        tensor = TensorParallel(model, parts, plan.tensor, mesh["tp"], run, stages, plan.attention)
+    if plan.loss_chunks.tokens and parts.head is not None:
         head: Any = model.get_submodule(parts.head)
         divided = tensor.peers if tensor is not None and tensor.divides(parts.head) else None
-        ChunkedHead(head, chunks, divided, recompute=p.pp_size > 1 and schedule_of(p) == "gpipe")
-    if (place := context_place(run, mesh)) is not None:
-        split_attention(model, [model.get_submodule(name) for name in parts.blocks], place)
-    elif run.data.batching == "pack" and is_transformers(model):
-        isolate_documents(model)
-    else:
-        check_own_attention(model, run.model)
-        if run.precision.param_dtype == "bf16" and is_transformers(model):
-            choose_backend(device.type).replace_attention(model)
+        ChunkedHead(head, plan.loss_chunks, divided, recompute=p.pp_size > 1 and schedule_of(p) == "gpipe")
+    _replace_attention(model, parts, run, mesh, device)
     decide_by_document(model)
     for name in parts.blocks:
         if run.memory.activation_checkpointing != "none":
             recompute_block(model.get_submodule(name), run.memory.activation_checkpointing)
         if run.memory.compile:
             compile_block(model.get_submodule(name))
-    kinds: Sequence[Replicated | Sharded]
+    data_parallel: Sequence[DataParallel]
     if p.data_parallel == "ddp":
-        kinds = [_replicated(model, stages, run, mesh, device)]
+        data_parallel = [_ddp(model, stages, run, mesh, device)]
+    elif split is None:
+        data_parallel = _fsdp(model, [(model, model)], [parts], run, mesh, device)
     else:
-        roots = [(stage, stage.part) for stage in stages] if stages else [(model, model)]
-        kinds = _sharded(model, roots, in_row, run, mesh, device)
-    kinds[-1].finishers = (tensor.finish_gradients,) if tensor is not None else ()
-    if cut is None:
-        return kinds[0]
-    return pipelined(model, stages, kinds, mesh, p, whole, cut, TORCH_DTYPES[run.precision.param_dtype])
+        each = [split.parts_of(plan.parts, [stage.index]) for stage in stages]
+        data_parallel = _fsdp(model, [(stage, stage.part) for stage in stages], each, run, mesh, device)
+    data_parallel[-1].finishers = (tensor.finish_gradients,) if tensor is not None else ()
+    if split is None:
+        return data_parallel[0]
+    last = stage_rank(schedule_of(p), p.pp_size, len(split.blocks) - 1)
+    ties = Ties.between(split.tied, mesh["pp"].get_local_rank(), 0, last)
+    group, dtype = mesh["pp"].get_group(), TORCH_DTYPES[run.precision.param_dtype]
+    return Pipeline(model, stages, data_parallel, group, schedule_of(p), width=split.width, dtype=dtype, ties=ties)
 
 
-def _held_stages(p: Parallelism, mesh: DeviceMesh) -> tuple[int, ...]:
-    """The pipeline stages that this rank holds."""
-    schedule = schedule_of(p)
-    return rank_stages(schedule, p.pp_size, chunks_of(schedule), mesh["pp"].get_local_rank())
+def _replace_attention(model: nn.Module, parts: Parts, run: RunFile, mesh: DeviceMesh, device: torch.device) -> None:
+    """Gives `model` the core attention of this layout: over pieces of rows, over documents, or the model's own."""
+    if (shard := context_shard(run, mesh)) is not None:
+        split_attention(model, [model.get_submodule(name) for name in parts.blocks], shard)
+    elif run.data.batching == "pack" and is_transformers(model):
+        isolate_documents(model)
+    else:
+        check_own_attention(model, run.model)
+        if run.precision.param_dtype == "bf16" and is_transformers(model):
+            choose_backend(device.type).replace_attention(model)
 
 
-def _replicated(
-    model: nn.Module, stages: Sequence[Stage], run: RunFile, mesh: DeviceMesh, device: torch.device
-) -> Replicated:
+def _ddp(model: nn.Module, stages: Sequence[Stage], run: RunFile, mesh: DeviceMesh, device: torch.device) -> DDP:
     reduce_dtype = TORCH_DTYPES[run.precision.reduce_dtype]
     # a stage holds what fully_shard and materialise know of it
     filled = nn.ModuleList([model, *stages]) if stages else model
     materialise(filled, run.model, seed=run.training.seed, device=device)
     compute_in(model, TORCH_DTYPES[run.precision.param_dtype])
     group, bucket_bytes = replica_group(mesh), run.parallelism.bucket_bytes or backend_facts(device.type).bucket_bytes
-    return Replicated(model, group, bucket_bytes, reduce_dtype, overlap=not stages)
+    return DDP(model, group, bucket_bytes, reduce_dtype, overlap=not stages)
 
 
-def _sharded(
+def _fsdp(
     model: nn.Module,
     roots: Sequence[tuple[nn.Module, nn.Module]],
     parts: Sequence[Parts],
     run: RunFile,
     mesh: DeviceMesh,
     device: torch.device,
-) -> list[Sharded]:
-    """One `Sharded` for each of `roots`: (module that is called, model whose names `parts` are)."""
+) -> list[FSDP]:
+    """One `FSDP` for each of `roots`: (module that is called, model whose names `parts` are)."""
     options, dp = shard_options(run, device.type), shard_mesh(mesh)
-    kinds = [
-        Sharded(root, shard_units(named, own, run.parallelism.unit), dp, options)
+    wrapped = [
+        FSDP(root, shard_units(named, own, run.parallelism.unit), dp, options)
         for (root, named), own in zip(roots, parts)
     ]
     filled = model if roots[0][0] is model else nn.ModuleList([model, *(root for root, _ in roots)])
     offloaded = torch.device("cpu") if options.cpu_offload else device
     materialise(filled, run.model, seed=run.training.seed, device=offloaded)
-    return kinds
+    return wrapped
 
 
 def check_model(model: nn.Module, run: RunFile) -> None:
     """Raises what `parallelize` would for this model, before any process starts."""
-    p = run.parallelism
-    find_loss_chunks(model, run, "cpu")
-    if p.pp_size > 1:
-        plan_cut(model, run.model, stage_count(p))
-    if p.tp_size > 1:
-        parts = find_parts(model)
-        styles = plan_tensor(model, parts, run).styles
-        _attention_for_pieces(model, parts, run)
-        if run.training.loss != CROSS_ENTROPY and styles.get(parts.head or "") == "vocabulary":
-            raise ModelError(
-                f"training.loss {run.training.loss} with parallelism.tp_size {p.tp_size}.",
-                f"It is given whole logits, and {parts.head} is divided by vocabulary.",
-                f"Give a parallelism.tp_plan in which {parts.head} is colwise_gather_output, or set tp_size to 1.",
-            )
+    p, plan = run.parallelism, plan_model(model, run, "cpu")
+    head = plan.parts.head or ""
+    if plan.tensor is not None and run.training.loss != CROSS_ENTROPY and plan.tensor.styles.get(head) == VOCABULARY:
+        raise ModelError(
+            f"training.loss {run.training.loss} with parallelism.tp_size {p.tp_size}.",
+            f"It is given whole logits, and {head} is divided by vocabulary.",
+            f"Give a parallelism.tp_plan in which {head} is colwise_gather_output, or set tp_size to 1.",
+        )
     if p.cp_size > 1:
         check_context_model(model, run)
     if run.data.batching == "pack":
@@ -162,37 +176,13 @@ def check_model(model: nn.Module, run: RunFile) -> None:
         check_padded_model(model)
 
 
-def _attention_for_pieces(model: nn.Module, parts: Parts, run: RunFile) -> tuple[str, ...]:
-    """The modules that attend, where sequence parallelism cuts sequences into pieces; see `attention_modules`."""
-    p = run.parallelism
-    divided = p.tp_size > 1 and p.sequence_parallel is not False
-    return attention_modules(model, parts) if divided and is_transformers(model) else ()
-
-
-def context_place(run: RunFile, mesh: DeviceMesh) -> ContextPlace | None:
-    """Which tokens of each row this rank holds; None where it holds them all."""
+def context_shard(run: RunFile, mesh: DeviceMesh) -> ContextShard | None:
+    """Which tokens of each row this rank holds; None where it holds whole rows."""
     cp, p = mesh["cp"], run.parallelism
     if cp.size() == 1:
         return None
     kind = p.cp_attention or "all_gather"
-    return ContextPlace(cp.size(), cp.get_local_rank(), is_balanced(p), cp.get_group(), kind)
-
-
-def pipelined(
-    model: nn.Module,
-    stages: Sequence[Stage],
-    kinds: Sequence[Replicated | Sharded],
-    mesh: DeviceMesh,
-    p: Parallelism,
-    whole: Parts,
-    cut: Cut,
-    dtype: torch.dtype,
-) -> Pipelined:
-    """The stages under their schedule, and what they share with the stages of other ranks."""
-    group, schedule = mesh["pp"].get_group(), schedule_of(p)
-    last = stage_rank(schedule, p.pp_size, stages[0].count - 1)
-    ties = Ties.between(tied_over_stages(whole, cut), mesh["pp"].get_local_rank(), 0, last)
-    return Pipelined(model, stages, kinds, group, schedule, width=cut.width, dtype=dtype, ties=ties)
+    return ContextShard(cp.size(), cp.get_local_rank(), is_balanced(p), cp.get_group(), kind)
 
 
 def shard_options(run: RunFile, device: str) -> ShardOptions:

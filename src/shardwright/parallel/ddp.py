@@ -9,18 +9,17 @@ target tokens of the whole update; gradients of earlier microbatches stand in th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from shardwright.errors import ShardwrightError
-from shardwright.layout.zero import STAGES
-from shardwright.mesh.device_mesh import to_local
+from shardwright.mesh.shard_geometry import from_local, local_tensor
+from shardwright.parallel.strategy import DataParallel
 
 
 @dataclass
@@ -38,14 +37,8 @@ class _Flat:
     sent: int = 0
 
 
-class Replicated:
-    """Collective: all ranks of `group` make one and run the same microbatches.
-
-    finishers: called in order once an update's gradients are reduced over the data ranks (sums over other axes).
-    """
-
-    stage = STAGES["ddp"]
-    finishers: tuple[Callable[[], None], ...] = ()
+class DDP(DataParallel):
+    """Collective: all ranks of `group` make one and run the same microbatches."""
 
     def __init__(
         self,
@@ -71,9 +64,6 @@ class Replicated:
             for number, p in enumerate(self._parameters):
                 p.register_post_accumulate_grad_hook(lambda p, number=number: self._take_gradient(number))
 
-    def __call__(self, *args: object, **kwargs: object) -> object:
-        return self.module(*args, **kwargs)
-
     @contextmanager
     def microbatch(self, last: bool) -> Iterator[None]:
         """Around forward and backward of one microbatch; gradients are reduced in the last one."""
@@ -89,13 +79,13 @@ class Replicated:
         self._views = [torch.empty(0)] * len(self._parameters)
         for dtype in dtypes:
             numbers = [n for n in self._order if self._parameters[n].dtype == dtype]
-            sizes = [to_local(self._parameters[n]).numel() for n in numbers]
-            device = to_local(self._parameters[numbers[0]]).device
+            sizes = [local_tensor(self._parameters[n]).numel() for n in numbers]
+            device = local_tensor(self._parameters[numbers[0]]).device
             memory = torch.empty(sum(sizes), dtype=dtype, device=device)
             flat = _Flat(memory, max(self._bytes // dtype.itemsize, 1), numbers)
             end = 0
             for number, size in zip(numbers, sizes):
-                shape = to_local(self._parameters[number]).shape
+                shape = local_tensor(self._parameters[number]).shape
                 self._views[number] = flat.memory[end : end + size].view(shape)
                 end += size
                 flat.ends.append(end)
@@ -106,11 +96,11 @@ class Replicated:
         p, view = self._parameters[number], self._views[number]
         if p.grad is None:
             view.zero_()
-        elif to_local(p.grad).data_ptr() == view.data_ptr():
+        elif local_tensor(p.grad).data_ptr() == view.data_ptr():
             return
         else:
-            view.copy_(to_local(p.grad))
-        p.grad = _like(p if p.grad is None else p.grad, view)
+            view.copy_(local_tensor(p.grad))
+        p.grad = from_local(view, p if p.grad is None else p.grad)
 
     @torch.no_grad()
     def _take_gradient(self, number: int) -> None:
@@ -162,20 +152,15 @@ class Replicated:
         self._travelling.append((work, stretch, wire))
 
     @torch.no_grad()
-    def finish_gradients(self) -> None:
-        """Sends what is left and waits for all. A parameter that no rank used has the gradient zero, as under `Sharded`, not
+    def reduce_gradients(self) -> None:
+        """Sends what is left and waits for all. A parameter that no rank used has the gradient zero, as under `FSDP`, not
         none: decay and momentum go on. Raises what gloo raises when a rank is gone or too late.
         """
-        if self._ranks > 1:
-            self._finish()
-        else:
+        if self._ranks == 1:
             for p in self._parameters:
                 if p.grad is None:
                     p.grad = torch.zeros_like(p)
-        for finish in self.finishers:
-            finish()
-
-    def _finish(self) -> None:
+            return
         if not self._flats:
             self._arrange()
         for number in range(len(self._parameters)):
@@ -206,17 +191,3 @@ class Replicated:
 
     def release(self) -> None:
         """Nothing is gathered."""
-
-
-def _like(tensor: Tensor, view: Tensor) -> Tensor:
-    """`view` as this rank's part of a tensor placed like `tensor`."""
-    if not isinstance(tensor, DTensor):
-        return view
-    return DTensor.from_local(
-        view,
-        tensor.device_mesh,
-        tensor.placements,
-        run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
-    )

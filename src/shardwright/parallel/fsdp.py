@@ -6,7 +6,7 @@ What each kind shards, gathers and reduces stands in `layout/zero.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -24,14 +24,15 @@ from torch.distributed.fsdp import (
 )
 
 from shardwright.backends.backend import choose_backend
-from shardwright.layout.zero import Stage
+from shardwright.layout.zero import ZeroStage
+from shardwright.parallel.strategy import DataParallel
 
 
 @dataclass(frozen=True)
 class ShardOptions:
-    """How `Sharded` gathers and reduces. Dtypes None: those of the stored parameters."""
+    """How `FSDP` gathers and reduces. Dtypes None: those of the stored parameters."""
 
-    stage: Stage
+    stage: ZeroStage
     reshard_after_forward: bool | int
     prefetch: int
     param_dtype: torch.dtype | None
@@ -52,13 +53,8 @@ class Unit:
     looked_up: bool = False
 
 
-class Sharded:
-    """`zero1`, `zero2`, `zero3` and their hybrids: `fully_shard` with the times of gathering and reducing of the stage.
-
-    finishers: as in `Replicated`.
-    """
-
-    finishers: tuple[Callable[[], None], ...] = ()
+class FSDP(DataParallel):
+    """`zero1`, `zero2`, `zero3` and their hybrids: `fully_shard` with the times of gathering and reducing of the stage."""
 
     def __init__(self, model: nn.Module, units: Sequence[Unit], mesh: DeviceMesh, options: ShardOptions) -> None:
         """`units` stand in the order of forward; the rest of the model is the root unit.
@@ -110,9 +106,6 @@ class Sharded:
         root = cast(FSDPModule, self.module)
         root.set_modules_to_backward_prefetch(units[-depth:][::-1] or [root])
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)
-
     @contextmanager
     def microbatch(self, last: bool) -> Iterator[None]:
         """Around forward and backward of one microbatch: the stage says whether it gathers, reduces and reshards."""
@@ -123,18 +116,16 @@ class Sharded:
         self._reductions.begin(last)  # behind set_requires_gradient_sync, which sets set_requires_all_reduce too
         yield
 
-    def finish_gradients(self) -> None:
+    def reduce_gradients(self) -> None:
         """Waits for reductions that are under way; sums gradients that `fully_shard` leaves whole, in one tensor.
 
-        Then calls `finishers`. The parameters are looked up here and in the model's order: weights are filled after
+        The parameters are looked up here and in the model's order: weights are filled after
         sharding, which makes new parameters, and a set would have another order on each rank.
         """
         self._reductions.finish()
         whole = [p for p in self.module.parameters() if p.dim() == 0 and p.requires_grad]
         if whole:
             self._sum_whole(whole)
-        for finish in self.finishers:
-            finish()
 
     def _sum_whole(self, whole: Sequence[nn.Parameter]) -> None:
         gradients = torch.stack([torch.zeros_like(p) if p.grad is None else p.grad for p in whole])

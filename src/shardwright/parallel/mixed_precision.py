@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from shardwright.mesh.device_mesh import to_local
+from shardwright.mesh.shard_geometry import local_tensor
 from shardwright.torch_private import own_parameters
 
 _classes: dict[tuple[type, tuple[str, ...], torch.dtype], type] = {}
@@ -20,7 +20,7 @@ _classes: dict[tuple[type, tuple[str, ...], torch.dtype], type] = {}
 def _reader(name: str, dtype: torch.dtype) -> property:
     def read(module: nn.Module) -> torch.Tensor | None:
         stored = own_parameters(module)[name]
-        return None if stored is None else to_local(stored).to(dtype)
+        return None if stored is None else local_tensor(stored).to(dtype)
 
     return property(read)
 

@@ -88,7 +88,7 @@ class DataParallelClock(RankClock):
             microbatches = 1 if once or layout.data_parallel != "zero2" else layout.microbatches(self.job)
             return [Waits(0.0, self._once(layout, rank, microbatches)) for rank in ranks]
         shard = self._shard_line(layout)
-        # Embedding and head are gathered once (`Stage.gathers`), blocks that are dropped in between twice.
+        # Embedding and head are gathered once (`ZeroStage.gathers`), blocks that are dropped in between twice.
         edges = shard.per_byte * (self._size + self._reduce_size) + self._copied(1, 1)
         unit = self.unit_wait(layout)
         copied = self._copied(1 + (layout.reshard_after_forward is not False), 1)

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: when they are written, which one it goes on from, and what may have changed since."""
+"""Checkpoints of a run: when they are written, which one the run resumes from, and what may have changed since."""
 
 from __future__ import annotations
 
@@ -7,27 +7,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from shardwright.checkpoint import store
-from shardwright.checkpoint.choose import begin, follow
-from shardwright.checkpoint.directory import members_of
-from shardwright.checkpoint.lineage import Choice, Lineage, Member, follows, line_of, origin_text
-from shardwright.checkpoint.multi_host.hosts import Hosts, everyone, find_hosts, from_rank
-from shardwright.checkpoint.multi_host.transfer import Across, choice_across, find_across
+from shardwright.checkpoint import resume
+from shardwright.checkpoint.directory import Retention, lineage_nodes, restore_replaced, skipped
+from shardwright.checkpoint.manifest import Lineage, LineageNode, Manifest
+from shardwright.checkpoint.multi_host.hosts import Hosts, find_hosts
+from shardwright.checkpoint.multi_host.source import MultiHostCheckpoint, find_on_hosts, latest_choice
 from shardwright.checkpoint.parts import Value
 from shardwright.checkpoint.reader import Directory, Source
 from shardwright.checkpoint.restore import current_state, restore
+from shardwright.checkpoint.resume import Choice
+from shardwright.checkpoint.saver import Saver
 from shardwright.checkpoint.settings import changes, refuse_unaccepted
 from shardwright.checkpoint.state import buffer_keys, check_buffers
 from shardwright.config.load import Loaded
 from shardwright.data.order import Cursor
 from shardwright.errors import CheckpointError, DamagedCheckpointError, SaveError, ShardwrightError
 from shardwright.mesh.cluster_environment import Job
+from shardwright.mesh.object_collectives import broadcast_object, gather_objects
 from shardwright.mesh.process_group import transfer_group
 from shardwright.train.optimizer import optimizer_change
-from shardwright.train.rows_done import Former, accepts_other_data
-from shardwright.train.update import Engine
+from shardwright.train.rows_done import SavedPosition, accepts_other_data
+from shardwright.train.update import UpdateEngine
 
 ORDER = {"training.global_batch_size", "training.seed", "data.shuffle", "data.bucket_updates"}
 """Keys that say which rows an update holds, beside the data."""
@@ -35,11 +38,7 @@ ORDER = {"training.global_batch_size", "training.seed", "data.shuffle", "data.bu
 
 @dataclass
 class Progression:
-    """How far the run is: what a checkpoint restores beside tensors.
-
-    eval_loss: of the weights as they are, None where they were not evaluated. best: (update, lowest of them so far).
-    cursor: the rows that are done, and where the next update begins among them.
-    """
+    """How far the run is: what a checkpoint restores beside tensors. Its fields are those of `Manifest`."""
 
     update: int = 0
     target_tokens: int = 0
@@ -48,7 +47,7 @@ class Progression:
     cursor: Cursor | None = None
 
     def evaluated(self, loss: float) -> None:
-        """Takes note of an evaluation of the weights as they are."""
+        """Records an evaluation of the weights as they are."""
         self.eval_loss = loss
         if self.best is None or loss < self.best[1]:
             self.best = (self.update, loss)
@@ -60,42 +59,40 @@ class Checkpoints:
     def __init__(
         self,
         loaded: Loaded,
-        engine: Engine,
+        engine: UpdateEngine,
         fingerprint: str,
         at: Progression,
         say: Callable[[str], None],
         eval_data: str = "",
     ) -> None:
-        self._loaded, self._engine, self._fingerprint, self._at, self._say = (
-            loaded, engine, fingerprint, at, say,
-        )  # fmt: skip
-        self._eval_data = eval_data
+        self._loaded, self._engine, self._at, self._say = loaded, engine, at, say
+        self._fingerprint, self._eval_data = fingerprint, eval_data
         self._lineage: Lineage = ()
-        self._later: tuple[Choice, store.Manifest | None] | None = None
+        self._branch_at_next_save: tuple[Choice, Manifest | None] | None = None
         self.unsaved: SaveError | None = None
         """Why the newest save has failed, where the run went on (`checkpoint.on_save_error` warn); None since one is good."""
         self._settings = c = loaded.run.checkpoint
         self.output_dir = Path(c.output_dir)
-        self.former: Former | None = None
-        """Where the checkpoint that the run was resumed from stands in the data."""
+        self.saved_position: SavedPosition | None = None
+        """Where the checkpoint that the run resumed from stands in the data."""
         self.hosts = self._hosts()
-        self.saver = store.Saver(
+        self.saver = Saver(
             self.output_dir,
-            store.Retention(c.save_total_limit, c.keep_every, c.keep_best),
+            Retention(c.save_total_limit, c.keep_every, c.keep_best),
             hosts=self.hosts,
             copies=c.copies,
             background=c.async_save,
             busy=c.async_when_busy,
-            on_complete=self._complete,
+            on_complete=self._completed,
             say=say,
         )
 
-    def _complete(self, path: Path) -> None:
+    def _completed(self, path: Path) -> None:
         self.unsaved = None
         self._say(f"Saved {path}.")
 
     def _hosts(self) -> Hosts:
-        """Which ranks share a directory: all, unless each host has its own disk; then it is tried out and said."""
+        """Which ranks share a directory: all, unless each host has its own disk; then ranks try which files they see."""
         if self._settings.storage == "shared":
             return Hosts.one()
         group = transfer_group(self._loaded.run.hardware.timeout_seconds)
@@ -108,7 +105,7 @@ class Checkpoints:
 
     def state(self) -> dict[str, Value]:
         """Weights and optimizer as they are."""
-        return current_state(self._engine.module, self._engine.optimizer, self._engine.locals)
+        return current_state(self._engine.module, self._engine.optimizer, self._engine.params)
 
     def _row_order(self) -> str:
         t, data = self._loaded.run.training, self._loaded.run.data
@@ -126,22 +123,18 @@ class Checkpoints:
         return path
 
     def start(self) -> None:
-        """Writes a checkpoint, or has the writing begin; `saver` ends it."""
+        """Starts a checkpoint; `saver` ends it."""
         check_buffers(self._engine.module)
-        if self._later is not None:
-            self._begin(*self._later)
-            self._later = None
-        manifest = store.Manifest(
-            update=self._at.update,
-            target_tokens=self._at.target_tokens,
+        if self._branch_at_next_save is not None:
+            self._begin(*self._branch_at_next_save)
+            self._branch_at_next_save = None
+        manifest = Manifest(
+            **vars(self._at),
             data_fingerprint=self._fingerprint,
             row_order=self._row_order(),
             world_size=dist.get_world_size(),
             layout=f"{self._loaded.run.parallelism.data_parallel} {self._engine.axes}",
-            torch_version=store.torch_version(),
-            eval_loss=self._at.eval_loss,
-            best=self._at.best,
-            cursor=self._at.cursor,
+            torch_version=torch.__version__,
             lineage=self._lineage,
             eval_data=self._eval_data,
         )
@@ -150,7 +143,7 @@ class Checkpoints:
             self._say(f"Not saved after update {self._at.update}: the checkpoint before is still being written.")
 
     def between_updates(self, *, due: bool, last: bool) -> None:
-        """What there is to do between two updates; does what on_save_error says where it cannot be done.
+        """Moves a save on and starts one where `due`; handles a failed save as on_save_error says.
 
         last: the run ends here, so a checkpoint is written whatever is under way, and waited for.
         """
@@ -170,11 +163,11 @@ class Checkpoints:
             self._say(f"{error.what} {error.why} The run goes on (checkpoint.on_save_error is warn).")
 
     def refuse_unsaved(self) -> None:
-        """Raises `SaveError` where the last checkpoint of the run could not be written: a code of 0 would hide it."""
+        """Raises `SaveError` where the last checkpoint of the run could not be written: exit code 0 would hide that."""
         if self.unsaved is not None:
             raise SaveError(
                 f"The run has ended without its last checkpoint. {self.unsaved.what}",
-                "A later start goes on from an older checkpoint.",
+                "A later start resumes from an older checkpoint.",
                 "Free or repair the disk, and start again.",
             )
 
@@ -183,66 +176,64 @@ class Checkpoints:
     def resume(self, job: Job | None = None) -> Path | None:
         """Restores the checkpoint that `checkpoint.resume` names, if there is one; returns its directory.
 
-        With `auto`, one whose content turns out to be damaged is named and passed over for the next older one.
-        job: of these ranks; where it was started before and chose a branch, they go on from the newest of that.
+        With `auto`, a checkpoint whose content turns out to be damaged is named and skipped for the next older one.
+        job: of these ranks; where it was started before and chose a branch, they resume from the newest checkpoint of that.
         """
-        looked = everyone(self._look_around() if self.hosts.leads else [])
-        bad, passed = set[Path](), {path.name for lines in looked for path, _ in lines}
-        for _, line in (line for lines in looked for line in lines):
+        unused = gather_objects(self._unused() if self.hosts.leads else [])
+        bad, skipped_names = set[Path](), {path.name for lines in unused for path, _ in lines}
+        for _, line in (line for lines in unused for line in lines):
             self._say(line)
-        job, choice = job or Job(), choice_across(self.hosts, self.output_dir)
-        wanted = store.asked(self._settings.resume, choice, job.name if job.again else "")
+        job, choice = job or Job(), latest_choice(self.hosts, self.output_dir)
+        setting = resume.resume_setting(self._settings.resume, choice, job.name if job.again else "")
         path = chosen = manifest = None
-        while (source := self._chosen(wanted, bad)) is not None:
+        while (source := self._find(setting, bad)) is not None:
             try:
                 manifest = self._restore(source)
             except DamagedCheckpointError as error:
                 bad.add(source.path)
                 self._say(f"{source.path} is not used. {error.what}")
             else:
-                path, chosen = source.path, Member(source.path, manifest.update, manifest.lineage)
+                path, chosen = source.path, LineageNode(source.path, manifest.update, manifest.lineage)
                 break
-        members = [m for own in everyone(members_of(self.output_dir) if self.hosts.leads else []) for m in own]
-        passed |= {path.name for path in bad}
-        origin = from_rank(0, origin_text(self.output_dir, path))
-        followed = from_rank(0, follow(choice, members, chosen, origin, job.name, passed))
-        self._lineage = followed.lineage
-        if wanted == "auto" and chosen is not None and followed.lineage != line_of(choice, members):
-            self._later = (
-                followed,
-                manifest,
-            )  # damage is nobody's choice: mended before the next save, it is undone
+        nodes = [n for own in gather_objects(lineage_nodes(self.output_dir) if self.hosts.leads else []) for n in own]
+        skipped_names |= {path.name for path in bad}
+        origin = broadcast_object(resume.origin_text(self.output_dir, path))
+        branch = broadcast_object(resume.choose_branch(choice, nodes, chosen, origin, job.name, skipped_names))
+        self._lineage = branch.lineage
+        if setting == "auto" and chosen is not None and branch.lineage != resume.current_lineage(choice, nodes):
+            # nobody chose this branch, damage did: a repair before the next save brings the newer checkpoint back
+            self._branch_at_next_save = (branch, manifest)
         else:
-            self._begin(followed, manifest)
-        self._say_left([member for member in members if member.path.name not in passed])
+            self._begin(branch, manifest)
+        self._say_left([node for node in nodes if node.path.name not in skipped_names])
         return path
 
-    def _look_around(self) -> list[tuple[Path, str]]:
+    def _unused(self) -> list[tuple[Path, str]]:
         """What this host's directory has that is not used, and a line about each."""
-        store.bring_back(self.output_dir)
+        restore_replaced(self.output_dir)
         alone = self.hosts.count == 1
         where = "" if alone else f"on {self.hosts.names[self.hosts.own]} "
-        found = store.skipped(self.output_dir, whole=alone)
+        found = skipped(self.output_dir, whole=alone)
         return [(path, f"{path} {where}is not used: {reason}.") for path, reason in found]
 
-    def _begin(self, followed: Choice, manifest: store.Manifest | None) -> None:
-        """Notes on each host that the run goes on as `followed` says, from the checkpoint of `manifest` or from nothing."""
+    def _begin(self, branch: Choice, manifest: Manifest | None) -> None:
+        """Records on each host that the run resumes on `branch`, from the checkpoint of `manifest` or from nothing."""
         notes, problem = [], None
         if self.hosts.leads:
             try:
-                notes = begin(self.output_dir, followed, manifest)
+                notes = resume.begin_branch(self.output_dir, branch, manifest)
             except SaveError as error:
                 problem = error
-        told = everyone((notes, problem))
-        for _, problem in told:
+        found = gather_objects((notes, problem))
+        for _, problem in found:
             if problem is not None:
                 raise problem
-        self.saver.tell([notes for notes, _ in told])
+        self.saver.tell([notes for notes, _ in found])
 
-    def _say_left(self, members: Sequence[Member]) -> None:
-        """Names the checkpoints ahead that this run passes over."""
+    def _say_left(self, nodes: Sequence[LineageNode]) -> None:
+        """Names the checkpoints of other branches that are ahead of this run."""
         at = self._at.update
-        left = {(m.update, m.path.name) for m in members if m.update > at and not follows(self._lineage, m)}
+        left = {(node.update, node.path.name) for node in nodes if node.update > at and not node.is_on(self._lineage)}
         if left:
             names = ", ".join(name for _, name in sorted(left))
             self._say(
@@ -250,22 +241,22 @@ class Checkpoints:
                 f"from update {at}: checkpoint.resume auto passes over what was left."
             )
 
-    def _chosen(self, wanted: str, bad: set[Path]) -> Source | None:
+    def _find(self, setting: str, bad: set[Path]) -> Source | None:
         """What rank 0 finds, or all hosts together: ranks may see a shared directory at different moments."""
         if self.hosts.count > 1:
-            return find_across(self.hosts, self.output_dir, wanted, bad)
+            return find_on_hosts(self.hosts, self.output_dir, setting, bad)
         found: Any = None
         if dist.get_rank() == 0:
             try:
-                found = store.find(self.output_dir, wanted, bad)
+                found = resume.find_checkpoint(self.output_dir, setting, bad)
             except ShardwrightError as error:
                 found = error
-        found = from_rank(0, found)
+        found = broadcast_object(found)
         if isinstance(found, ShardwrightError):
             raise found
         return Directory(found) if found is not None else None
 
-    def _restore(self, source: Source) -> store.Manifest:
+    def _restore(self, source: Source) -> Manifest:
         path, manifest, accepted = source.path, source.manifest(), self._settings.accept_changes
         if manifest.data_fingerprint != self._fingerprint and not accepts_other_data(self._loaded.run):
             raise CheckpointError(
@@ -283,30 +274,30 @@ class Checkpoints:
         changed = changes(config, self._loaded)
         refuse_unaccepted(str(path), changed, accepted)
         engine, at = self._engine, self._at
-        restored = restore(
+        left, optimizer_match = restore(
             source,
             engine.module,
             engine.optimizer,
-            engine.locals,
+            engine.params,
             self._settings.partial,
             optimizer_change(changed, engine.run.training.optimizer),
         )
-        left, self.former = restored.left, Former.of(manifest, config)
-        at.update, at.target_tokens = manifest.update, manifest.target_tokens
-        at.eval_loss, at.best, at.cursor = manifest.eval_loss, manifest.best, manifest.cursor
-        for note in source.notes if isinstance(source, Across) else ():
-            self._say(note)
+        self.saved_position = SavedPosition.of(manifest, config)
+        for name in vars(at):
+            setattr(at, name, getattr(manifest, name))
+        lines = list(source.notes) if isinstance(source, MultiHostCheckpoint) else []
         if changed:
-            self._say(f"Changed since {path.name}: {'; '.join(map(str, changed))}.")
-        for line in restored.fitted.lines(path.name):
-            self._say(line)
+            lines.append(f"Changed since {path.name}: {'; '.join(map(str, changed))}.")
+        lines += optimizer_match.lines(path.name)
         if left:
             more = " ..." if len(left) > 5 else ""
-            self._say(f"Not from {path.name} (checkpoint.partial): {', '.join(left[:5])}{more}.")
+            lines.append(f"Not from {path.name} (checkpoint.partial): {', '.join(left[:5])}{more}.")
+        for line in lines:
+            self._say(line)
         self._compare_eval_data(manifest)
         return manifest
 
-    def _compare_eval_data(self, manifest: store.Manifest) -> None:
+    def _compare_eval_data(self, manifest: Manifest) -> None:
         """Drops evaluation losses of other rows. Checkpoints that do not name their rows are trusted."""
         now, before = self._eval_data, manifest.eval_data
         if now and before and now != before:

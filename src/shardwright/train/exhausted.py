@@ -19,7 +19,7 @@ from shardwright.layout.axes import Axes
 from shardwright.layout.legality import check_device, check_run
 from shardwright.measure.memory import allocated_bytes, bytes_by_group, in_backward, is_out_of_memory
 from shardwright.train.planned import plan_of, shape_of
-from shardwright.train.update import Engine
+from shardwright.train.update import UpdateEngine
 from shardwright.units import format_bytes
 
 MARGIN = 0.95
@@ -36,17 +36,17 @@ class Watched:
     axes: Axes
     rank: int
     device: torch.device
-    pulse: Heartbeat
+    heartbeat: Heartbeat
     base_bytes: int
-    engine: Engine | None = None
+    engine: UpdateEngine | None = None
 
 
 @contextmanager
 def explaining_exhaustion(
-    loaded: Loaded, axes: Axes, rank: int, device: torch.device, pulse: Heartbeat
+    loaded: Loaded, axes: Axes, rank: int, device: torch.device, heartbeat: Heartbeat
 ) -> Iterator[Watched]:
     """A context in which memory that runs out becomes a `MemoryExhausted`; the caller gives it the engine when there is one."""
-    watched = Watched(loaded, axes, rank, device, pulse, allocated_bytes(device) or 0)
+    watched = Watched(loaded, axes, rank, device, heartbeat, allocated_bytes(device) or 0)
     try:
         yield watched
     except Exception as error:
@@ -56,7 +56,7 @@ def explaining_exhaustion(
 
 
 def _explained(watched: Watched, error: BaseException) -> MemoryExhausted:
-    beat = watched.pulse.last()
+    beat = watched.heartbeat.last()
     moment = str(beat)
     if beat.phase == "forward_backward":
         moment = moment.replace("forward_backward", "backward" if in_backward(error) else "forward")
@@ -76,13 +76,13 @@ def _explained(watched: Watched, error: BaseException) -> MemoryExhausted:
     return MemoryExhausted(what, "\n".join(lines), _advice(watched, chunked, limit))
 
 
-def _groups(engine: Engine | None) -> dict[str, list[Tensor]]:
+def _groups(engine: UpdateEngine | None) -> dict[str, list[Tensor]]:
     """The tensors of a rank that can be listed, by the planner's categories."""
     if engine is None:
         return {}
     states = engine.optimizer.state.values()
     return {
-        "parameters": [tensor for local in engine.locals for tensor in (local.tensor, local.parameter)],
+        "parameters": [tensor for local in engine.params for tensor in (local.tensor, local.parameter)],
         "gradients": [gradient for _, gradient in engine.gradients()],
         "optimizer states": [v for state in states for v in state.values() if isinstance(v, Tensor)],
         "gathered parameters": list(engine.module.parameters()),

@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from shardwright.config.schema import RunFile
+from shardwright.data.notices import trained_ends
 from shardwright.data.prepare import Prepared, prepare
-from shardwright.data.special import trained_ends
 from shardwright.export.huggingface import check_export, save_pretrained
 
 

@@ -26,7 +26,7 @@ from shardwright.train.metrics import WARMUP_UPDATES, Metrics
 from shardwright.train.phase_memory import PhaseMemory
 from shardwright.train.run_data import RunData
 from shardwright.train.signals import StopFlag
-from shardwright.train.update import Engine, UpdateResult
+from shardwright.train.update import UpdateEngine, UpdateResult
 from shardwright.units import format_seconds
 
 
@@ -34,11 +34,11 @@ class Trainer:
     """One rank of a run. Collective throughout."""
 
     def __init__(
-        self, loaded: Loaded, engine: Engine, data: RunData, console: Console, pulse: Heartbeat | None = None
+        self, loaded: Loaded, engine: UpdateEngine, data: RunData, console: Console, heartbeat: Heartbeat | None = None
     ) -> None:
         self.loaded, self.run, self.engine, self.data = loaded, loaded.run, engine, data
-        self.pulse = pulse or Heartbeat()
-        engine.enter = self.pulse.enter
+        self.heartbeat = heartbeat or Heartbeat()
+        engine.hooks.on_phase = self.heartbeat.enter
         self.output_dir = Path(self.run.checkpoint.output_dir)
         self.first = dist.get_rank() == 0
         self.at = Progression()
@@ -56,8 +56,8 @@ class Trainer:
     def resume(self, job: Job | None = None) -> Path | None:
         """Restores the checkpoint that `checkpoint.resume` names; see `Checkpoints.resume`."""
         found = self.checkpoints.resume(job)
-        if self.checkpoints.former is not None:
-            for line in self.data.go_on(self.checkpoints.former):
+        if self.checkpoints.saved_position is not None:
+            for line in self.data.resume_rows(self.checkpoints.saved_position):
                 self._say(line)
         self.engine.set_length(self.data.updates)
         return found
@@ -66,7 +66,7 @@ class Trainer:
 
     def train(self, stop: StopFlag, job: Job | None = None) -> int:
         """Runs to the end, or until a rank is asked to stop; returns the exit code. job: see `resume`."""
-        run, pulse = self.run, self.pulse
+        run, heartbeat = self.run, self.heartbeat
         resumed = self.resume(job)
         total = self.engine.updates
         if resumed:
@@ -74,7 +74,7 @@ class Trainer:
         if self._asked_before_the_first_update(stop):
             self._say("Asked to stop before the first update: there is nothing to save.")
             return ExitCode.STOPPED_AND_SAVED
-        pulse.begin(self.at.update)
+        heartbeat.begin(self.at.update)
         report_to = list(run.logging.report_to)
         self._log = log = Log(self._metrics, self._console, self.output_dir, report_to, self.at.update, total)
         batches = self.data.updates_from(self.at.update, self.engine.device)
@@ -83,7 +83,7 @@ class Trainer:
             while self.at.update < total and not self._reached():
                 result = self._update(batches, stop)
                 done = self.at.update
-                pulse.enter("log")
+                heartbeat.enter("log")
                 if spike := self._spikes.look(result):
                     self._say(spike)
                 if done % run.logging.log_steps == 0 or done == total or result.skipped:
@@ -92,7 +92,7 @@ class Trainer:
                     self._evaluate(log)
                 due = bool(run.checkpoint.save_steps) and done % (run.checkpoint.save_steps or 1) == 0
                 last = bool(result.stop) or done == total or self._reached()
-                pulse.enter("save")
+                heartbeat.enter("save")
                 if due or last:
                     log.flush()  # what a checkpoint holds must not be missing in the file of a run that resumes from it
                 with self._first("save") if due or last else nullcontext() as memory:
@@ -108,7 +108,7 @@ class Trainer:
             self._say_reached()
             if verdict := self._metrics.verdict():
                 self._say(str(verdict))
-            pulse.enter("end")
+            heartbeat.enter("end")
         except (NonFiniteError, SpikeError):  # raised by all ranks alike, after the same update
             self.checkpoints.saver.finish()
             raise
@@ -124,7 +124,7 @@ class Trainer:
 
     def _update(self, batches: Iterator[UpdateBatch], stop: StopFlag) -> UpdateResult:
         start = clock.now()
-        self.pulse.enter("data")
+        self.heartbeat.enter("data")
         batch = next(batches)
         waited = clock.now() - start
         profiles = self._profiles()
@@ -132,7 +132,7 @@ class Trainer:
             self._log.flush()  # its reduction is none of the window's
         watch = self.memory.watch("forward") if self._profiles(after=1) else nullcontext()
         with self._metrics.profile() if profiles else nullcontext() as window, watch as memory:
-            self.pulse.enter("forward_backward")
+            self.heartbeat.enter("forward_backward")
             self.engine.forward_backward(batch)
             self.checkpoints.saver.before_step()
             result = self.engine.step(stop=stop.requested)
@@ -141,7 +141,7 @@ class Trainer:
         self._batch = batch
         self.at.update, self.at.cursor = self.at.update + 1, batch.cursor
         self.at.eval_loss = None
-        self.pulse.update = self.at.update
+        self.heartbeat.update = self.at.update
         self.at.target_tokens += batch.target_tokens
         return result
 
@@ -180,7 +180,7 @@ class Trainer:
     def _evaluate(self, log: Log) -> None:
         if self.data.validation is None:
             return
-        self.pulse.enter("evaluate")
+        self.heartbeat.enter("evaluate")
         with self._first("evaluate") as memory:
             loss, targets = self.engine.evaluate(self._beating(self.data.validation))
         if math.isfinite(loss):
@@ -199,7 +199,7 @@ class Trainer:
 
     def _beating(self, batches: Iterable[UpdateBatch]) -> Iterator[UpdateBatch]:
         for batch in batches:
-            self.pulse.beat()
+            self.heartbeat.beat()
             yield batch
 
     def _say(self, text: str) -> None:

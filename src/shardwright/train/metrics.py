@@ -23,7 +23,7 @@ from shardwright.measure.memory import peak_device_bytes, peak_host_bytes
 from shardwright.measure.profile import TraceTimes, profiled
 from shardwright.mesh.device_mesh import all_groups
 from shardwright.train.anomaly import slow_rank
-from shardwright.train.update import Engine, UpdateResult
+from shardwright.train.update import UpdateEngine, UpdateResult
 from shardwright.train.utilisation import make_utilisation
 
 WARMUP_UPDATES = 2
@@ -72,7 +72,7 @@ class Pending:
 class Metrics:
     """What one rank has seen of its updates. `epoch`: the epoch in which an update's rows end, None for a stream."""
 
-    def __init__(self, engine: Engine, epoch: Callable[[int], float | None]) -> None:
+    def __init__(self, engine: UpdateEngine, epoch: Callable[[int], float | None]) -> None:
         self._engine, self._epoch = engine, epoch
         self._utilisation = make_utilisation(engine.run, engine.axes, engine.device)
         self._stages = [engine.axes.coordinates(rank)["pp"] for rank in range(dist.get_world_size())]

@@ -13,9 +13,8 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from shardwright.torch_private import compute_local_shape_and_global_offset
+from shardwright.mesh.shard_geometry import full_tensor, own_part
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
@@ -34,14 +33,6 @@ def orthogonalise(matrix: Tensor, steps: int = 5, eps: float = 1e-7) -> Tensor:
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.T if tall else x
-
-
-def own_part(whole: Tensor, like: Tensor) -> Tensor:
-    """This rank's part of `whole`, placed as the DTensor `like`; all of it where `like` is a plain tensor."""
-    if not isinstance(like, DTensor):
-        return whole
-    shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
-    return whole[tuple(slice(start, start + length) for start, length in zip(offset, shape))]
 
 
 class Muon(torch.optim.Optimizer):
@@ -83,7 +74,7 @@ class Muon(torch.optim.Optimizer):
         gradient = cast(Tensor, p.grad)
         buffer.lerp_(gradient, 1 - group["momentum"])
         wanted = self._wrap(p, gradient.lerp(buffer, group["momentum"]))
-        whole = wanted.full_tensor() if isinstance(wanted, DTensor) else wanted
+        whole = full_tensor(wanted)
         step = own_part(orthogonalise(whole), wanted).to(p.dtype)
         p.add_(step, alpha=-group["lr"] * 0.2 * max(whole.shape) ** 0.5)
 

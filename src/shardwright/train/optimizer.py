@@ -18,13 +18,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from shardwright.checkpoint.other_optimizer import OptimizerChange
+from shardwright.checkpoint.restore import OptimizerChange
 from shardwright.checkpoint.settings import Change
 from shardwright.config.schema import Training
 from shardwright.errors import ConfigError, did_you_mean
 from shardwright.layout.import_path import import_object
 from shardwright.mesh.device_mesh import FLATTENED
+from shardwright.mesh.shard_geometry import from_local, local_tensor
 from shardwright.models.model_parts import canonical_name
+from shardwright.parallel.strategy import Ties
 from shardwright.train.muon import Muon
 
 _CLASSES: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
@@ -32,7 +34,8 @@ _CLASSES: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
     "muon": Muon,
 }
-LOCAL = tuple(_CLASSES)
+SHARD_OPTIMIZERS = tuple(_CLASSES)
+"""Optimizers of our own list, which work on plain tensors over shards."""
 OPTIMIZER_KEYS = {"training.optimizer", "training.optimizer_kwargs", "model.freeze"}
 """Keys of the run file on which it depends what state the optimizer keeps, and of which parameters."""
 _OURS = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}
@@ -45,9 +48,10 @@ _ROUNDING = 8 * sys.float_info.epsilon
 class ShardedParam:
     """This rank's part of one trainable parameter.
 
-    name: fully qualified, that of the unsplit model. parameter: the model's. tensor: what the optimizer holds, either
-    the parameter itself or a plain view of its shard. counts: whether this rank's part enters the global norm (of equal
-    replicas one does).
+    name: fully qualified, as in the unsplit model.
+    parameter: the model's.
+    tensor: what the optimizer holds: the parameter itself, or a plain view of its shard.
+    counts: whether this rank's part enters the gradient norm. Of ranks with equal parts, one counts it.
     """
 
     name: str
@@ -57,25 +61,20 @@ class ShardedParam:
 
     def gradient(self) -> Tensor | None:
         """This rank's part of the gradient as a plain tensor, or None where backward left none."""
-        grad = self.parameter.grad
-        return grad.to_local() if isinstance(grad, DTensor) else grad
+        return None if self.parameter.grad is None else local_tensor(self.parameter.grad)
 
     def is_current(self) -> bool:
         """Whether the optimizer's tensor is still the model's memory (it is not after re-sharding or re-creation)."""
-        local = self.parameter.to_local() if isinstance(self.parameter, DTensor) else self.parameter
-        held = self.tensor.to_local() if isinstance(self.tensor, DTensor) else self.tensor
+        local, held = local_tensor(self.parameter), local_tensor(self.tensor)
         return held.data_ptr() == local.data_ptr() and held.shape == local.shape
 
     def wrap(self, local: Tensor) -> Tensor:
         """A tensor shaped like this rank's part, as a DTensor of the parameter's global shape where that is sharded."""
-        p = self.parameter
-        if not isinstance(p, DTensor) or isinstance(local, DTensor):
-            return local
-        return DTensor.from_local(local, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+        return from_local(local, self.parameter)
 
 
 def split_axes(parameter: nn.Parameter) -> set[str]:
-    """The mesh axes over which a parameter is divided; it is whole on every other one but pp."""
+    """The mesh axes over which a parameter is divided; it is whole on every other axis but pp."""
     if not isinstance(parameter, DTensor):
         return set()
     dims = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements)
@@ -83,20 +82,22 @@ def split_axes(parameter: nn.Parameter) -> set[str]:
     return {axis for name in names for axis in FLATTENED.get(name, (name,))}
 
 
-def local_parameters(module: nn.Module, plain_views: bool, place: Mapping[str, int]) -> list[ShardedParam]:
+def sharded_params(
+    module: nn.Module, plain_views: bool, coordinates: Mapping[str, int], ties: Ties
+) -> list[ShardedParam]:
     """Every trainable parameter of `module` once, in the order of the model (tied ones under their first name).
 
-    plain_views: give the optimizer views of shards. place: this rank's coordinates on the axes; of ranks that hold the
-    same part of a parameter, the first one counts it in the norm.
+    plain_views: give the optimizer views of shards. coordinates: of this rank on the axes. Of ranks that hold the same part
+    of a parameter, the first counts it in the norm; of a tied pair over two pipeline ranks, the rank that `ties` names.
     """
     found = []
     for name, p in module.named_parameters():
         if not p.requires_grad:
             continue
-        divided = split_axes(p)
-        counts = all(at == 0 for axis, at in place.items() if axis != "pp" and axis not in divided)
+        divided, name = split_axes(p), canonical_name(name)
+        first = all(at == 0 for axis, at in coordinates.items() if axis != "pp" and axis not in divided)
         tensor = nn.Parameter(p.to_local().detach()) if plain_views and isinstance(p, DTensor) else p
-        found.append(ShardedParam(canonical_name(name), p, tensor, counts))
+        found.append(ShardedParam(name, p, tensor, first and not ties.is_counted_elsewhere(name)))
     return found
 
 
@@ -167,10 +168,9 @@ def class_of(path: str) -> Callable[..., torch.optim.Optimizer]:
     if path in _CLASSES:
         return _CLASSES[path]
     if ":" not in path:
-        known = [*LOCAL]
         raise ConfigError(
             f"training.optimizer = {path!r} is not known.",
-            did_you_mean(path, known),
+            did_you_mean(path, SHARD_OPTIMIZERS),
             "Or name package.module:Class.",
         )
     return import_object(path, "training.optimizer")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardwright.measure.live_memory import LiveMemory
 from shardwright.measure.metric_names import PHASE_PEAK
-from shardwright.train.update import Engine
+from shardwright.train.update import UpdateEngine
 
 
 class PhaseMemory:
@@ -20,7 +20,7 @@ class PhaseMemory:
     seen: the phases that were watched so far.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: UpdateEngine) -> None:
         self._engine = engine
         self.seen: set[str] = set()
 
@@ -35,23 +35,23 @@ class PhaseMemory:
         states = [v for state in engine.optimizer.state.values() for v in state.values()]
         memory.hold("parameters", engine.module.parameters())
         memory.hold("parameters", engine.module.buffers())
-        memory.hold("parameters", (local.tensor for local in engine.locals))
+        memory.hold("parameters", (local.tensor for local in engine.params))
         memory.hold("optimizer states", (value for value in states if isinstance(value, Tensor)))
         memory.clear()
         memory.enter(phase)
-        before = engine.enter
+        before = engine.hooks.on_phase
 
         def enter(step: str) -> None:
             before(step)
             if phase == "forward":
                 memory.enter("update")
 
-        engine.enter = enter
+        engine.hooks.on_phase = enter
         try:
             with memory:
                 yield found
         finally:
-            engine.enter = before
+            engine.hooks.on_phase = before
         found.update(memory.peak_by_phase)
         self.seen.update(found)
 

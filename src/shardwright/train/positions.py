@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from shardwright.config.schema import RunFile
-from shardwright.data.streaming.stream_rows import StreamRows
+from shardwright.data.streaming.rows import StreamTable
 from shardwright.data.table import Table
 from shardwright.errors import ConfigError
 from shardwright.layout.axes import Axes
@@ -17,7 +17,7 @@ from shardwright.models.model_parts import is_transformers
 from shardwright.models.position_tables import position_tables
 
 
-def check_positions(model: nn.Module, run: RunFile, tables: Iterable[Table | StreamRows]) -> list[str]:
+def check_positions(model: nn.Module, run: RunFile, tables: Iterable[Table | StreamTable]) -> list[str]:
     """What should be known of the positions that the rows in `tables` need of `model` (on meta), one line each.
 
     Raises `ConfigError` where a table of the model that positions index is shorter: a padded row indexes it over its whole

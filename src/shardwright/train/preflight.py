@@ -6,22 +6,22 @@ from pathlib import Path
 
 from rich.console import Console
 
-from shardwright.checkpoint.multi_host.hosts import everyone
+from shardwright.checkpoint.manifest import read_config, read_manifest
+from shardwright.checkpoint.resume import find_checkpoint, read_choice, resume_setting
 from shardwright.checkpoint.settings import changes, refuse_unaccepted
-from shardwright.checkpoint.store import asked, find, read_choice, read_config, read_manifest
 from shardwright.config.load import Loaded
 from shardwright.config.output_paths import check_writable_directory
 from shardwright.config.rates import check_length
 from shardwright.config.schema import RunFile
 from shardwright.console import say
-from shardwright.data.prepare import Prepared, prepare
-from shardwright.data.updates import make_order
+from shardwright.data.prepare import Prepared, make_order, prepare
 from shardwright.errors import ConfigError, DamagedCheckpointError, ShardwrightError
-from shardwright.launch import own_job
+from shardwright.launch import current_job
 from shardwright.layout.legality import notices
 from shardwright.loss.objective import own_loss
 from shardwright.measure.metrics_log import check_sinks
 from shardwright.mesh.cluster_environment import RankInfo
+from shardwright.mesh.object_collectives import gather_objects
 from shardwright.models.build import build_model
 from shardwright.models.materialise import check_weights, weight_notices
 from shardwright.models.torch_dtypes import TORCH_DTYPES
@@ -29,7 +29,7 @@ from shardwright.parallel.apply import check_model
 from shardwright.train.exported import export_lines
 from shardwright.train.optimizer import check_optimizer, learning_rate_factor
 from shardwright.train.positions import check_positions
-from shardwright.train.rows_done import Former, go_on
+from shardwright.train.rows_done import SavedPosition, resume_rows
 
 
 def check_programs(run: RunFile) -> None:
@@ -52,7 +52,7 @@ def prepare_run(loaded: Loaded, console: Console, exported: bool = False) -> Pre
     model = build_model(run.model, TORCH_DTYPES[run.precision.master_dtype])
     check_weights(model, run.model)
     check_model(model, run)
-    former = _former(loaded)
+    saved = _saved_position(loaded)
     check_sinks(run.logging.report_to)
     train = prepare(run, "train")
     splits = [prepared for prepared in (train, prepare(run, "validation")) if prepared is not None]
@@ -63,8 +63,8 @@ def prepare_run(loaded: Loaded, console: Console, exported: bool = False) -> Pre
         raise ConfigError("data.train names no file.")
     lines = [*weight_notices(model, run.model), *(export_lines(run, model, train) if exported else ())]
     order = make_order(run, train)
-    if former is not None and not run.data.streaming:
-        go_on(order, former, run, train.fingerprint)
+    if saved is not None and not run.data.streaming:
+        resume_rows(order, saved, run, train.fingerprint)
     check_length(run.training, order.total_updates)
     lines += check_positions(model, run, [prepared.table for prepared in splits])
     if order.dropped:
@@ -77,8 +77,8 @@ def prepare_run(loaded: Loaded, console: Console, exported: bool = False) -> Pre
     return train
 
 
-def _former(loaded: Loaded) -> Former | None:
-    """Where the checkpoint that the run will go on from stands; None where only the ranks together can find that out.
+def _saved_position(loaded: Loaded) -> SavedPosition | None:
+    """Where the checkpoint that the run will resume from stands; None where only the ranks together can find that out.
 
     Raises `CheckpointError` where `checkpoint.resume` names one that is not there, or where settings of the objective have
     changed that `checkpoint.accept_changes` does not name.
@@ -86,8 +86,9 @@ def _former(loaded: Loaded) -> Former | None:
     run = loaded.run
     if run.checkpoint.storage == "per_host":
         return None
-    job, output_dir = own_job(), Path(run.checkpoint.output_dir)
-    path = find(output_dir, asked(run.checkpoint.resume, read_choice(output_dir), job.name if job.again else ""))
+    job, output_dir = current_job(), Path(run.checkpoint.output_dir)
+    setting = resume_setting(run.checkpoint.resume, read_choice(output_dir), job.name if job.again else "")
+    path = find_checkpoint(output_dir, setting)
     if path is None:
         return None
     try:
@@ -95,7 +96,7 @@ def _former(loaded: Loaded) -> Former | None:
     except DamagedCheckpointError:  # the ranks name it and take the one before
         return None
     refuse_unaccepted(str(path), changes(config, loaded), run.checkpoint.accept_changes)
-    return Former.of(manifest, config)
+    return SavedPosition.of(manifest, config)
 
 
 def prepare_run_in_ranks(loaded: Loaded, place: RankInfo, console: Console) -> None:
@@ -109,6 +110,6 @@ def prepare_run_in_ranks(loaded: Loaded, place: RankInfo, console: Console) -> N
             prepare_run(loaded, console, exported=True)
         except ShardwrightError as error:
             refused = error
-    for found in everyone(refused):
+    for found in gather_objects(refused):
         if found is not None:
             raise found

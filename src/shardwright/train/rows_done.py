@@ -11,7 +11,7 @@ from shardwright.config.load import read_settings
 from shardwright.config.rates import OPEN_ENDED
 from shardwright.config.schema import RunFile
 from shardwright.data.order import Cursor, Order, Stretch, stretches_of
-from shardwright.data.streaming.stream_rows import StreamOrder
+from shardwright.data.streaming.rows import StreamOrder
 
 _ONCE, _AGAIN = (
     "none of its rows comes again or is passed over",
@@ -20,7 +20,7 @@ _ONCE, _AGAIN = (
 
 
 @dataclass(frozen=True)
-class Former:
+class SavedPosition:
     """Where a checkpoint stands. fingerprint: of the rows. settings: of the run that wrote it, by dotted keys."""
 
     update: int
@@ -29,9 +29,9 @@ class Former:
     settings: Mapping[str, Any]
 
     @staticmethod
-    def of(manifest: Manifest, config: str) -> Former:
+    def of(manifest: Manifest, config: str) -> SavedPosition:
         """What a manifest and a saved run file say."""
-        return Former(manifest.update, manifest.cursor, manifest.data_fingerprint, read_settings(config))
+        return SavedPosition(manifest.update, manifest.cursor, manifest.data_fingerprint, read_settings(config))
 
     def counted(self, rows: int, run: RunFile) -> Cursor:
         """A cursor for a checkpoint that was written without one: its updates times its batch size are done.
@@ -57,24 +57,24 @@ def accepts_other_data(run: RunFile) -> bool:
     )
 
 
-def go_on(order: Order, former: Former, run: RunFile, fingerprint: str) -> list[str]:
+def resume_rows(order: Order, saved: SavedPosition, run: RunFile, fingerprint: str) -> list[str]:
     """Lets `order` begin after the rows that are done; returns what has changed for rows and the length, in lines.
 
     fingerprint: of this run's rows. Raises `CheckpointError` where a stream holds something else there than it did, unless
     that is accepted.
     """
     if isinstance(order, StreamOrder):
-        order.seek(former.update, _place(former.cursor), accepts_other_data(run))
-        length = former.settings.get("training.max_steps")
-        return [*_of_stream(order, former, run), *_of_length(length, order, run)]
-    cursor, other = former.cursor or former.counted(order.rows, run), former.fingerprint != fingerprint
+        order.seek(saved.update, _place(saved.cursor), accepts_other_data(run))
+        length = saved.settings.get("training.max_steps")
+        return [*_of_stream(order, saved, run), *_of_length(length, order, run)]
+    cursor, other = saved.cursor or saved.counted(order.rows, run), saved.fingerprint != fingerprint
     if stream := _place(cursor):  # how many rows are done is all that it says of these
         cursor, other = {"rows": stream["position"], "stretches": []}, True
-    order.seek(former.update, cursor, other)
+    order.seek(saved.update, cursor, other)
     before = next(iter(stretches_of(cursor)[-1:]), None)
     if before == order.stretch:
         return []
-    rows = _of_rows(order, former, cursor, before, other) if former.update < order.total_updates else ()
+    rows = _of_rows(order, saved, cursor, before, other) if saved.update < order.total_updates else ()
     return [*rows, *_of_length(before.updates if before else None, order, run)]
 
 
@@ -83,7 +83,7 @@ def _place(cursor: Cursor | None) -> Cursor | None:
     return cursor if cursor is not None and "place" in cursor else None
 
 
-def _of_rows(order: Order, former: Former, cursor: Cursor, before: Stretch | None, other: bool) -> Iterator[str]:
+def _of_rows(order: Order, saved: SavedPosition, cursor: Cursor, before: Stretch | None, other: bool) -> Iterator[str]:
     epoch, row = divmod(cursor["rows"], order.rows)
     place = f"row {row + 1:,} of {order.rows:,} of epoch {epoch + 1}" if row else f"epoch {epoch + 1}"
     if other or before is None:
@@ -91,9 +91,9 @@ def _of_rows(order: Order, former: Former, cursor: Cursor, before: Stretch | Non
     elif before.same_order(order.stretch):
         what = f"; {_ONCE}"
     else:
-        what = _other_order(order.repeated(former.update, cursor))
-    yield f"{cursor['rows']:,} rows are done, and update {former.update} begins with {place}{what if row else ''}."
-    if former.cursor is None:
+        what = _other_order(order.repeated(saved.update, cursor))
+    yield f"{cursor['rows']:,} rows are done, and update {saved.update} begins with {place}{what if row else ''}."
+    if saved.cursor is None:
         yield "That number is the checkpoint's updates times its batch size: this old checkpoint does not hold the number."
 
 
@@ -101,14 +101,14 @@ def _other_order(again: int) -> str:
     return f". The order of its rows has changed: {again:,} rows come again, and {again:,} are passed over"
 
 
-def _of_stream(order: StreamOrder, former: Former, run: RunFile) -> Iterator[str]:
-    cursor, settings = _place(former.cursor), former.settings
+def _of_stream(order: StreamOrder, saved: SavedPosition, run: RunFile) -> Iterator[str]:
+    cursor, settings = _place(saved.cursor), saved.settings
     if cursor is None:
         yield "The stream is read from its beginning: the checkpoint was trained on other data."
         return
     seed = settings.get("training.seed") if settings.get("data.shuffle") else None
     again = order.repeated_in_window(cursor, seed)
-    done = f"{cursor['position']:,} rows are done, and update {former.update} begins in window {cursor['window']}"
+    done = f"{cursor['position']:,} rows are done, and update {saved.update} begins in window {cursor['window']}"
     if again is None:
         yield f"{done} of the stream. The window holds other rows than before: {_AGAIN}."
     elif again:

@@ -9,13 +9,12 @@ from typing import TypedDict
 import torch
 
 from shardwright.config.schema import RunFile
-from shardwright.data.loader import Loader, UpdateBatch, evaluation_loader, prefetch
+from shardwright.data.loader import Loader, UpdateBatch, evaluation_order, prefetch
 from shardwright.data.order import Order
-from shardwright.data.prepare import prepare
-from shardwright.data.updates import open_updates
+from shardwright.data.prepare import open_updates, prepare
 from shardwright.layout.axes import Axes
 from shardwright.layout.size_rules import row_multiple
-from shardwright.train.rows_done import Former, go_on
+from shardwright.train.rows_done import SavedPosition, resume_rows
 
 
 @dataclass(frozen=True)
@@ -33,9 +32,9 @@ class RunData:
     def updates(self) -> int:
         return self.order.total_updates
 
-    def go_on(self, former: Former) -> list[str]:
-        """Goes on behind a checkpoint; see `rows_done.go_on`."""
-        return go_on(self.order, former, self.run, self.fingerprint)
+    def resume_rows(self, saved: SavedPosition) -> list[str]:
+        """Lets the rows begin after those that a checkpoint has done; see `rows_done.resume_rows`."""
+        return resume_rows(self.order, saved, self.run, self.fingerprint)
 
     def updates_from(self, first: int, device: torch.device) -> Iterator[UpdateBatch]:
         """This rank's part of update `first` (0-based) and of those after it, made while earlier ones run on `device`."""
@@ -64,8 +63,7 @@ def open_data(run: RunFile, axes: Axes, rank: int) -> RunData:
     evaluation = None
     if validation is not None:
         rows = t.per_device_eval_batch_size or rows
-        evaluation = evaluation_loader(
-            validation.table, microbatch_rows=rows, pad_id=validation.pad_id, **place, **shape
-        )
+        order = evaluation_order(validation.table, rows * axes.data_ranks, run.data.batching == "bucket")
+        evaluation = Loader(validation.table, order, microbatch_rows=rows, pad_id=validation.pad_id, **place, **shape)
     eval_fingerprint = validation.fingerprint if validation is not None else ""
     return RunData(run, train.order, loader, evaluation, train.fingerprint, eval_fingerprint)

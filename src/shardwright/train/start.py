@@ -1,4 +1,4 @@
-"""From a checked run file to ranks that train: what is refused or prepared before any process starts."""
+"""From a run file to ranks that train: checks and preparation before any process starts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardwright.config.load import Loaded
 from shardwright.config.output_paths import check_writable_directory
 from shardwright.console import say
 from shardwright.errors import ConfigError
-from shardwright.launch import finish, inside_a_launcher, owned, run_workers, worker_main
+from shardwright.launch import finish, inside_a_launcher, owned, run_training_ranks, worker_main
 from shardwright.layout.legality import check_device, check_run
 from shardwright.mesh.process_group import device_kind
 from shardwright.train.preflight import prepare_run
@@ -23,8 +23,8 @@ RUN_FILE = "config.yaml"
 def start_training(loaded: Loaded, nproc_per_node: int, least: int | None = None, max_restarts: int = 0) -> int:
     """Trains as `loaded` says and returns the exit code: starts ranks here, or is one under torchrun or Slurm.
 
-    least: the smallest number of ranks to go on with when `nproc_per_node` fail at their start; None: no fewer.
-    max_restarts: how often ranks that failed are started anew, from the newest good checkpoint.
+    least: the smallest number of ranks to use when `nproc_per_node` ranks fail at their start; None: no fewer.
+    max_restarts: how often ranks that failed are started again, from the newest good checkpoint.
     """
     if inside_a_launcher():
         finish(worker_main(lambda: run_rank(loaded, alone=True)))
@@ -41,26 +41,14 @@ def start_training(loaded: Loaded, nproc_per_node: int, least: int | None = None
 
 def _start_ranks(loaded: Loaded, counts: list[int], device: str, max_restarts: int, logs: Path) -> int:
     logs.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=logs, prefix="run-", suffix=".json") as handed:
-        handed.write(loaded.to_json())  # beside the logs: a launcher that is killed leaves nothing elsewhere
-        handed.flush()
-        return run_workers(
-            "shardwright.train.worker",
-            [handed.name],
-            nproc_per_node=counts[0],
-            fewer=counts[1:],
-            log_dir=logs,
-            device=device,
-            threads=loaded.run.hardware.threads_per_rank,
-            max_restarts=max_restarts,
-            grace_seconds=loaded.run.hardware.grace_seconds,
-            hang_seconds=loaded.run.hardware.timeout_seconds,
-            hold_signals=True,
-        )
+    with tempfile.NamedTemporaryFile("w", dir=logs, prefix="run-", suffix=".json") as run_json:
+        run_json.write(loaded.to_json())  # beside the logs, so that a killed launcher leaves no file elsewhere
+        run_json.flush()
+        return run_training_ranks(loaded.run, run_json.name, counts, device, logs, max_restarts)
 
 
 def possible_counts(loaded: Loaded, most: int, least: int, console: Console) -> list[int]:
-    """The numbers of ranks from `most` down to `least` on which the objective divides; the others are said, with the reason.
+    """The numbers of ranks from `most` down to `least` on which the objective divides; a line says why others are left out.
 
     Raises `ConfigError` where there is none, or where `most` is the only one asked for and does not divide.
     """

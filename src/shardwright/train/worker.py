@@ -10,17 +10,17 @@ from pathlib import Path
 
 from rich.console import Console
 
-from shardwright.checkpoint.multi_host.hosts import everyone, from_rank
 from shardwright.config.load import Loaded
 from shardwright.console import say
 from shardwright.errors import ConfigError
-from shardwright.launch import Heartbeat, OwnWatch, finish, listen_for_dumps, own_job, worker_main
+from shardwright.launch import Heartbeat, Watchdog, answer_hang_reports, current_job, finish, worker_main
 from shardwright.launch.lock import PATIENCE_SECONDS, lock_of, owned, read_owner
 from shardwright.layout.legality import check_device, check_run
 from shardwright.measure import clock
 from shardwright.measure.environment import device_facts, versions
 from shardwright.measure.flight_recorder import count_transfers, issued
 from shardwright.mesh.cluster_environment import RankInfo
+from shardwright.mesh.object_collectives import broadcast_object, gather_objects
 from shardwright.mesh.process_group import Connection, connect
 from shardwright.models.build import quiet_transformers
 from shardwright.planner.answer import layout_name
@@ -32,7 +32,7 @@ from shardwright.train.loop import Trainer
 from shardwright.train.preflight import prepare_run_in_ranks
 from shardwright.train.run_data import open_data
 from shardwright.train.signals import StopFlag
-from shardwright.train.update import Engine
+from shardwright.train.update import UpdateEngine
 
 WATCHDOG_SECONDS = 5
 """How much longer than a phase a collective may take: the watchdog, which can name the rank, comes first."""
@@ -45,16 +45,16 @@ def run_rank(loaded: Loaded, alone: bool = False) -> int:
     """
     run, hardware = loaded.run, loaded.run.hardware
     quiet_transformers()
-    stop, pulse = StopFlag(), Heartbeat.of_this_rank()
+    stop, heartbeat = StopFlag(), Heartbeat.of_this_rank()
     count_transfers()
-    listen_for_dumps(issued)
+    answer_hang_reports(issued)
     timeout = hardware.timeout_seconds + WATCHDOG_SECONDS
     with (
         connect(hardware.device, timeout, hardware.threads_per_rank, lambda: stop.requested) as connection,
         _own_directory(loaded, connection.rank_info),
     ):
         place = connection.rank_info
-        watch = OwnWatch(pulse, place.rank, place.world_size, hardware.timeout_seconds, second_store, issued)
+        watch = Watchdog(heartbeat, place.rank, place.world_size, hardware.timeout_seconds, second_store, issued)
         axes = check_run(loaded, connection.rank_info.world_size)
         check_device(run, connection.device.type)
         console = Console(quiet=place.rank != 0)
@@ -62,12 +62,12 @@ def run_rank(loaded: Loaded, alone: bool = False) -> int:
             prepare_run_in_ranks(loaded, place, console)
         data = open_data(run, axes, place.rank)
         exported = export_arguments(run) if place.rank == 0 and export_directory(run) else {}
-        with explaining_exhaustion(loaded, axes, place.rank, connection.device, pulse) as watched:
-            engine = watched.engine = Engine(run, axes, connection.device, data.updates)
-            trainer = Trainer(loaded, engine, data, console, pulse)
+        with explaining_exhaustion(loaded, axes, place.rank, connection.device, heartbeat) as watched:
+            engine = watched.engine = UpdateEngine(run, axes, connection.device, data.updates)
+            trainer = Trainer(loaded, engine, data, console, heartbeat)
             if place.rank == 0:
                 _describe(loaded, engine, connection, console)
-            code = trainer.train(stop, own_job())
+            code = trainer.train(stop, current_job())
         if code == 0 and (directory := export_model(run, engine.module, exported)) is not None:
             say(console, f"Wrote {directory} (Hugging Face format).")
         trainer.checkpoints.refuse_unsaved()
@@ -94,18 +94,18 @@ def _own_directory(loaded: Loaded, place: RankInfo) -> Iterator[None]:
 
     with ExitStack() as held:
         if place.started_by != "shardwright":
-            refused = everyone(hold() if place.rank == 0 else None)
-            owner = from_rank(0, read_owner(lock_of(directory, "train")))
+            refused = gather_objects(hold() if place.rank == 0 else None)
+            owner = broadcast_object(read_owner(lock_of(directory, "train")))
             if not shared and not any(refused):
                 other = place.local_rank == 0 and read_owner(lock_of(directory, "train")) != owner
-                refused = everyone(hold() if other else None)
+                refused = gather_objects(hold() if other else None)
             for error in refused:
                 if error is not None:
                     raise error
         yield
 
 
-def _describe(loaded: Loaded, engine: Engine, connection: Connection, console: Console) -> None:
+def _describe(loaded: Loaded, engine: UpdateEngine, connection: Connection, console: Console) -> None:
     """Says what is about to run; saves the resolved run file with the origin of every value, and the environment."""
     output_dir = Path(loaded.run.checkpoint.output_dir)
     output_dir.mkdir(parents=True, exist_ok=True)

@@ -38,7 +38,7 @@ from shardwright.config.load import Loaded
 from shardwright.layout.zero import STAGES
 from shardwright.measure.communication import CommunicationRecorder
 from shardwright.mesh.device_mesh import axis_of_groups
-from shardwright.parallel.fsdp import Sharded, ShardOptions, Unit
+from shardwright.parallel.fsdp import FSDP, ShardOptions, Unit
 
 pytestmark = [pytest.mark.gloo, pytest.mark.slow]
 
@@ -69,7 +69,7 @@ def bf16_sum(stage: str, replicas: int) -> Tensor:
     shape = (replicas, 4 // replicas) if replicas > 1 else (4,)
     options = ShardOptions(STAGES[stage], False, 1, torch.float32, torch.bfloat16, cpu_offload=False)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")[-len(shape) :])
-    kind = Sharded(model, [Unit([model[0]])], mesh, options)
+    kind = FSDP(model, [Unit([model[0]])], mesh, options)
     for k in range(2):
         with kind.microbatch(last=k == 1):
             value = 256.0 if dist.get_rank() == 0 and k == 0 else 1.0

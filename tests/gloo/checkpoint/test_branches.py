@@ -26,7 +26,9 @@ from tests.gloo.engine import ODD, run_file
 from tests.gloo.ranks import run_ranks
 from tests.gloo.saved_runs import make_trainer, names, raised, train
 
-from shardwright.checkpoint import saver, store
+from shardwright.checkpoint import saver
+from shardwright.checkpoint.directory import complete_checkpoints
+from shardwright.checkpoint.manifest import read_manifest, verify
 from shardwright.config.load import Loaded
 from shardwright.launch.lock import lock_of
 from shardwright.mesh.cluster_environment import Job, RankInfo
@@ -78,8 +80,7 @@ def _back(directory: Path) -> dict[str, Any]:
         "twice": _start(run, fifth, 3, **chosen),
         "after twice": _start(run, Job("sixth")),
         "lineage": [
-            (path.name, [branch.number for branch in store.read_manifest(path).lineage])
-            for path in store.complete_checkpoints(run)
+            (path.name, [branch.number for branch in read_manifest(path).lineage]) for path in complete_checkpoints(run)
         ],
     }
 
@@ -105,7 +106,7 @@ def _refusing(directory: Path, **options: Any) -> dict[str, Any]:
     trainer, screen = make_trainer(directory, checkpoint__save_steps=1, checkpoint__save_total_limit=1, **options)
     code = train(trainer)
     dist.barrier()
-    found = _state(trainer, screen) | {"code": code, "verified": store.verify(directory / "checkpoint-6")}
+    found = _state(trainer, screen) | {"code": code, "verified": verify(directory / "checkpoint-6")}
     again, screen = make_trainer(directory, **options)
     found["again"] = (train(again), screen.getvalue().count("Device or resource busy"), names(directory))
     os.unlink, os.symlink, os.fsync = kept

@@ -155,7 +155,7 @@ def _partial(directory: Path) -> dict[str, Any]:
     found = whole_weights(second.engine)
     kept = [name for name in start if name.startswith(("embed", "head", "blocks.2"))]
     strict, _ = make_trainer(directory / "b", **wider, checkpoint__resume=str(path), checkpoint__partial=["embed"])
-    state = {local.name for local in second.engine.locals if second.engine.optimizer.state.get(local.tensor)}
+    state = {local.name for local in second.engine.params if second.engine.optimizer.state.get(local.tensor)}
     second.engine.forward_backward(batches_for(second.engine, 2))
     second.engine.step()
     return {

@@ -18,6 +18,7 @@ from tests.gloo.ranks import run_ranks
 from tests.gloo.saved_runs import make_trainer
 from torch import Tensor
 
+from shardwright.mesh.shard_geometry import full_tensor
 from shardwright.train.loop import Trainer
 
 pytestmark = [pytest.mark.gloo, pytest.mark.slow]
@@ -85,7 +86,7 @@ def _of_all(own: dict[str, Any]) -> dict[str, Any]:
 
 
 def _moments(trainer: Trainer) -> dict[tuple[str, str], Tensor]:
-    found = {key: trainer.engine.full(part).clone() for key, part in moment_parts(trainer.engine).items()}
+    found = {key: full_tensor(part).clone() for key, part in moment_parts(trainer.engine).items()}
     return _of_all(found)
 
 

@@ -22,8 +22,8 @@ from tests.gloo.engine import ODD, batches_for, make_engine, run_file
 from tests.gloo.ranks import run_ranks
 from torch import Tensor
 
-from shardwright.checkpoint import store
-from shardwright.checkpoint.multi_host import replication
+from shardwright.checkpoint.manifest import verify
+from shardwright.checkpoint.multi_host import transfer
 from shardwright.errors import SaveError
 from shardwright.train.loop import Trainer
 
@@ -122,7 +122,7 @@ def _fails(directory: Path) -> dict[str, Any]:
     trainer, _ = _trainer(directory / "fails", "ab"[dist.get_rank()])
     trainer.at.update = 1
     trainer.save()
-    write, check = replication.write_span, replication.checksum
+    write, check = transfer.write_span, transfer.checksum
 
     def full(*arguments: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -130,13 +130,13 @@ def _fails(directory: Path) -> dict[str, Any]:
     found = {}
     for number, (name, fake) in enumerate((("write_span", full), ("checksum", lambda data: "another"))):
         if dist.get_rank() == 1:
-            setattr(replication, name, fake)
+            setattr(transfer, name, fake)
         trainer.at.update = 2 + number
         try:
             trainer.save()
         except SaveError as error:
             found[name] = str(error)
-        replication.write_span, replication.checksum = write, check
+        transfer.write_span, transfer.checksum = write, check
         dist.barrier()
     found["names"] = str(sorted(p.name for p in (directory / "fails").glob("*/*checkpoint-*")))
     return found
@@ -219,7 +219,7 @@ def test_each_host_writes_its_own_and_one_copy(place: Path, two: Any, three: Any
     assert len(manifests) == 1
     both = [(place / "kept" / disk / "checkpoint-6/tensors/rank-00001.safetensors").read_bytes() for disk in "ab"]
     assert both[0] == both[1] and len(both[0]) > 1000
-    assert [store.verify(place / "kept" / disk / f"checkpoint-{u}") for disk in "ab" for u in (2, 4, 6)] == [[]] * 6
+    assert [verify(place / "kept" / disk / f"checkpoint-{u}") for disk in "ab" for u in (2, 4, 6)] == [[]] * 6
     assert "2 hosts" in two[0]["kept", "save"]["screen"]
 
 
@@ -280,7 +280,7 @@ def test_a_copy_that_cannot_be_made_is_no_checkpoint(two: Any) -> None:
     for rank in two:
         found = rank["fails"]
         assert "rank 1: OSError: [Errno 28] No space left on device" in found["write_span"]
-        assert "has not come as rank 0 has written it" in found["checksum"]
+        assert "has not arrived as rank 0 has written it" in found["checksum"]
         assert found["names"] == str(["checkpoint-1", "checkpoint-1"])
 
 

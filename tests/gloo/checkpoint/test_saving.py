@@ -27,7 +27,10 @@ from tests.started import LIMIT
 from torch import Tensor, nn
 
 from shardwright.arch.config_json import shape_from_config
-from shardwright.checkpoint import saver, store
+from shardwright.checkpoint import saver
+from shardwright.checkpoint.directory import complete_checkpoints
+from shardwright.checkpoint.manifest import read_index, verify
+from shardwright.checkpoint.resume import find_checkpoint
 from shardwright.layout.names import with_layout
 from shardwright.measure.live_memory import LiveMemory
 from shardwright.planner.host import host_bytes
@@ -47,7 +50,7 @@ def _beside(directory: Path) -> dict[str, Any]:
     train(plain)
     beside, screen = make_trainer(directory / "beside", **common, checkpoint__async_save=True)
     train(beside)
-    index = store.read_index(directory / "beside" / "checkpoint-6")
+    index = read_index(directory / "beside" / "checkpoint-6")
     own = f"rank-{dist.get_rank():05d}.safetensors"
     share = (index.directory / own).stat().st_size - index.headers[own][0]
     return {
@@ -73,13 +76,13 @@ def _overwritten(directory: Path) -> dict[str, Any]:
         held.wait()
         return write(*arguments)
 
-    copy = saver._copy
+    copy = saver._copy_to_host
 
     def slowly(copies: Any) -> None:
         threading.Event().wait(0.3)
         copy(copies)
 
-    saver.write_parts, saver._copy = late, slowly
+    saver.write_parts, saver._copy_to_host = late, slowly
     trainer.at.update = 2
     trainer.checkpoints.start()
     trainer.checkpoints.saver.before_step()
@@ -88,12 +91,12 @@ def _overwritten(directory: Path) -> dict[str, Any]:
             if isinstance(tensor, Tensor):
                 tensor.fill_(0)
     polled = trainer.checkpoints.saver.poll()
-    before = store.find(directory / "overwritten", "auto")
+    before = find_checkpoint(directory / "overwritten", "auto")
     other, _ = make_trainer(directory / "overwritten", checkpoint__async_save=True)
     other.resume()
     while_writing = other.at.update
     held.set()
-    saver.write_parts, saver._copy = write, copy
+    saver.write_parts, saver._copy_to_host = write, copy
     done = trainer.checkpoints.saver.finish()
     other.resume()
     return {
@@ -159,7 +162,7 @@ def _full(directory: Path, **options: Any) -> dict[str, Any]:
         "at": trainer.at.update,
         "names": names(directory),
         "screen": screen.getvalue(),
-        "verified": [store.verify(path) for path in store.complete_checkpoints(directory)],
+        "verified": [verify(path) for path in complete_checkpoints(directory)],
     }
 
 
@@ -185,7 +188,7 @@ def _no_space(disk: str, **options: Any) -> dict[str, Any]:
         "names": names(directory),
         "screen": screen.getvalue(),
         "metrics": [line for line in _metrics(directory) if "train/loss" in line],
-        "verified": [store.verify(path) for path in store.complete_checkpoints(directory)],
+        "verified": [verify(path) for path in complete_checkpoints(directory)],
     }
     dist.barrier()
     _shared(lambda: shutil.rmtree(directory))

@@ -19,7 +19,10 @@ from tests.gloo.engine import LLAMA, ODD, batches_for, make_engine, run_file, wh
 from tests.gloo.ranks import run_ranks
 from torch import Tensor
 
-from shardwright.checkpoint import saver, store
+from shardwright.checkpoint import resume, saver
+from shardwright.checkpoint.directory import complete_checkpoints
+from shardwright.checkpoint.manifest import read_index
+from shardwright.checkpoint.resume import find_checkpoint
 from shardwright.errors import CheckpointError, ConfigError
 from shardwright.train.loop import Trainer
 
@@ -61,7 +64,7 @@ class Data:
     def updates(self) -> int:
         return int(self.engine.updates)
 
-    def go_on(self, former: Any) -> list[str]:
+    def resume_rows(self, former: Any) -> list[str]:
         """Any update can be begun with."""
         return []
 
@@ -79,7 +82,7 @@ class Flag:
 
     @property
     def requested(self) -> bool:
-        batch = self.engine._batch
+        batch = self.engine.batch
         return dist.get_rank() == self.rank and batch is not None and batch.update == self.update
 
 
@@ -148,7 +151,7 @@ def _resume(directory: Path, kind: str, **options: Any) -> dict[str, Any]:
         "metrics": (_metrics(whole), _metrics(halves)),
         "forgetful": _differences(whole_weights(forgetful.engine), whole_weights(first.engine)),
         "resumed": str(resumed),
-        "there": [p.name for p in store.complete_checkpoints(halves)],
+        "there": [p.name for p in complete_checkpoints(halves)],
         "latest": (halves / "latest").resolve().name,
     }
 
@@ -159,11 +162,11 @@ def _stop(directory: Path) -> dict[str, Any]:
     code = trainer.train(Flag(trainer.engine, rank=1, update=2))  # type: ignore[arg-type]
     at = trainer.at.update
     again = _trainer(directory / "stop", **DROPOUT)
-    find = store.find
+    find = resume.find_checkpoint
     if dist.get_rank() == 1:
-        store.find = lambda output_dir, resume: output_dir / "checkpoint-2"
+        resume.find_checkpoint = lambda output_dir, resume: output_dir / "checkpoint-2"
     resumed = again.resume()
-    store.find = find
+    resume.find_checkpoint = find
     done = _trainer(directory / "stop", **DROPOUT)
     end = done.train(Flag(done.engine))  # type: ignore[arg-type]
     return {
@@ -214,7 +217,7 @@ def _frozen(directory: Path) -> dict[str, Any]:
         "before": len(other),
         "after": _differences(whole_weights(second.engine), whole_weights(first.engine)),
         "buffer": torch.equal(second.engine.module.seen, torch.arange(8.0) + 0.5),
-        "stored": sorted(store.stored_keys(path)),
+        "stored": sorted(read_index(path).shapes),
     }
 
 
@@ -249,8 +252,8 @@ def _refusals(directory: Path) -> dict[str, str]:
         "batch": _message(_trainer(directory / "a", LLAMA, training__global_batch_size=6, **narrow, **at)),
     }  # fmt: skip
     if dist.get_rank() == 0:
-        found["never"] = _message_of(lambda: store.find(directory / "refused", "never"))
-        found["nowhere"] = _message_of(lambda: store.find(directory, str(directory / "refused" / "checkpoint-1")))
+        found["never"] = _message_of(lambda: find_checkpoint(directory / "refused", "never"))
+        found["nowhere"] = _message_of(lambda: find_checkpoint(directory, str(directory / "refused" / "checkpoint-1")))
     return found
 
 
@@ -281,10 +284,10 @@ def _kept(directory: Path) -> dict[str, Any]:
     for update in (1, 2, 3, 4):
         trainer.at.update = update
         trainer.save()
-    kept = [p.name for p in store.complete_checkpoints(directory / "kept")]
+    kept = [p.name for p in complete_checkpoints(directory / "kept")]
     trainer.at.update = 2  # after a fall back to an older checkpoint
     trainer.save()
-    fallen = [p.name for p in store.complete_checkpoints(directory / "kept")]
+    fallen = [p.name for p in complete_checkpoints(directory / "kept")]
     write = saver.write_parts
 
     def fail(*arguments: Any, **options: Any) -> Any:
@@ -299,7 +302,7 @@ def _kept(directory: Path) -> dict[str, Any]:
     return {
         "kept": kept,
         "fallen": fallen,
-        "failed": [p.name for p in store.complete_checkpoints(directory / "kept")],
+        "failed": [p.name for p in complete_checkpoints(directory / "kept")],
         "message": message,
         "latest": (directory / "kept" / "latest").resolve().name,
     }

@@ -29,7 +29,7 @@ from shardwright.export import save_pretrained
 from shardwright.layout.legality import check_run
 from shardwright.models import build_model, find_parts, materialise
 from shardwright.models.model_parts import canonical_parameters
-from shardwright.train.update import Engine
+from shardwright.train.update import UpdateEngine
 
 pytestmark = [pytest.mark.gloo, pytest.mark.slow]
 CPU = torch.device("cpu")
@@ -167,7 +167,7 @@ def _through_layouts(root: str) -> None:
     """Reads files of the hub's names into each layout and writes them again, untrained."""
     for number, (family, layout) in enumerate(LAYOUTS):
         loaded = run_file(str(Path(root) / family), **layout, model__init="pretrained", **FP32)
-        engine = Engine(loaded.run, check_run(loaded, 2), CPU, updates=1)
+        engine = UpdateEngine(loaded.run, check_run(loaded, 2), CPU, updates=1)
         save_pretrained(engine.module, loaded.run.model, Path(root) / f"{family}-{number}", max_shard_bytes=20_000)
 
 

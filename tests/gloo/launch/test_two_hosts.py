@@ -17,7 +17,7 @@ import pytest
 from tests.places import ROOT
 from tests.started import LIMIT, environment
 
-from shardwright.checkpoint import store
+from shardwright.checkpoint.manifest import read_manifest, verify
 from shardwright.tools.drill.compare import compare_checkpoints
 
 UPDATES = 40
@@ -210,7 +210,7 @@ def test_a_cut_link_a_dead_host_and_a_lost_disk(hosts: Hosts, tmp_path: Path) ->
     assert [process.returncode for process in both] == [0, 0]
     assert reference.wait(60) == 0 and losses(disks[0]) == losses(whole)
     last = f"checkpoint-{UPDATES}"
-    assert [store.verify(disk / last) for disk in disks] == [[], []]
+    assert [verify(disk / last) for disk in disks] == [[], []]
     assert [compare_checkpoints(disk / last, whole / last) for disk in disks] == ["", ""]
-    assert store.read_manifest(disks[1] / last) == store.read_manifest(disks[0] / last)
-    assert len(store.read_manifest(disks[1] / last).hosts) == 2
+    assert read_manifest(disks[1] / last) == read_manifest(disks[0] / last)
+    assert len(read_manifest(disks[1] / last).hosts) == 2

@@ -38,13 +38,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardwright.attention.packed_rows import PackedRows
-from shardwright.checkpoint import state, store
+from shardwright.checkpoint import state
+from shardwright.checkpoint.manifest import Manifest
+from shardwright.checkpoint.reader import Directory, load
+from shardwright.checkpoint.saver import save
 from shardwright.config.load import Loaded
 from shardwright.data.loader import Microbatch, UpdateBatch
 from shardwright.layout.size_rules import chunks
 from shardwright.layout.traffic import context_traffic
-from shardwright.parallel.context.attention import ATTENTIONS, PLACE, ContextPlace
-from shardwright.train.update import Engine
+from shardwright.parallel.context.attention import ATTENTIONS, PLACE, ContextShard
+from shardwright.train.update import UpdateEngine
 
 pytestmark = [pytest.mark.gloo, pytest.mark.slow]
 
@@ -183,7 +186,7 @@ ATTENTION_CASES: dict[str, tuple[str, bool, int, dict[str, Any]]] = (
 
 def _attention(kind: str, balanced: bool, width: int, options: dict[str, Any]) -> list[Tensor]:
     """This rank's output [B, N, T, H] and gradients of its q, k and v."""
-    place = ContextPlace(2, dist.get_rank(), balanced, dist.group.WORLD, kind)
+    place = ContextShard(2, dist.get_rank(), balanced, dist.group.WORLD, kind)
     module = nn.Module()
     vars(module)[PLACE] = place
     *inputs, grad = (torch.cat([t[:, :, r.start : r.stop] for r in place.chunks(LENGTH)], 2)
@@ -215,9 +218,9 @@ BATCHES = {
 }
 
 
-def _once(engine: Engine, batch: UpdateBatch) -> tuple[float, float, int]:
+def _once(engine: UpdateEngine, batch: UpdateBatch) -> tuple[float, float, int]:
     engine.forward_backward(batch)
-    own = int((engine._place.part(batch.microbatches[0].labels) >= 0).sum()) if engine._place else -1
+    own = int((engine.context.part(batch.microbatches[0].labels) >= 0).sum()) if engine.context else -1
     result = engine.step()
     return result.loss, result.grad_norm, own
 
@@ -226,25 +229,25 @@ def _resumed(directory: str, kind: str) -> dict[str, Any]:
     """Weights after 3 updates, of a run saved and loaded after 2 of them, and the same file read without cp."""
     engine = make_engine(cp_run(kind=kind))
 
-    def state_of(engine: Engine) -> dict[str, Tensor]:
-        return state.model_state(engine.module) | state.optimizer_state(engine.optimizer, list(engine.locals))
+    def state_of(engine: UpdateEngine) -> dict[str, Tensor]:
+        return state.model_state(engine.module) | state.optimizer_state(engine.optimizer, list(engine.params))
 
-    def loaded(run: Loaded, path: Path) -> Engine:
+    def loaded(run: Loaded, path: Path) -> UpdateEngine:
         torch.manual_seed(9)
         fresh = make_engine(run)
-        names = {local.name for local in fresh.locals}
-        state.materialise_optimizer_state(fresh.optimizer, list(fresh.locals), names)
+        names = {local.name for local in fresh.params}
+        state.materialise_optimizer_state(fresh.optimizer, list(fresh.params), names)
         with torch.no_grad():
-            for local in fresh.locals:
+            for local in fresh.params:
                 local.tensor.fill_(7.0)
-        store.load(path, state_of(fresh))
+        load(Directory(path), state_of(fresh))
         return fresh
 
     for update in range(2):
         engine.forward_backward(batches_for(engine, update, length=LENGTH))
         engine.step()
-    manifest = store.Manifest(2, 0, "", "", 2, kind, store.torch_version())
-    path = store.save(Path(directory) / kind, state_of(engine), manifest, "", None)
+    manifest = Manifest(2, 0, "", "", 2, kind, torch.__version__)
+    path = save(Path(directory) / kind, state_of(engine), manifest, "", None)
     saved, moments = whole_weights(engine), whole_moments(engine)
     engines = [engine, loaded(cp_run(kind=kind), path)]
     without = loaded(run_file(LLAMA, parallelism__data_parallel="zero3"), path)

@@ -12,7 +12,7 @@ from tests.gloo.ranks import run_ranks
 from torch import Tensor, nn
 
 from shardwright.errors import ShardwrightError
-from shardwright.parallel.ddp import Replicated
+from shardwright.parallel.ddp import DDP
 
 pytestmark = pytest.mark.gloo
 
@@ -58,7 +58,7 @@ def _facts(overlap: bool) -> dict[str, Any]:
     rank, found = dist.get_rank(), []
     model = Branches()
     # 64 bytes: stretches within parameters and over several
-    own = Replicated(model, dist.group.WORLD, 64, torch.float64, overlap)  # type: ignore[arg-type]
+    own = DDP(model, dist.group.WORLD, 64, torch.float64, overlap)  # type: ignore[arg-type]
     for update in range(UPDATES):
         for microbatch in range(2):
             with own.microbatch(last=microbatch == 1):

@@ -39,7 +39,7 @@ from shardwright.arch.shape import Shape
 from shardwright.config.load import Loaded
 from shardwright.data.loader import Microbatch, UpdateBatch
 from shardwright.errors import ShardwrightError
-from shardwright.train.update import Engine
+from shardwright.train.update import UpdateEngine
 from shardwright.train.utilisation import document_lengths, update_flops
 
 pytestmark = [pytest.mark.gloo, pytest.mark.slow]
@@ -68,7 +68,7 @@ def documents_of(update: int) -> list[list[Tensor]]:
     return [[torch.randint(5, VOCABULARY, (n,), generator=g) for n in lengths] for lengths in mixes(update)]
 
 
-def packed_batch(engine: Engine, update: int, rows: list[list[Tensor]] | None = None) -> UpdateBatch:
+def packed_batch(engine: UpdateEngine, update: int, rows: list[list[Tensor]] | None = None) -> UpdateBatch:
     """This data rank's part of an update of packed rows, as the loader cuts it."""
     rows, width = rows or documents_of(update), WIDTHS[update]
     ids = torch.zeros(ROWS, width, dtype=torch.long)
@@ -234,7 +234,7 @@ def _losses(loaded: Loaded, change: str) -> list[float]:
             labels[[other for other in range(len(labels)) if other != row]] = -100
             own = Microbatch(microbatch.index, microbatch.input_ids, labels, microbatch.row_ids, microbatch.documents)
             found.append(float(engine.loss_sum(own).detach()))
-    engine.parallel.release()
+    engine.strategy.release()
     return found
 
 

@@ -16,7 +16,7 @@ from tests.gloo.ranks import run_ranks
 from torch import Tensor, nn
 
 from shardwright.config.load import Loaded
-from shardwright.train.update import Engine
+from shardwright.train.update import UpdateEngine
 
 pytestmark = [pytest.mark.gloo, pytest.mark.slow]
 
@@ -49,7 +49,7 @@ CASES = {
 }
 
 
-def _watch(engine: Engine, masks: dict[str, list[Tensor]], states: list[str]) -> list[Any]:
+def _watch(engine: UpdateEngine, masks: dict[str, list[Tensor]], states: list[str]) -> list[Any]:
     """Hooks that keep the mask of every `nn.Dropout`, and the generator's state in front of attention's output projection."""
     handles = []
 

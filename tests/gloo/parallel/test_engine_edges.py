@@ -38,7 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.errors import NonFiniteError
 from shardwright.layout.zero import STAGES
-from shardwright.train.update import Engine
+from shardwright.train.update import UpdateEngine
 
 pytestmark = [pytest.mark.gloo, pytest.mark.slow]
 
@@ -47,7 +47,7 @@ ADAPTED = "tests.odd_models:adapted_model"
 FROZEN = {"model__freeze": ["embed*", "blocks.*.base*", "head*"]}
 
 
-def _kind(kind: str, model: str = LLAMA, **options: Any) -> Engine:
+def _kind(kind: str, model: str = LLAMA, **options: Any) -> UpdateEngine:
     return make_engine(run_file(model, parallelism__data_parallel=kind, **options))
 
 
@@ -108,7 +108,7 @@ def _gradient_sizes(kind: str) -> dict[str, int]:
     """Elements of gradients on this rank after the first of four microbatches: sharded, and not yet reduced."""
     engine = _kind(kind)
     microbatch = batches_for(engine, 0).microbatches[0]
-    with engine.parallel.microbatch(last=False):
+    with engine.strategy.microbatch(last=False):
         engine.loss_sum(microbatch).backward()
     groups = {id(g): g for m in engine.module.modules() if hasattr(m, "_get_fsdp_state") for g in _groups(m)}
     waiting = 0
@@ -119,7 +119,7 @@ def _gradient_sizes(kind: str) -> dict[str, int]:
     return {
         "sharded": sum(g.numel() for _, g in engine.gradients()),
         "waiting": waiting,
-        "all": sum(local.parameter.numel() for local in engine.locals),
+        "all": sum(local.parameter.numel() for local in engine.params),
     }
 
 
@@ -191,7 +191,7 @@ def _poisoned(kind: str, action: str, gradient: bool = False) -> dict[str, Any]:
     engine = _kind(kind, training__on_non_finite=action)
 
     def poison(module: Any, inputs: Any, output: Any) -> None:
-        if dist.get_rank() == 1 and engine._batch is not None and engine._batch.update == 1:
+        if dist.get_rank() == 1 and engine.batch is not None and engine.batch.update == 1:
             if gradient:
                 output.logits.register_hook(lambda g: g * float("nan"))
             else:

@@ -36,17 +36,19 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp
 from transformers import AutoModelForCausalLM
 
 from shardwright.checkpoint import state as checkpoint_state
-from shardwright.checkpoint import store
+from shardwright.checkpoint.manifest import Manifest, read_index
+from shardwright.checkpoint.reader import Directory, load
+from shardwright.checkpoint.saver import save
 from shardwright.config.load import Loaded
 from shardwright.data.loader import UpdateBatch
 from shardwright.errors import CheckpointError
 from shardwright.export import save_pretrained
 from shardwright.layout.pipeline_schedules import actions, chunks_of, communicate, deadlock, stage_rank
 from shardwright.layout.zero import STAGES
-from shardwright.train.update import Engine
+from shardwright.train.update import UpdateEngine
 
 pytestmark = [pytest.mark.gloo, pytest.mark.slow]
-MANIFEST = store.Manifest(1, 0, "", "", 2, "", torch.__version__)
+MANIFEST = Manifest(1, 0, "", "", 2, "", torch.__version__)
 
 
 def widened(batch: UpdateBatch, length: int) -> UpdateBatch:
@@ -130,9 +132,9 @@ def test_lengths_and_rows_that_change() -> None:
 # A66, A83: checkpoints and export
 
 
-def _state(engine: Engine) -> dict[str, torch.Tensor]:
+def _state(engine: UpdateEngine) -> dict[str, torch.Tensor]:
     model = checkpoint_state.model_state(engine.module)
-    return model | checkpoint_state.optimizer_state(engine.optimizer, list(engine.locals))
+    return model | checkpoint_state.optimizer_state(engine.optimizer, list(engine.params))
 
 
 def _resumed(loaded: Loaded, directory: Path) -> dict[str, Any]:
@@ -140,18 +142,18 @@ def _resumed(loaded: Loaded, directory: Path) -> dict[str, Any]:
     engine = make_engine(loaded)
     engine.forward_backward(batches_for(engine, 0))
     engine.step()
-    path = store.save(directory, _state(engine), MANIFEST, "", None)
+    path = save(directory, _state(engine), MANIFEST, "", None)
     engine.forward_backward(batches_for(engine, 1))
     straight = (engine.step(), weights(engine))
     again = make_engine(loaded)
-    names = {local.name for local in again.locals}
-    checkpoint_state.materialise_optimizer_state(again.optimizer, list(again.locals), names)
-    store.load(path, _state(again))
+    names = {local.name for local in again.params}
+    checkpoint_state.materialise_optimizer_state(again.optimizer, list(again.params), names)
+    load(Directory(path), _state(again))
     again.forward_backward(batches_for(again, 1))
     resumed = (again.step(), weights(again))
     missing = ""
     try:
-        store.load(path, {**_state(again), **({"model.other": torch.zeros(1)} if dist.get_rank() else {})})
+        load(Directory(path), {**_state(again), **({"model.other": torch.zeros(1)} if dist.get_rank() else {})})
     except CheckpointError as error:
         missing = str(error)
     export = save_pretrained(again.module, loaded.run.model, directory / "model")
@@ -193,7 +195,7 @@ def test_checkpoints_and_exports(world_size: int, tmp_path: Path) -> None:
             assert "1 not in the checkpoint: model.other" in rank[name]["missing"]
             assert rank[name]["groups"] == sorted(rank[name]["groups"], reverse=True)
         unsplit = {p: value.shape for p, value in plain_model(loaded).named_parameters()}
-        stored = store.read_index(ranks[0][name]["path"]).tensors
+        stored = read_index(ranks[0][name]["path"]).tensors
         assert {key.removeprefix("model.") for key in stored if key.startswith("model.")} == set(unsplit)
         entries = {f"optimizer.{p}.{entry}" for p in unsplit for entry in ("exp_avg", "exp_avg_sq", "step")}
         assert {key for key in stored if key.startswith("optimizer.")} == entries
@@ -213,7 +215,7 @@ def _facts(cases: dict[str, Loaded], dropout: dict[str, Loaded]) -> dict[str, An
     found: dict[str, Any] = {}
     for name, loaded in cases.items():
         engine: Any = make_engine(loaded)
-        order = engine.parallel.torch_schedule(4, torch.zeros(1, T, dtype=torch.long)).pipeline_order
+        order = engine.strategy.torch_schedule(4, torch.zeros(1, T, dtype=torch.long)).pipeline_order
         found[name] = {rank: [str(a) for a in own if a is not None] for rank, own in order.items()}
     for name, loaded in dropout.items():
         both, second = make_engine(loaded), make_engine(loaded)

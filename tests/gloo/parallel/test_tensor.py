@@ -37,7 +37,10 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
 from transformers import Gemma3TextConfig, GPTNeoXConfig, Olmo2Config, Phi3Config
 
-from shardwright.checkpoint import state, store
+from shardwright.checkpoint import state
+from shardwright.checkpoint.manifest import Manifest
+from shardwright.checkpoint.reader import Directory, load
+from shardwright.checkpoint.saver import save
 from shardwright.loss.vocab_parallel_loss import vocabulary_cross_entropy_sum
 
 pytestmark = [pytest.mark.gloo, pytest.mark.slow]
@@ -215,16 +218,16 @@ def _saved_and_loaded(path: str, saved: Any, others: dict[str, Any]) -> dict[str
     weights, moments = whole_weights(engine), whole_moments(engine)
 
     def tensors(of: Any) -> dict[str, Tensor]:
-        return state.model_state(of.module) | state.optimizer_state(of.optimizer, list(of.locals))
+        return state.model_state(of.module) | state.optimizer_state(of.optimizer, list(of.params))
 
-    manifest = store.Manifest(2, 0, "", "", dist.get_world_size(), "", store.torch_version())
-    written = store.save(Path(path), tensors(engine), manifest, "", None)
+    manifest = Manifest(2, 0, "", "", dist.get_world_size(), "", torch.__version__)
+    written = save(Path(path), tensors(engine), manifest, "", None)
     differing = {}
     for name, other in others.items():
         fresh = make_engine(other)
         names = {local.name for local in fresh.locals}
         state.materialise_optimizer_state(fresh.optimizer, list(fresh.locals), names)
-        store.load(written, tensors(fresh))
+        load(Directory(written), tensors(fresh))
         now, then = whole_weights(fresh), whole_moments(fresh)
         wrong = [key for key, value in weights.items() if not torch.equal(value, now[key])]
         for key, entries in moments.items():

@@ -14,10 +14,10 @@ from tests.places import ROOT
 from tests.started import LIMIT, environment
 
 from shardwright.config import load_run_file
-from shardwright.tools.drill.chain import judge, run_chain
-from shardwright.tools.drill.faults import Fault
-from shardwright.tools.drill.moments import Break, at_phase, at_stage
-from shardwright.tools.drill.session import Session
+from shardwright.tools.drill.faults import RESTARTED, Trial
+from shardwright.tools.drill.injection import KILL, NONE, at_phase, at_save_stage
+from shardwright.tools.drill.target_run import TargetRun
+from shardwright.tools.drill.trials import judge, run_trials
 from shardwright.train.preflight import prepare_run
 
 pytestmark = [pytest.mark.gloo, pytest.mark.slow]
@@ -25,7 +25,7 @@ UPDATES = 16
 
 
 @pytest.fixture
-def sessions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Session, Session]]:
+def targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[TargetRun, TargetRun]]:
     """(reference, run to be broken) of one rank each, with a temporary directory of their own."""
     from rich.console import Console
 
@@ -40,40 +40,41 @@ def sessions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[
     }  # fmt: skip
     loaded = load_run_file("examples/tiny.yaml", values)
     prepare_run(loaded, Console(quiet=True))
-    made = (Session(loaded, 1, tmp_path / "reference"), Session(loaded, 1, tmp_path / "broken"))
+    made = (TargetRun(loaded, 1, tmp_path / "reference"), TargetRun(loaded, 1, tmp_path / "broken"))
     yield made
-    for session in made:
-        session.close()
+    for target in made:
+        target.close()
 
 
-def test_kills_lose_nothing_and_leave_nothing(sessions: tuple[Session, Session], tmp_path: Path) -> None:
+def test_kills_lose_nothing_and_leave_nothing(targets: tuple[TargetRun, TargetRun], tmp_path: Path) -> None:
     """A104: SIGKILL of the launcher, whose ranks end and leave no file; then of a rank between rename and link.
 
     Then a flaw in the one run is planted, which the comparison must find and blame on the fault before it. The reference runs
     beside the run that is broken.
     """
-    reference, broken = sessions
+    reference, broken = targets
     temporary, shared, left = tmp_path / "tmp", set(os.listdir("/dev/shm")), []
 
-    def kill_launcher(session: Session, update: int) -> str | None:
-        found = at_phase(session, 0, "forward_backward", update, Break(signal.SIGCONT))
-        assert session.launcher is not None
-        family = psutil.Process(session.launcher.pid).children(recursive=True)
-        session.kill_launcher()
+    def kill_launcher(target: TargetRun, update: int) -> str | None:
+        found = at_phase(target, 0, "forward_backward", update, NONE)
+        assert target.launcher is not None
+        family = psutil.Process(target.launcher.pid).children(recursive=True)
+        target.kill_launcher()
         left.append((len(family), psutil.wait_procs(family, timeout=LIMIT)[1]))
         return found
 
-    kill = Break(signal.SIGKILL)
-    faults = [
-        Fault("kill", "of the launcher", kill_launcher, (-signal.SIGKILL,)),
-        Fault("save", "of a rank", lambda s, u: at_stage(s, 0, "before the link", u, kill, tries=9), (None,)),
+    trials = [
+        Trial("kill", "of the launcher", kill_launcher, (-signal.SIGKILL,)),
+        Trial("save", "of a rank", lambda t, u: at_save_stage(t, 0, "before the link", u, KILL, tries=9), RESTARTED),
     ]
     reference.start(restarts=0)
-    rows = run_chain(broken, faults, UPDATES, random.Random(0), lambda text: None)
+    results = run_trials(broken, trials, UPDATES, random.Random(0), lambda text: None)
     assert reference.wait_for_end(0) == 0
-    judge(rows, broken, reference)
-    assert [(row.problem, row.after) for row in rows] == [("", "identical")] * 2
-    assert rows[1].lost == 0 and rows[1].found == f"save of update {rows[1].resumed_from}, before the link"
+    judge(results, broken, reference)
+    assert [(result.problem, result.after) for result in results] == [("", "identical")] * 2
+    assert (
+        results[1].lost == 0 and results[1].injected_at == f"save of update {results[1].resumed_from}, before the link"
+    )
     ((family, alive),) = left
     assert family >= 2 and not alive  # a rank and the guard, at least
     assert not list(temporary.iterdir()) and set(os.listdir("/dev/shm")) <= shared
@@ -81,5 +82,5 @@ def test_kills_lose_nothing_and_leave_nothing(sessions: tuple[Session, Session],
     metrics = broken.output_dir / "metrics.jsonl"
     lines = metrics.read_text().splitlines()
     metrics.write_text("\n".join([*lines[:-1], lines[-1].replace('"train/loss": 4', '"train/loss": 5')]) + "\n")
-    judge(rows, broken, reference)
-    assert rows[1].problem.startswith(f"train/loss of update {UPDATES - 1} is 5")
+    judge(results, broken, reference)
+    assert results[1].problem.startswith(f"train/loss of update {UPDATES - 1} is 5")

@@ -35,7 +35,7 @@ from shardwright.data.loader import UpdateBatch
 from shardwright.errors import ShardwrightError
 from shardwright.loss.objective import logits_of
 from shardwright.loss.output_head import Deferred
-from shardwright.train.update import Engine
+from shardwright.train.update import UpdateEngine
 
 pytestmark = [pytest.mark.gloo, pytest.mark.slow]
 
@@ -146,7 +146,7 @@ def one_microbatch_without_targets(batch: UpdateBatch) -> UpdateBatch:
     return replace(batch, microbatches=tuple(first), target_tokens=targets)
 
 
-def batch_for(engine: Engine, update: int, name: str) -> UpdateBatch:
+def batch_for(engine: UpdateEngine, update: int, name: str) -> UpdateBatch:
     place, ranks = engine.axes.data_rank(engine.rank), engine.axes.data_ranks
     batch = batch_of(update, place, ranks, engine.run.training.per_device_train_batch_size, length=T)
     if "weighted" in name:
@@ -154,7 +154,7 @@ def batch_for(engine: Engine, update: int, name: str) -> UpdateBatch:
     return one_microbatch_without_targets(batch) if update == 1 else batch
 
 
-def note_chunks(engine: Engine, seen: list[bool]) -> None:
+def note_chunks(engine: UpdateEngine, seen: list[bool]) -> None:
     """Notes at each loss whether logits were never whole."""
     original = engine.loss_of
 

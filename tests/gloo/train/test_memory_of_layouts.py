@@ -60,7 +60,7 @@ def _peaks(names: tuple[str, ...]) -> dict[str, tuple[MemoryPeak, dict[str, int]
         with memory:
             engine = make_engine(loaded(name))
             memory.label("parameters", engine.module.parameters())
-            engine.enter = lambda phase, memory=memory: memory.enter("update")  # type: ignore[misc]
+            engine.hooks.on_phase = lambda phase, memory=memory: memory.enter("update")  # type: ignore[misc]
             for update in range(2):
                 batch = batches_for(engine, update, length=LENGTH, rows=16)
                 memory.clear()

@@ -120,8 +120,8 @@ def _decay_and_identity() -> dict[str, Any]:
         facts[kind] = (before, whole_weights(engine))
     engine = make_engine(run_file(LLAMA))
     fresh = make_engine(run_file(LLAMA))
-    engine.module, engine.parallel = fresh.module, fresh.parallel
-    engine.locals = [type(a)(a.name, b.parameter, a.tensor, a.counts) for a, b in zip(engine.locals, fresh.locals)]
+    engine.module, engine.strategy = fresh.module, fresh.strategy
+    engine.params = [type(a)(a.name, b.parameter, a.tensor, a.counts) for a, b in zip(engine.params, fresh.params)]
     try:
         engine.forward_backward(batches_for(engine, 0))
         facts["stale"] = ""

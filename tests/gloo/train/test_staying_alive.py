@@ -44,7 +44,7 @@ class Data:
     eval_fingerprint: str = ""
     validation: Any = None
 
-    def go_on(self, former: Any) -> list[str]:
+    def resume_rows(self, former: Any) -> list[str]:
         """Any update can be begun with."""
         return []
 
@@ -91,7 +91,7 @@ def _spike(directory: Path) -> list[Any]:
     def before(update: int) -> None:
         if update == SPIKE_AT:
             with torch.no_grad():
-                for local in made.engine.locals:
+                for local in made.engine.params:
                     local.tensor.mul_(30)
 
     made, _ = trainer(

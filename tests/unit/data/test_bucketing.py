@@ -9,10 +9,10 @@ import pytest
 from tests.unit.tables import numbered, table
 
 from shardwright.config import load_run_file
-from shardwright.data.bucketing import bucketed
-from shardwright.data.loader import Loader, evaluation_loader
-from shardwright.data.order import FILLER, Order
-from shardwright.data.rows import Cut
+from shardwright.data.arrays import FILLER
+from shardwright.data.loader import Loader, evaluation_order
+from shardwright.data.order import Order
+from shardwright.data.packing import Cut
 from shardwright.data.table import Table
 from shardwright.errors import ConfigError
 from shardwright.layout.axes import Axes
@@ -26,7 +26,7 @@ def rows_of(count: int, seed: int = 0, longest: int = 96) -> Table:
 
 
 def order_of(rows: int, batch: int, **options: Any) -> Order:
-    options = {"num_train_epochs": 1} | options
+    options = {"num_train_epochs": 1} | options  # with `lengths`, rows are sorted in megabatches
     return Order(rows, global_batch_size=batch, seed=5, **options)
 
 
@@ -43,7 +43,7 @@ def loaders(found: Table, order: Order, ranks: int, rows: int = 1, **widths: Any
 def test_an_update_holds_the_same_rows_on_every_layout(ranks: int, rows: int, window: int) -> None:
     """A22 A23: the rows and targets of an update do not depend on ranks, microbatches or widths; all have equally many."""
     found = rows_of(100)
-    order = bucketed(order_of(100, 12, bucket_updates=window), found.real_tokens)
+    order = order_of(100, 12, bucket_updates=window, lengths=found.real_tokens)
     (reference,) = loaders(found, order, 1, 12)
     parts = loaders(found, order, ranks, rows, bucket_multiple=8)
     for number in range(len(reference)):
@@ -66,7 +66,7 @@ def test_one_window_changes_no_objective() -> None:
     """With bucket_updates 1 an update holds exactly the rows that it has under pad."""
     found, order = rows_of(50), order_of(50, 8)
     (plain,) = loaders(found, order, 1, bucket_multiple=None)
-    (sorted_rows,) = loaders(found, bucketed(order, found.real_tokens), 1)
+    (sorted_rows,) = loaders(found, order_of(50, 8, lengths=found.real_tokens), 1)
     for number in range(len(plain)):
         a, b = plain.update(number), sorted_rows.update(number)
         assert sorted(a.row_ids) == sorted(b.row_ids) and a.divisor == b.divisor
@@ -106,20 +106,20 @@ def test_a_pipeline_has_one_width() -> None:
 def test_epochs_hold_every_row_once_in_other_company(window: int) -> None:
     """A24 A25: three epochs of 24 rows, 4 an update: every row once in each; other updates in each; again the same."""
     found = rows_of(24)
-    order = bucketed(order_of(24, 4, num_train_epochs=3, bucket_updates=window), found.real_tokens)
+    order = order_of(24, 4, num_train_epochs=3, bucket_updates=window, lengths=found.real_tokens)
     updates = [frozenset(order.update_rows(u).tolist()) for u in range(18)]
     epochs = [updates[i : i + 6] for i in (0, 6, 12)]
     assert all(sorted(row for u in epoch for row in u) == list(range(24)) for epoch in epochs)
     assert set(epochs[0]) != set(epochs[1]) != set(epochs[2])
-    again = bucketed(order_of(24, 4, num_train_epochs=3, bucket_updates=window), found.real_tokens)
+    again = order_of(24, 4, num_train_epochs=3, bucket_updates=window, lengths=found.real_tokens)
     assert [frozenset(again.update_rows(u).tolist()) for u in range(18)] == updates
 
 
 @pytest.mark.parametrize("rows", [3, 21, 22])
 def test_no_row_meets_itself_where_epochs_do_not_end_with_updates(rows: int) -> None:
     """A24: every row as often as there are epochs; where an update holds two epochs its rows are those without windows."""
-    found, plain = rows_of(rows), order_of(rows, 4, num_train_epochs=4, bucket_updates=3)
-    order = bucketed(plain, found.real_tokens)
+    found, options = rows_of(rows), {"num_train_epochs": 4, "bucket_updates": 3}
+    plain, order = order_of(rows, 4, **options), order_of(rows, 4, **options, lengths=found.real_tokens)
     updates = [order.update_rows(u).tolist() for u in range(order.total_updates)]
     assert sorted(row for u in updates for row in u if row != FILLER) == sorted(list(range(rows)) * 4)
     for number, update in enumerate(updates):
@@ -132,7 +132,7 @@ def test_windows_save_padding_and_long_rows_come_at_any_time() -> None:
     found = rows_of(512)
     slots = {}
     for window in (1, 16):
-        order = bucketed(order_of(512, 8, bucket_updates=window), found.real_tokens)
+        order = order_of(512, 8, bucket_updates=window, lengths=found.real_tokens)
         (loader,) = loaders(found, order, 1, 4)
         slots[window] = sum(loader.counts(u)[0].slots for u in range(len(loader)))
         longest = [max(found.real_tokens(order.update_rows(u))) for u in range(16)]
@@ -145,7 +145,7 @@ def test_a_part_filled_last_update_keeps_its_rows() -> None:
     """A10: 21 rows, 4 an update: the sixth holds the row that it would hold without windows, and three fillers."""
     found = rows_of(21)
     plain = order_of(21, 4, bucket_updates=4)
-    order = bucketed(plain, found.real_tokens)
+    order = order_of(21, 4, bucket_updates=4, lengths=found.real_tokens)
     assert order.update_rows(5).tolist() == plain.update_rows(5).tolist()
     (loader,) = loaders(found, order, 1, 2)
     last = loader.update(5)
@@ -172,7 +172,7 @@ def test_a_late_update_reads_the_lengths_of_its_window_only() -> None:
         asked.append(len(rows))
         return rows % 97
 
-    order = bucketed(order_of(10**9, 64, num_train_epochs=None, max_steps=10**8, bucket_updates=16), lengths)
+    order = order_of(10**9, 64, num_train_epochs=None, max_steps=10**8, bucket_updates=16, lengths=lengths)
     assert len(set(order.update_rows(10**7).tolist())) == 64
     assert asked == [16 * 64]
 
@@ -181,12 +181,8 @@ def test_evaluation_rows_are_sorted_and_counted_once() -> None:
     """A99: each row once on 1, 2 and 3 ranks, with the padding of sorted rows."""
     found = rows_of(45)
     for ranks in (1, 2, 3):
-        made = [
-            list(
-                evaluation_loader(found, data_rank=r, data_ranks=ranks, microbatch_rows=2, pad_id=0, bucket_multiple=4)
-            )
-            for r in range(ranks)
-        ]
+        order = evaluation_order(found, 2 * ranks, bucket=True)
+        made = [list(loader) for loader in loaders(found, order, ranks, 2, bucket_multiple=4)]
         assert len({len(batches) for batches in made}) == 1
         rows = [row for batches in made for b in batches for m in b.microbatches for row in m.row_ids]
         assert sorted(row for row in rows if row != FILLER) == list(range(45))

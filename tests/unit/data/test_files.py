@@ -13,7 +13,7 @@ import pytest
 from tests.byte_tokens import ready, write_tokenizer
 
 from shardwright.data.files import find_files, sources_of
-from shardwright.data.sources import _whole, columns, records, slices
+from shardwright.data.records import _whole, columns, records, slices
 from shardwright.errors import DataError
 from shardwright.layout.import_path import is_import_path
 
@@ -70,7 +70,7 @@ def test_a_pattern_is_one_where_no_file_has_its_name(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "tok", eos_token="<eos>")
     assert named(tmp_path / "a[12].jsonl") == ["a[12].jsonl"]
     [line] = ready(tmp_path, [str(tmp_path / "a[12].jsonl")]).notices
-    assert "is read as one name, not as a pattern that also matches" in line and "a1.jsonl" in line
+    assert "is read as a name, not as a pattern that also matches" in line and "a1.jsonl" in line
 
 
 def test_compressed_files_are_read_from_any_place(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_compressed_files_are_read_from_any_place(tmp_path: Path) -> None:
     assert found.counts["documents"] == 6
     assert any("c.jsonl.gz and c.jsonl are both read" in line for line in found.notices)
     (tmp_path / "d.parquet.gz").write_bytes(b"")
-    with pytest.raises(DataError, match=r"d\.parquet\.gz is not a data file of a known kind"):
+    with pytest.raises(DataError, match=r"d\.parquet\.gz is not a supported data file"):
         named(tmp_path / "*.gz")
 
 
@@ -157,7 +157,7 @@ def test_json_files_of_any_form(content: bytes, expected: list[tuple[int, str]],
 def test_json_files_that_hold_something_else_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     for content, message in (
-        (b'[{"text": "one"}, 3]', r"a\.json:2: it is a number, not an object"),
+        (b'[{"text": "one"}, 3]', r"a\.json:2: the entry is a number, not an object"),
         (b'[{"text": "one"},', r"a\.json begins like a JSON array but is not valid JSON"),
         (b'{"text": "one"}\n{"text": \n', r"a\.json:2: the line is not JSON"),
     ):

@@ -72,7 +72,9 @@ def test_unknown_columns_are_named(tmp_path: Path) -> None:
     data = run_file(tmp_path).data
     with pytest.raises(DataError, match=r"there is no column `messages`. Columns here: mesages, id"):
         find_format(str(written(tmp_path / "a.jsonl", {"mesages": TALK, "id": 1})), data)
-    with pytest.raises(DataError, match=r"no format has the columns q, z. Known are text: text; messages: messages"):
+    with pytest.raises(
+        DataError, match=r"no format has the columns q, z. The formats are text: text; messages: messages"
+    ):
         find_format(str(written(tmp_path / "a.jsonl", {"q": 1, "z": 2})), data)
     (tmp_path / "a.txt").write_text("x\n")
     assert find_format(str(tmp_path / "a.txt"), data) == "text"
@@ -119,7 +121,7 @@ def test_tokens_need_no_tokenizer(tmp_path: Path) -> None:
     stored = found.table.documents
     assert stored.tokens.tolist() == [9, 8, 7, 5, 6, 7] and stored.weights is not None
     assert stored.weights.tolist() == [1, 1, 1, 0, 0, 0.5]
-    assert found.formats == ("tokens",) and found.pad_id == 0
+    assert found.formats == ["tokens"] and found.pad_id == 0
     written(tmp_path / "a.jsonl", {"input_ids": [1, 300]})
     with pytest.raises(ConfigError, match=r"token id 300, but the model's vocab_size is 300.*vocab_size: 301"):
         prepare(run_file(tmp_path, model=model))
@@ -186,7 +188,7 @@ def test_every_setting_that_changes_tokens_or_weights_is_in_the_key_of_the_cache
         "format": ready(run_file(tmp_path, format="text")),
         "eos": ready(run_file(tmp_path, format="text", append_eos=False)),
     }
-    assert len({prepared.path for prepared in found.values()}) == len(found)
+    assert len({prepared.table.documents.path for prepared in found.values()}) == len(found)
     assert all(not prepared.cached for prepared in found.values())
     assert ready(run_file(tmp_path, **base, overlong="split", max_length=9)).cached
     weights = {name: np.asarray(prepared.table.documents.weights).tolist() for name, prepared in found.items()}

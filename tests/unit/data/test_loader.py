@@ -14,9 +14,9 @@ import torch
 from tests.started import LIMIT
 from tests.unit.tables import table
 
-from shardwright.data.loader import Loader, UpdateBatch, evaluation_loader, prefetch
+from shardwright.data.loader import Loader, UpdateBatch, evaluation_order, prefetch
 from shardwright.data.order import Order
-from shardwright.data.rows import Cut
+from shardwright.data.packing import Cut
 from shardwright.data.table import Table
 from shardwright.errors import ConfigError
 
@@ -49,6 +49,12 @@ def make(
     run = run or {"num_train_epochs": 1}
     order = Order(len(found), global_batch_size=global_batch, seed=5, shuffle=shuffle, **run)
     return Loader(found, order, data_rank=rank, data_ranks=ranks, microbatch_rows=rows, pad_id=PAD, **widths)
+
+
+def evaluation_batches(found: Table, ranks: int) -> list[list[UpdateBatch]]:
+    """The evaluation of each rank, two rows a microbatch."""
+    order, place = evaluation_order(found, 2 * ranks, bucket=False), {"data_ranks": ranks, "microbatch_rows": 2}
+    return [list(Loader(found, order, data_rank=rank, pad_id=PAD, **place)) for rank in range(ranks)]
 
 
 def whole(batches: list[UpdateBatch]) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
@@ -140,11 +146,7 @@ def test_the_last_update_weighs_what_its_targets_weigh() -> None:
 def test_evaluation_counts_each_row_once(rows: int, ranks: int) -> None:
     """A99 A116: equally many microbatches on every rank, each row once, fillers count nothing."""
     data = uneven(rows)
-    loaders = [
-        evaluation_loader(plain(data), data_rank=rank, data_ranks=ranks, microbatch_rows=2, pad_id=PAD)
-        for rank in range(ranks)
-    ]
-    batches = [list(loader) for loader in loaders]
+    batches = evaluation_batches(plain(data), ranks)
     assert {len(found) for found in batches} == {-(-rows // (2 * ranks))}
     assert all(len(batch.microbatches) == 1 for found in batches for batch in found)
     seen = [row for step in zip(*batches) for row in whole(list(step))[2]]
@@ -313,8 +315,7 @@ def test_evaluation_of_packed_rows_counts_each_document_once() -> None:
     targets = sum(len(row) - 1 for row in data)
     for cut in (Cut(16, "split"), Cut(16, "split", "bfd")):
         for ranks in (1, 3):
-            place = {"data_ranks": ranks, "microbatch_rows": 2, "pad_id": PAD}
-            found = [list(evaluation_loader(table(data, cut), data_rank=r, **place)) for r in range(ranks)]
+            found = evaluation_batches(table(data, cut), ranks)
             assert len({len(batches) for batches in found}) == 1
             assert sum(batch.target_tokens for batch in found[0]) == targets
             held = [(m.labels != -100).sum() for batches in found for b in batches for m in b.microbatches]

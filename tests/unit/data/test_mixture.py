@@ -14,8 +14,7 @@ from tests.places import EXAMPLES
 
 from shardwright.config import RunFile
 from shardwright.data.mixture import Mixture
-from shardwright.data.prepare import Prepared, prepare
-from shardwright.data.updates import make_order
+from shardwright.data.prepare import Prepared, make_order, prepare
 from shardwright.errors import ConfigError
 
 

@@ -7,7 +7,9 @@ import itertools
 import numpy as np
 import pytest
 
-from shardwright.data.order import FILLER, Order, permute
+from shardwright.data.arrays import FILLER
+from shardwright.data.order import Order
+from shardwright.data.permutation import permute
 from shardwright.errors import ConfigError, DataError
 
 M = 2**64 - 1

@@ -17,10 +17,10 @@ from tests.places import EXAMPLES
 from tests.started import LIMIT, environment
 
 from shardwright.config import RunFile, load_run_file
+from shardwright.data.documents import token_dtype
+from shardwright.data.packing import Cut, cut_rows
 from shardwright.data.prepare import Prepared, prepare
-from shardwright.data.rows import Cut, cut_rows
-from shardwright.data.table import token_dtype
-from shardwright.data.tokenise import load_tokenizer
+from shardwright.data.tokenizer import load_tokenizer
 from shardwright.errors import ConfigError, DataError
 
 EOS = 256  # the tiny tokenizer: token = byte of UTF-8, and one end token
@@ -60,7 +60,7 @@ def test_rows_are_the_bytes_of_the_documents_and_an_end(tmp_path: Path) -> None:
     assert found.table.target_tokens(np.arange(3)).tolist() == [2, 3, 4]
     assert found.table.real_tokens(np.arange(3)).tolist() == [3, 4, 5]
     assert found.counts["targets"] == 9 and found.counts["tokens"] == 12
-    assert found.pad_id == EOS and found.largest_token_id == EOS
+    assert found.pad_id == EOS and found.table.documents.meta["largest_token_id"] == EOS
     assert found.notices == () and not found.cached
     assert found.summary() == "train: 3 documents of text, 12 tokens -> 3 rows of 8, 9 targets, padding 50%"
 
@@ -73,13 +73,13 @@ def test_overlong_documents(tmp_path: Path) -> None:
     assert rows(split)[3] == [*b"abcdefg", EOS]
     assert split.counts["targetless_rows"] == 1
     assert split.notices == (
-        "train: 1 of 3 documents are longer than 8 tokens and split",
+        "train: 1 of 3 documents are longer than 8 tokens and are split",
         "train: 1 pieces of documents hold no target and are left out",
     )
     cut = ready(run_file(tmp_path, overlong="truncate"))
     assert cut.cached
     assert rows(cut) == [[*b"ab", EOS], list(b"abcdefgh"), [*b"abcdefg", EOS]]
-    assert cut.notices == ("train: 1 of 3 documents are longer than 8 tokens and cut off; 9 of 28 tokens are lost",)
+    assert cut.notices == ("train: 1 of 3 documents are longer than 8 tokens and are cut off: 9 of 28 tokens are lost",)
     assert len({split.fingerprint, cut.fingerprint}) == 2
     with pytest.raises(DataError, match=r"data\.jsonl:2: the document has 17 tokens, more than data.max_length = 8"):
         prepare(run_file(tmp_path, overlong="error"))
@@ -136,7 +136,7 @@ def test_a_tokenizer_without_an_end_is_said(tmp_path: Path) -> None:
     found = ready(run_file(tmp_path, ["ab"], model={"tokenizer_name_or_path": str(tmp_path / "tok")}))
     assert rows(found) == [[*b"ab"]]
     assert found.notices == (
-        f"train: the tokenizer in {tmp_path / 'tok'} has no eos token: data.append_eos has no effect",
+        f"train: data.append_eos has no effect: the tokenizer in {tmp_path / 'tok'} has no end token (eos_token)",
     )
     assert found.pad_id == 0
 
@@ -146,15 +146,19 @@ def test_tokens_beyond_the_vocabulary_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="token id 256, but the model's vocab_size is 256"):
         prepare(run_file(tmp_path, ["ab"], model=model))
     found = ready(run_file(tmp_path, append_eos=False, model=model))
-    assert found.largest_token_id == ord("b") and found.pad_id == 0
+    assert found.table.documents.meta["largest_token_id"] == ord("b") and found.pad_id == 0
     assert [token_dtype(size) for size in (257, 2**16, 2**16 + 1)] == [np.uint16, np.uint16, np.uint32]
 
 
 def test_the_cache_follows_files_tokenizer_and_settings(tmp_path: Path) -> None:
     first = ready(run_file(tmp_path, ["ab", "cd"]))
-    assert first.path.parent == tmp_path / "runs" / ".cache"
+    assert first.table.documents.path.parent == tmp_path / "runs" / ".cache"
     again = ready(run_file(tmp_path))
-    assert again.cached and again.fingerprint == first.fingerprint and again.path == first.path
+    assert (
+        again.cached
+        and again.fingerprint == first.fingerprint
+        and again.table.documents.path == first.table.documents.path
+    )
     other = ready(run_file(tmp_path, ["ab", "ce"]))
     assert not other.cached and other.fingerprint != first.fingerprint
     (tmp_path / "copy").mkdir()
@@ -167,7 +171,7 @@ def test_the_cache_follows_files_tokenizer_and_settings(tmp_path: Path) -> None:
 
 
 def test_a_cut_off_cache_file_is_noticed(tmp_path: Path) -> None:
-    path = ready(run_file(tmp_path, ["ab", "cd"])).path
+    path = ready(run_file(tmp_path, ["ab", "cd"])).table.documents.path
     (path / "tokens.bin").write_bytes(b"ab")
     with pytest.raises(DataError, match=r"tokens.bin has 2 bytes, not 12"):
         prepare(run_file(tmp_path))
@@ -190,7 +194,9 @@ def test_two_runs_may_prepare_the_same_at_once(tmp_path: Path) -> None:
     for process in processes:
         process.join(timeout=LIMIT)
     assert found[0] == found[1] and found[0][1] == 3
-    assert [path.name for path in (tmp_path / "runs" / ".cache").iterdir()] == [ready(run_file(tmp_path)).path.name]
+    assert [path.name for path in (tmp_path / "runs" / ".cache").iterdir()] == [
+        ready(run_file(tmp_path)).table.documents.path.name
+    ]
 
 
 def test_several_processes_and_files_keep_the_order(tmp_path: Path) -> None:
@@ -224,8 +230,8 @@ def test_tables_are_read_in_slices_by_several_processes(tmp_path: Path) -> None:
 def test_missing_tokenizers_are_named(tmp_path: Path) -> None:
     for name, message in (
         (str(tmp_path), "has no tokenizer"),
-        ("no-one/nothing", "no directory, and Hugging Face's local cache does not hold it"),
-        ("package.module:function", "no directory"),
+        ("no-one/nothing", "neither a directory nor a name in Hugging Face's local cache"),
+        ("package.module:function", "neither a directory"),
     ):
         with pytest.raises(ConfigError, match=message):
             prepare(run_file(tmp_path, ["ab"], model={"model_name_or_path": name}))
@@ -274,7 +280,7 @@ def test_the_demo_is_made_from_either_source_and_left_alone_when_made(
     found = ready(run)
     texts = [json.loads(line)["text"] for line in Path("demo/text/train.jsonl").read_text().splitlines()]
     assert len(texts) > 50 and found.counts["documents"] == len(texts)
-    assert found.largest_token_id < 4096 and found.pad_id == 0
+    assert found.table.documents.meta["largest_token_id"] < 4096 and found.pad_id == 0
     demo.main()
     assert ready(run).cached
     tokenizer = load_tokenizer(Path("demo/model"))

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from shardwright.launch.output import Lossy
+from shardwright.launch.output import LossyStream
 
 PRINTS = """
 import logging, sys, warnings
-from shardwright.launch.output import keep_going_without_output
+from shardwright.launch.output import tolerate_lost_output
 {install}
 from rich.console import Console
 from rich.live import Live
@@ -37,7 +37,7 @@ sys.exit(7)
 """
 
 
-def _ends(how: str, install: str = "keep_going_without_output()") -> tuple[int, str]:
+def _ends(how: str, install: str = "tolerate_lost_output()") -> tuple[int, str]:
     """(exit code, standard error where that can be read) of a process that prints when its output is gone."""
     paths = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "PYTHONIOENCODING": "ascii"}
     command = [sys.executable, "-c", PRINTS.format(install=install)]
@@ -99,7 +99,7 @@ def test_a_reader_that_does_not_read_holds_nothing_up() -> None:
     os.set_blocking(writer, True)
     said = io.StringIO()
     with os.fdopen(writer, "w", buffering=1) as below:
-        stream, stream.other = Lossy(below, "standard output"), Lossy(said, "standard error")
+        stream, stream.other = LossyStream(below, "standard output"), LossyStream(said, "standard error")
         stream.patience = 0.01
         for _ in range(3):
             assert stream.write("lost\n") == 5
@@ -124,7 +124,7 @@ class Full(io.StringIO):
 def test_what_can_be_written_again_is() -> None:
     """A full disk may have room later: only what was lost meanwhile is lost."""
     below, said = Full(), io.StringIO()
-    stream, stream_of_errors = Lossy(below, "standard output"), Lossy(said, "standard error")
+    stream, stream_of_errors = LossyStream(below, "standard output"), LossyStream(said, "standard error")
     stream.other = stream_of_errors
     assert stream.write("lost") == 4 and stream.write("lost too") == 8
     below.full = False
@@ -136,7 +136,7 @@ def test_a_long_text_waits_no_longer_than_a_line_for_a_reader() -> None:
     """A pipe holds some pieces of it; then nobody reads, and the rest is dropped."""
     reading, writing = os.pipe()
     with os.fdopen(writing, "w", encoding="utf-8") as stream, os.fdopen(reading, "rb") as reader:
-        lossy = Lossy(stream, "standard output")
+        lossy = LossyStream(stream, "standard output")
         lossy.patience = 0.01
         assert lossy.write("\u00e9" * 1_000_000) == 1_000_000
         os.set_blocking(reader.fileno(), False)
@@ -145,7 +145,7 @@ def test_a_long_text_waits_no_longer_than_a_line_for_a_reader() -> None:
 
 def test_what_else_a_program_asks_of_its_output_is_answered() -> None:
     stream = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
-    lossy = Lossy(stream, "standard output")
+    lossy = LossyStream(stream, "standard output")
     lossy.reconfigure(line_buffering=True)
     assert stream.line_buffering and lossy.line_buffering
     with pytest.raises(AttributeError):

@@ -1,4 +1,4 @@
-"""Pulses, stacks, spikes, slow ranks, numbers of ranks, and what the drill sees from outside."""
+"""Heartbeats, stacks, spikes, slow ranks, numbers of ranks, and what the drill sees from outside."""
 
 from __future__ import annotations
 
@@ -19,53 +19,53 @@ from torch._C._distributed_c10d import HashStore
 
 from shardwright.config import load_run_file
 from shardwright.errors import ConfigError, SpikeError
-from shardwright.launch.hang import OwnWatch, main_stack
-from shardwright.launch.heartbeat import LONG_FACTOR, Heartbeat, read_pulse
+from shardwright.launch.hang import Watchdog, main_stack
+from shardwright.launch.heartbeat import LONG_FACTOR, Heartbeat, read_heartbeat
 from shardwright.measure import clock
 from shardwright.mesh.cluster_environment import STARTED_HERE
 from shardwright.tools.drill.compare import compare_metrics, first_difference
-from shardwright.tools.drill.moments import stage_of_save
+from shardwright.tools.drill.injection import save_stage
 from shardwright.tools.drill.verb import parse_trials
 from shardwright.train.anomaly import LEAST, SLOW_ENTRIES, SlowRanks, Spikes, slow_rank
 from shardwright.train.start import possible_counts
 
 
-def test_a_pulse_is_read_from_outside(tmp_path: Path) -> None:
-    assert read_pulse(tmp_path) is None
-    pulse = Heartbeat(tmp_path / "pulse")
-    pulse.begin(7)
-    pulse.enter("reduce")
-    beat = read_pulse(tmp_path)
-    assert beat == pulse.last() and beat is not None
+def test_a_heartbeat_is_read_from_outside(tmp_path: Path) -> None:
+    assert read_heartbeat(tmp_path) is None
+    heartbeat = Heartbeat(tmp_path / "heartbeat")
+    heartbeat.begin(7)
+    heartbeat.enter("reduce")
+    beat = read_heartbeat(tmp_path)
+    assert beat == heartbeat.last() and beat is not None
     assert (beat.process_id, beat.phase, beat.update, beat.first) == (os.getpid(), "reduce", 7, 7)
-    assert struct.unpack_from("@q", (tmp_path / "pulse").read_bytes()) == (os.getpid(),)
+    assert struct.unpack_from("@q", (tmp_path / "heartbeat").read_bytes()) == (os.getpid(),)
     assert str(beat) == "reduce of update 7" and 0 <= clock.now() - beat.at < 1
 
 
 def test_long_phases_may_last_longer() -> None:
     """Start, save, end and the first update, which compiles, have more time; evaluation beats with every batch."""
-    pulse = Heartbeat()
+    heartbeat = Heartbeat()
     allowed = {}
     for phase in ("start", "data", "forward_backward", "evaluate", "save", "end"):
-        pulse.enter(phase)
-        allowed[phase] = pulse.last().allowed_seconds(10)
+        heartbeat.enter(phase)
+        allowed[phase] = heartbeat.last().allowed_seconds(10)
     assert allowed == {
         "start": 50, "data": 10, "forward_backward": 10, "evaluate": 10, "save": 50, "end": 50
     }  # fmt: skip
-    pulse.begin(3)
-    pulse.enter("forward_backward")
-    assert pulse.last().allowed_seconds(10) == 10 * LONG_FACTOR
-    pulse.update = 4
-    pulse.beat()
-    assert pulse.last().allowed_seconds(10) == 10
+    heartbeat.begin(3)
+    heartbeat.enter("forward_backward")
+    assert heartbeat.last().allowed_seconds(10) == 10 * LONG_FACTOR
+    heartbeat.update = 4
+    heartbeat.beat()
+    assert heartbeat.last().allowed_seconds(10) == 10
 
 
 def test_a_beat_asks_nothing_of_the_kernel(tmp_path: Path) -> None:
     """It writes a few words of mapped memory: eight of them in an update cost microseconds, whatever the disk is."""
-    pulse, asked = Heartbeat(tmp_path / "pulse"), []
+    heartbeat, asked = Heartbeat(tmp_path / "heartbeat"), []
     sys.setprofile(lambda frame, event, what: asked.append(what.__name__) if event == "c_call" else None)
     try:
-        pulse.enter("data")
+        heartbeat.enter("data")
     finally:
         sys.setprofile(None)
     assert {*asked} <= {"index", "pack_into", "perf_counter", "setprofile"}
@@ -160,18 +160,18 @@ def test_numbers_of_ranks_on_which_the_objective_divides() -> None:
 
 
 def test_stages_of_a_save_are_told_from_files(tmp_path: Path) -> None:
-    assert stage_of_save(tmp_path) == ""
+    assert save_stage(tmp_path) == ""
     aside = tmp_path / ".checkpoint-4.incomplete"
     (aside / "tensors").mkdir(parents=True)
-    assert stage_of_save(tmp_path) == "before writing"
+    assert save_stage(tmp_path) == "before writing"
     (aside / "tensors" / "part").touch()
-    assert stage_of_save(tmp_path) == "while writing"
+    assert save_stage(tmp_path) == "while writing"
     (aside / "manifest.json").touch()
-    assert stage_of_save(tmp_path) == "before the rename"
+    assert save_stage(tmp_path) == "before the rename"
     aside.rename(tmp_path / "checkpoint-4")
-    assert stage_of_save(tmp_path) == "before the link"
+    assert save_stage(tmp_path) == "before the link"
     (tmp_path / "latest").symlink_to("checkpoint-4")
-    assert stage_of_save(tmp_path) == ""
+    assert save_stage(tmp_path) == ""
 
 
 def test_any_difference_between_runs_is_found(tmp_path: Path) -> None:
@@ -210,10 +210,10 @@ def test_ranks_without_a_launcher_name_the_one_that_is_stuck(capsys: Any, monkey
     left = {"ranks": [0, 1], "collectives": [*done["collectives"], [2, "all_reduce", [[[8]], [[8]]], False]]}
     watches = []
     for rank, group in enumerate((left, done)):
-        pulse = Heartbeat()
-        pulse.enter("reduce")
+        heartbeat = Heartbeat()
+        heartbeat.enter("reduce")
         issued = {"groups": {"dp": group}, "sent": [], "received": []}
-        watches.append(OwnWatch(pulse, rank, 2, 0.0, lambda: store, lambda issued=issued: issued))
+        watches.append(Watchdog(heartbeat, rank, 2, 0.0, lambda: store, lambda issued=issued: issued))
     said = ""
     while "is stuck in" not in said:
         said += capsys.readouterr().err

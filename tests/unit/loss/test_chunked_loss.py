@@ -227,10 +227,11 @@ def test_other_uses_of_logits_are_refused_by_name(change: Any, message: str) -> 
     values = {"model.model_name_or_path": "m", "data.train": ["a"], "training.max_steps": 1,
               "training.global_batch_size": 1}  # fmt: skip
     long = load_run_file(None, {**values, "data.max_length": 2**20}).run
-    found = find_loss_chunks(model, long, "cpu")
+    found = find_loss_chunks(model, find_parts(model), long, "cpu")
     assert found.tokens == 0 and "loss on whole logits (The loss of LlamaForCausalLM" in found.describe()
     with pytest.raises(ModelError, match="cannot be made in chunks"):
-        find_loss_chunks(model, load_run_file(None, {**values, "memory.loss_chunk_tokens": 8}).run, "cpu")
+        asked = load_run_file(None, {**values, "memory.loss_chunk_tokens": 8}).run
+        find_loss_chunks(model, find_parts(model), asked, "cpu")
 
 
 def test_a_model_that_does_otherwise_in_the_run_is_stopped() -> None:

@@ -14,14 +14,13 @@ import pytest
 import torch
 from tests import tolerance
 from tests.tiny_models import FAMILIES, spec_of
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from shardwright.config.schema import Model
 from shardwright.errors import ModelError
 from shardwright.models import build_model, materialise
 from shardwright.models.initialization import seed_of
-from shardwright.models.materialise import local_box
 
 CPU = torch.device("cpu")
 
@@ -203,37 +202,3 @@ def test_a_copy_of_a_model_on_meta_can_be_materialised() -> None:
     materialise(twin, DIRECT, seed=0, device=CPU)
     for (name, value), other in zip(model.named_parameters(), twin.parameters()):
         assert torch.equal(value, other), name
-
-
-def _pieces(shape: tuple[int, ...], placements: list, sizes: tuple[int, ...]) -> list[Tensor]:
-    whole = torch.arange(math.prod(shape)).view(shape)
-    coordinates = [
-        tuple(c) for c in torch.cartesian_prod(*[torch.arange(s) for s in sizes]).view(-1, len(sizes)).tolist()
-    ]
-    return [whole[local_box(shape, placements, sizes, coordinate)] for coordinate in coordinates]
-
-
-def test_boxes_of_uneven_small_and_two_dimensional_shards() -> None:
-    """A92: against cuts made by torch.chunk."""
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.placement_types import _StridedShard
-
-    rows = torch.arange(7)
-    assert [p.tolist() for p in _pieces((7,), [Shard(0)], (3,))] == [c.tolist() for c in rows.chunk(3)]
-    assert [p.tolist() for p in _pieces((2,), [Shard(0)], (4,))] == [[0], [1], [], []]
-    assert [p.tolist() for p in _pieces((3,), [Replicate(), Shard(0)], (2, 2))] == [[0, 1], [2]] * 2
-    both = _pieces((4, 4), [Shard(0), Shard(1)], (2, 2))
-    assert [p.tolist() for p in both] == [
-        [[0, 1], [4, 5]],
-        [[2, 3], [6, 7]],
-        [[8, 9], [12, 13]],
-        [[10, 11], [14, 15]],
-    ]
-    assert [p.tolist() for p in _pieces((8,), [Shard(0), Shard(0)], (2, 2))] == [
-        [0, 1],
-        [2, 3],
-        [4, 5],
-        [6, 7],
-    ]
-    strided = _pieces((8,), [_StridedShard(0, split_factor=2), Shard(0)], (2, 2))
-    assert [p.tolist() for p in strided] == [[0, 1], [4, 5], [2, 3], [6, 7]]

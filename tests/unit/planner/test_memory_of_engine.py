@@ -28,7 +28,7 @@ from shardwright.planner.block_bytes import activation_key, block_bytes
 from shardwright.planner.job import Job, Layout
 from shardwright.planner.memory_timeline import peak
 from shardwright.planner.program import SHARDWRIGHT
-from shardwright.train.update import Engine
+from shardwright.train.update import UpdateEngine
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.slow
@@ -104,7 +104,7 @@ def measured(model: str, kind: str, recompute: str, dtype: str, microbatches: in
     own = tuple(Microbatch(index * RANKS, ids, ids, rows) for index in range(microbatches))
     slots = RANKS * ROWS * tokens * microbatches
     with Live() as live:
-        engine = Engine(run, resolve_axes(run.parallelism, RANKS), torch.device("cpu"), 2)
+        engine = UpdateEngine(run, resolve_axes(run.parallelism, RANKS), torch.device("cpu"), 2)
         for update in range(2):
             live.most = 0
             engine.forward_backward(UpdateBatch(update, own, slots, slots, slots, rows))

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 from shardwright.config import load_run_file
-from shardwright.data.bucketing import bucketed
-from shardwright.data.mixture import Mixture, mixed
+from shardwright.data.mixture import Mixture
 from shardwright.data.order import FILLER, Int64, Order
-from shardwright.train.rows_done import Former, go_on
+from shardwright.train.rows_done import SavedPosition, resume_rows
 
 SETTINGS = {
     "training.global_batch_size": 4, "training.max_steps": None, "training.num_train_epochs": 1.0, "training.seed": 5,
@@ -28,8 +27,7 @@ def lengths(rows: Int64) -> Int64:
 
 def order_of(rows: int, size: int, window: int = 1, mixture: Mixture | None = None, **options: Any) -> Order:
     options = {"seed": 5} | options
-    plain = Order(rows, global_batch_size=size, bucket_updates=window, **options)
-    return bucketed(mixed(plain, mixture), lengths)
+    return Order(rows, global_batch_size=size, bucket_updates=window, mixture=mixture, lengths=lengths, **options)
 
 
 def after(order: Order, former: Order, update: int, trusted: bool = False) -> Order:
@@ -117,9 +115,9 @@ def test_sources_with_weights_keep_their_counts() -> None:
     assert sorted(row for row in seen if row < 4) == [0, 1, 2, 3]
 
 
-def _former(order: Order, update: int, cursor: Any = "its own", **settings: Any) -> Former:
+def _former(order: Order, update: int, cursor: Any = "its own", **settings: Any) -> SavedPosition:
     own = order.cursor(update) if cursor == "its own" else cursor
-    return Former(update, own, "rows", SETTINGS | settings)
+    return SavedPosition(update, own, "rows", SETTINGS | settings)
 
 
 def _run(**training: Any) -> Any:
@@ -130,24 +128,24 @@ def _run(**training: Any) -> Any:
 
 def test_nothing_is_said_of_a_run_that_goes_on_unchanged() -> None:
     former = order_of(10, 4, 2, num_train_epochs=2)
-    assert go_on(order_of(10, 4, 2, num_train_epochs=2), _former(former, 3), _run(), "rows") == []
+    assert resume_rows(order_of(10, 4, 2, num_train_epochs=2), _former(former, 3), _run(), "rows") == []
 
 
 def test_what_has_changed_is_said_with_numbers() -> None:
     former = _former(order_of(10, 4, num_train_epochs=1), 2)
-    lines = go_on(order_of(10, 2, num_train_epochs=2), former, _run(lr_scheduler_type="cosine"), "rows")
+    lines = resume_rows(order_of(10, 2, num_train_epochs=2), former, _run(lr_scheduler_type="cosine"), "rows")
     assert lines == [
         "8 rows are done, and update 2 begins with row 9 of 10 of epoch 1; none of its rows comes again or is passed over.",
         "The run has 8 updates where it had 3, and lr_scheduler_type cosine follows the new number.",
     ]
     former = _former(order_of(10, 4, num_train_epochs=1), 3)
-    lines = go_on(order_of(10, 4, num_train_epochs=2), former, _run(lr_scheduler_type="constant"), "rows")
+    lines = resume_rows(order_of(10, 4, num_train_epochs=2), former, _run(lr_scheduler_type="constant"), "rows")
     assert lines == [
         "10 rows are done, and update 3 begins with epoch 2.",
         "The run has 6 updates where it had 3.",
     ]
     former = _former(order_of(10, 4, num_train_epochs=2), 1)
-    (line,) = go_on(order_of(12, 4, max_steps=5), former, _run(), "other rows")
+    (line,) = resume_rows(order_of(12, 4, max_steps=5), former, _run(), "other rows")
     assert "row 5 of 12 of epoch 1. The data have changed: some rows may come again or be passed over." in line
 
 
@@ -158,7 +156,7 @@ def test_rows_that_another_order_repeats_are_counted(change: dict[str, Any], win
     first = order_of(30, 4, window, num_train_epochs=1)
     done = rows_of(first, 0, 4)
     second = order_of(30, 4, window, num_train_epochs=1, **change)
-    (line,) = go_on(second, _former(first, 4), _run(), "rows")
+    (line,) = resume_rows(second, _former(first, 4), _run(), "rows")
     counts = Counter(done + rows_of(second, 4))
     twice = sum(count == 2 for count in counts.values())
     assert 0 < twice == 30 - len(counts)
@@ -172,10 +170,10 @@ def test_a_checkpoint_without_the_number_of_rows_is_read_as_it_was_meant() -> No
     whole = order_of(24, 4, 3, num_train_epochs=2)
     order = order_of(24, 4, 3, num_train_epochs=2)
     old = {"training.num_train_epochs": 2.0, "data.bucket_updates": 3}
-    assert go_on(order, _former(whole, 4, None, **old), _run(), "rows") == []
+    assert resume_rows(order, _former(whole, 4, None, **old), _run(), "rows") == []
     assert rows_of(order, 4) == rows_of(whole, 4)
     order = order_of(24, 6, 2, num_train_epochs=2)
-    lines = go_on(order, _former(whole, 4, None, **old), _run(), "rows")
+    lines = resume_rows(order, _former(whole, 4, None, **old), _run(), "rows")
     assert "16 rows are done, and update 4 begins with row 17 of 24 of epoch 1; none" in lines[0]
     assert "is the checkpoint's updates times its batch size: this old checkpoint" in lines[1]
     assert sorted((rows_of(whole, 0, 4) + rows_of(order, 4))[:24]) == list(range(24))
@@ -184,7 +182,7 @@ def test_a_checkpoint_without_the_number_of_rows_is_read_as_it_was_meant() -> No
 def test_the_checkpoint_of_a_stream_says_how_many_rows_are_done() -> None:
     cursor = {"position": 13, "window": 1, "first": 8, "place": {}, "fingerprint": "f", "passed": "p"}
     order = order_of(10, 4, num_train_epochs=2)
-    (line,) = go_on(order, _former(order, 3, cursor), _run(), "rows")
+    (line,) = resume_rows(order, _former(order, 3, cursor), _run(), "rows")
     assert "13 rows are done, and update 3 begins with row 4 of 10 of epoch 2. The data have changed" in line
     assert order.epoch(order.total_updates) == 2.0
     assert np.array_equal(order.update_rows(3), order.rows_at(np.arange(13, 17), order.stretch))

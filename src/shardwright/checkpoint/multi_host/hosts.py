@@ -1,7 +1,7 @@
-"""The hosts of a run: ranks that see one directory are on one host, whatever machines are called.
+"""The hosts of a run: ranks that see the same directory are on one host, whatever machines are called.
 
-A host has no identity beyond that. What a disk holds is looked up when a run resumes, so that hosts may come back, be
-replaced or be fewer, and ranks may move between them.
+A host has no identity beyond that. What a disk holds is looked up when a run resumes. So hosts may come back, be replaced or be
+fewer, and ranks may move between them.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
 from shardwright.errors import CheckpointError
+from shardwright.mesh.object_collectives import broadcast_object, gather_objects
 
 
 @dataclass(frozen=True)
 class Hosts:
-    """of_rank: the host of each rank, numbered by their first ranks. names: of hosts. group: for transfers between them."""
-
     of_rank: tuple[int, ...]
+    """The host of each rank; hosts are numbered by their first ranks."""
     names: tuple[str, ...]
     group: dist.ProcessGroup | None = None
+    """For transfers between hosts."""
 
     @classmethod
     def one(cls) -> Hosts:
@@ -49,37 +49,23 @@ class Hosts:
         """The ranks of a host."""
         return [rank for rank, of in enumerate(self.of_rank) if of == host]
 
-    def copiers(self, rank: int, copies: int) -> list[int]:
+    def replica_ranks(self, rank: int, copies: int) -> list[int]:
         """The ranks that keep a copy of what `rank` writes: one on each of the next `copies` hosts, as far as there are."""
         host = self.of_rank[rank]
-        place = self.ranks(host).index(rank)
+        local_rank = self.ranks(host).index(rank)
         found = []
         for step in range(1, min(copies, self.count - 1) + 1):
             there = self.ranks((host + step) % self.count)
-            found.append(there[place % len(there)])
+            found.append(there[local_rank % len(there)])
         return found
 
 
-def everyone(value: Any) -> list[Any]:
-    """`value` of each rank. Collective."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
-
-
-def from_rank(source: int, value: Any) -> Any:
-    """`value` as `source` has it. Collective."""
-    found = [value]
-    dist.broadcast_object_list(found, source)
-    return found[0]
-
-
 def find_hosts(output_dir: Path, group: dist.ProcessGroup) -> Hosts:
-    """Which ranks see one `output_dir`, tried with a file of each rank; collective.
+    """Which ranks see the same `output_dir`, found with a file of each rank; collective.
 
     Raises `CheckpointError` on all ranks where one cannot write there.
     """
-    rank, token = dist.get_rank(), from_rank(0, secrets.token_hex(8))
+    rank, token = dist.get_rank(), broadcast_object(secrets.token_hex(8))
     names = [f".host-{token}-{other}" for other in range(dist.get_world_size())]
     problem = ""
     try:
@@ -87,16 +73,16 @@ def find_hosts(output_dir: Path, group: dist.ProcessGroup) -> Hosts:
         (output_dir / names[rank]).touch()
     except OSError as error:
         problem = str(error)
-    problems = everyone(problem)
+    problems = gather_objects(problem)
     if not any(problems):
-        found = everyone(([(output_dir / name).exists() for name in names], platform.node()))
+        found = gather_objects(([(output_dir / name).exists() for name in names], platform.node()))
     (output_dir / names[rank]).unlink(missing_ok=True)
     if any(problems):
         failed = "; ".join(f"rank {number}: {text}" for number, text in enumerate(problems) if text)
         raise CheckpointError(
             f"checkpoint.output_dir {output_dir} cannot be written: {failed}.",
             "",
-            "Mend it, or set another one.",
+            "Repair the disk, or set another checkpoint.output_dir.",
         )
     return Hosts(*_grouped([seen.index(True) for seen, _ in found], [node for _, node in found]), group)
 

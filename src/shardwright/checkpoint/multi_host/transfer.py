@@ -1,248 +1,155 @@
-"""Checkpoints whose files lie on the disks of several hosts: found together, and read over the network where they are not here.
+"""Files sent from host to host: spans of bytes between ranks, and the copies of a checkpoint's files on other hosts.
 
-Which host has which file is what their directories say when the run resumes: own files and copies count alike. Every piece
-is checked by the rank that needs it; where a file turns out to be damaged on one host, another that has it is asked.
+Every rank goes through its own transfers in rounds. The spans of a round are posted together; while they travel, the rank
+stores what arrived in the round before. No rank waits for a transfer between other ranks, and two spans of each transfer are
+in memory. A span that cannot be read or stored is skipped and reported, so that its peer does not wait for it.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.checkpoint.choose import named, refuse_earlier
-from shardwright.checkpoint.directory import complete_checkpoints, update_of
-from shardwright.checkpoint.files import MANIFEST, TENSORS, Index, check_piece, read_span
-from shardwright.checkpoint.lineage import Choice, Member, follows, line_of, number_of, read_choice
-from shardwright.checkpoint.manifest import (
-    Manifest,
-    Share,
-    read_config,
-    read_index,
-    read_manifest,
-    share_of,
-)
-from shardwright.checkpoint.multi_host.exchange import Span, Transfer, exchange
-from shardwright.checkpoint.multi_host.hosts import Hosts, everyone, from_rank
-from shardwright.checkpoint.reader import Wanted, read_file, wanted_pieces
-from shardwright.errors import CheckpointError, DamagedCheckpointError
+from shardwright.checkpoint.filesystem import checksum, damaged, read_span, sync_file, write_span
+from shardwright.checkpoint.index import file_pieces, index_text, parse_index
+from shardwright.checkpoint.multi_host.hosts import Hosts
+from shardwright.errors import CheckpointError
 from shardwright.models.safetensors_io import byte_view
 
-T = TypeVar("T")
-Shares = dict[int, Share]
-"""Host -> what it has of one checkpoint."""
-Problem = tuple[int, str, str]
-"""(host, file, what is wrong with it there)."""
+
+@dataclass(frozen=True)
+class Span:
+    """`length` bytes of `file` from byte `begin`."""
+
+    file: str
+    begin: int
+    length: int
 
 
-@dataclass
-class Across:
-    """A checkpoint of which every file is on some host; a `reader.Source`.
+@dataclass(frozen=True)
+class Transfer:
+    """Spans that rank `source` reads and rank `target` stores. tag: unique, and the same on both ranks."""
 
-    path: on every host. there: hosts that have a part of it. holders: hosts that have each file. notes: what a person should
-    know of how it was found and read; equal on all ranks.
+    tag: int
+    source: int
+    target: int
+    spans: Sequence[Span]
+
+
+Use = Callable[[Transfer, Span, Tensor], None]
+
+
+def exchange(
+    group: dist.ProcessGroup, transfers: Sequence[Transfer], read: Use, store: Use
+) -> list[tuple[Transfer, str]]:
+    """Makes the transfers of this rank; returns those that failed here, and why.
+
+    read: fills a span's bytes (uint8) before they are sent. store: takes the bytes that have arrived. Both may raise
+    `OSError` or `CheckpointError`. Raises `RuntimeError` when a peer is gone.
     """
+    rank, problems = dist.get_rank(), []
 
-    path: Path
-    hosts: Hosts
-    there: Collection[int]
-    holders: dict[str, list[int]]
-    notes: list[str] = field(default_factory=list)
+    def attempt(use: Use, transfer: Transfer, span: Span, data: Tensor) -> None:
+        try:
+            use(transfer, span, data)
+        except (OSError, CheckpointError) as error:
+            problems.append((transfer, str(error)))
 
-    def manifest(self) -> Manifest:
-        return self._first(lambda: read_manifest(self.path))
-
-    def config(self) -> str:
-        return self._first(lambda: read_config(self.path))
-
-    def index(self) -> Index:
-        return replace(self._first(lambda: read_index(self.path)), directory=self.path / TENSORS)
-
-    def _first(self, read: Callable[[], T]) -> T:
-        """What the first host reads that can."""
-        own, problem = [], ""
-        if self.hosts.leads and self.hosts.own in self.there:
-            try:
-                own.append(read())
-            except CheckpointError as error:
-                problem = str(error)
-        found = everyone((bool(own), problem))
-        rank = next((rank for rank, (good, _) in enumerate(found) if good), None)
-        if rank is None:
-            raise DamagedCheckpointError(" ".join(text for _, text in found if text))
-        value: T = from_rank(rank, own)[0]
-        return value
-
-    def read(self, index: Index, tensors: Mapping[str, Tensor], partial: Sequence[str]) -> None:
-        """Fills the local parts of `tensors` as `read_into` does, from this host's files or from another's."""
-        wanted = wanted_pieces(index, tensors, partial)
-        while True:
-            own = self._round(index, wanted)
-            found: dict[tuple[int, str], str] = {}
-            for host, name, text in sorted(problem for problems in everyone(own) for problem in problems):
-                found.setdefault((host, name), text)
-            if not found:
-                return
-            for (host, name), text in found.items():
-                self.holders[f"{TENSORS}/{name}"].remove(host)
-                self.notes.append(f"On {self.hosts.names[host]}, {text} Another host is asked for it.")
-            lost = [text for (_, name), text in found.items() if not self.holders[f"{TENSORS}/{name}"]]
-            if lost:
-                raise DamagedCheckpointError(lost[0], "No other host has it.")
-            wanted = {name: wanted[name] for _, name, _ in own if name in wanted}
-
-    def _round(self, index: Index, wanted: Mapping[str, Sequence[Wanted]]) -> list[Problem]:
-        """Reads what lies here, serves what others ask for and takes what was asked of them; returns what went wrong."""
-        here, rank, problems = self.hosts.own, dist.get_rank(), []
-        asked = {name: found for name, found in wanted.items() if here not in self.holders[f"{TENSORS}/{name}"]}
-        for name in wanted.keys() - asked.keys():
-            try:
-                read_file(index, name, wanted[name])
-            except (CheckpointError, OSError) as error:
-                problems.append((here, name, str(error)))
-        requests = everyone([(name, [(want.offset, want.length) for want in found]) for name, found in asked.items()])
-        transfers, tag = [], 0
-        for target, files in enumerate(requests):
-            for name, places in files:
-                tag += 1
-                source = self._server(name, target)
-                if rank in (source, target):
-                    transfers.append(Transfer(tag, source, target, [Span(name, *place) for place in places]))
-        pieces = {(name, want.offset): want for name, found in asked.items() for want in found}
-        for transfer, text in self._exchanged(index, transfers, pieces):
-            problems.append((self.hosts.of_rank[transfer.source], transfer.spans[0].file, text))
-        return problems
-
-    def _server(self, name: str, target: int) -> int:
-        """The rank that sends a file to `target`: ranks take turns on the hosts that have it."""
-        holders = self.holders[f"{TENSORS}/{name}"]
-        ranks = self.hosts.ranks(holders[target % len(holders)])
-        return ranks[target % len(ranks)]
-
-    def _exchanged(
-        self, index: Index, transfers: Sequence[Transfer], pieces: Mapping[tuple[str, int], Wanted]
-    ) -> list[tuple[Transfer, str]]:
-        if not transfers:
-            return []
-        assert self.hosts.group is not None
-        with ExitStack() as files:
-            opened: dict[str, int] = {}
-
-            def read(transfer: Transfer, span: Span, data: Tensor) -> None:
-                where = index.directory / span.file
-                if span.file not in opened:
-                    opened[span.file] = os.open(where, os.O_RDONLY)
-                    files.callback(os.close, opened[span.file])
-                read_span(opened[span.file], where, span.begin, byte_view(data))
-
-            def take(transfer: Transfer, span: Span, data: Tensor) -> None:
-                want = pieces[span.file, span.begin]
-                check_piece(index.directory / span.file, span.begin, byte_view(data), want.checksum, want.key)
-                want.put(data)
-
-            problems = exchange(self.hosts.group, transfers, read, take)
-        return list({transfer.tag: (transfer, text) for transfer, text in reversed(problems)}.values())
+    buffers = {
+        t.tag: torch.empty(2, max(span.length for span in t.spans), dtype=torch.uint8) for t in transfers if t.spans
+    }
+    arrived: list[tuple[Transfer, Span, Tensor]] = []
+    for number in range(max((len(t.spans) for t in transfers), default=-1) + 1):
+        now = [(t, t.spans[number]) for t in transfers if number < len(t.spans)]
+        views = [(t, span, buffers[t.tag][number % 2][: span.length]) for t, span in now]
+        receiving = [(t, span, data) for t, span, data in views if t.target == rank]
+        posted = [dist.irecv(data, t.source, group, t.tag) for t, _, data in receiving]
+        for t, span, data in views:
+            if t.source == rank:
+                attempt(read, t, span, data)
+                posted.append(dist.isend(data, t.target, group, t.tag))
+        for t, span, data in arrived:
+            attempt(store, t, span, data)
+        for work in posted:
+            if work is not None:
+                work.wait()
+        arrived = receiving
+    return problems
 
 
-def choice_across(hosts: Hosts, output_dir: Path) -> Choice | None:
-    """What was chosen last, by the disks of all hosts: one that was away may say what was chosen before. Collective."""
-    found = everyone(read_choice(output_dir) if hosts.leads else None)
-    return max((c for c in found if c is not None), key=lambda c: number_of(c.lineage), default=None)
+@contextmanager
+def open_files(directory: Path) -> Iterator[Callable[[str, int], int]]:
+    """A function (name, flags) -> descriptor that opens each file of `directory` once; all are closed after the context.
 
-
-def find_across(hosts: Hosts, output_dir: Path, resume: str, bad: Collection[Path] = ()) -> Across | None:
-    """The checkpoint that `checkpoint.resume` means, as `choose.find`, among what all hosts have together; collective.
-
-    `auto` is the newest on the branch chosen last of which no file is lost. Raises the same errors on all ranks.
+    A file is opened when it is first used, so a rank that cannot open it still takes part in the exchange.
     """
-    choice = choice_across(hosts, output_dir)
-    chosen = resume not in ("auto", "never")
-    parent = Path(resume).parent if chosen else output_dir
-    keys = [from_rank(0, named(resume).name)] if chosen else _keys(hosts, output_dir, choice)
-    if resume == "never":
-        refuse_earlier(output_dir, [key for key in reversed(keys) if not os.path.isabs(key)])
-        return None
-    listed = everyone(_listing(parent, keys) if hosts.leads else {})
-    by_key: dict[str, dict[int, Share | str]] = {key: {} for key in keys}
-    for rank, part in enumerate(listed):
-        for key, share in part.items():
-            by_key[key][hosts.of_rank[rank]] = share
-    versions = [(key, shares) for key in keys for shares in _versions(by_key[key])]
-    if not chosen:
-        members = [_member(key, shares) for key, shares in versions]
-        line = line_of(choice, members)
-        kept = [(m.update, version) for m, version in zip(members, versions) if follows(line, m)]
-        versions = [version for _, version in sorted(kept, key=lambda pair: -pair[0])]
-    reasons: list[str] = []
-    for key, shares in versions:
-        holders, lost = _holders(shares)
-        if parent / key in bad:
-            continue
-        if not lost:
-            return Across(parent / key, hosts, shares.keys(), holders, reasons)
-        reasons.append(f"{parent / key} is not used: {lost}")
-    unread = [(host, text) for key in keys for host, text in by_key[key].items() if isinstance(text, str)]
-    reasons += [f"On {hosts.names[host]}, {text}" for host, text in unread]
-    if keys:
-        branch = " and on the branch that was chosen last" if choice is not None and not chosen else ""
-        raise CheckpointError(
-            f"No checkpoint of {', '.join(str(parent / key) for key in keys[:3])} is whole on the {hosts.count} hosts "
-            f"that are here{branch}. {' '.join(reasons) or 'No host has this checkpoint.'}",
-            "The run would start from nothing.",
-            "Restore the disk of a host that is named, or set another checkpoint.output_dir.",
-        )
-    return None
+    with ExitStack() as files:
+        opened: dict[str, int] = {}
+
+        def descriptor(name: str, flags: int) -> int:
+            if name not in opened:
+                opened[name] = os.open(directory / name, flags, 0o644)
+                files.callback(os.close, opened[name])
+            return opened[name]
+
+        yield descriptor
 
 
-def _keys(hosts: Hosts, output_dir: Path, choice: Choice | None) -> list[str]:
-    """Checkpoints that any host has, newest first: names in `output_dir`, and the path of the one the branch began from."""
-    listed = everyone([path.name for path in complete_checkpoints(output_dir)] if hosts.leads else [])
-    found = sorted({name for names in listed for name in names}, key=lambda name: -update_of(Path(name)))
-    elsewhere = choice is not None and choice.origin is not None and os.path.isabs(choice.origin)
-    return [*found, choice.origin] if choice and choice.origin and elsewhere else found
+def add_hosts(hosts: Hosts, copies: int, records: Sequence[dict[str, Any] | None]) -> list[dict[str, Any]]:
+    """The records of all ranks that have written a file; with several hosts, with the `ranks` and `hosts` that keep each file.
 
-
-def _member(key: str, shares: Shares) -> Member:
-    return replace(next(iter(shares.values())).member, path=Path(key))
-
-
-def _listing(parent: Path, keys: Sequence[str]) -> dict[str, Any]:
-    """What one host has: checkpoint -> its share, or what is wrong with the manifest."""
-    found: dict[str, Any] = {}
-    for key in keys:
-        if (parent / key / MANIFEST).is_file():
-            try:
-                found[key] = share_of(parent / key)
-            except CheckpointError as error:
-                found[key] = str(error)
+    The rank that has written, and its host, come first.
+    """
+    found = []
+    for rank, record in enumerate(records):
+        if record is not None and hosts.count > 1:
+            ranks = [rank, *hosts.replica_ranks(rank, copies)]
+            record = {**record, "ranks": ranks, "hosts": [hosts.of_rank[r] for r in ranks]}
+        found += [record] if record is not None else []
     return found
 
 
-def _versions(found: Mapping[int, Share | str]) -> list[Shares]:
-    """The shares of hosts that wrote one checkpoint together; a host that was away may have another of the same update."""
-    versions: dict[str, Shares] = {}
-    for host, share in sorted(found.items(), key=lambda item: item[0]):
-        if isinstance(share, Share):
-            versions.setdefault(share.checksum, {})[host] = share
-    return list(versions.values())
+def send_copies(hosts: Hosts, records: Sequence[dict[str, Any]], directory: Path) -> None:
+    """Sends what this rank has written to the ranks that keep a copy, and writes and syncs the copies that this rank keeps.
 
+    directory: of this rank's files, and for the copies. Raises `OSError` where a file cannot be read or written, or where
+    other bytes have arrived than were written.
+    """
+    rank, index = dist.get_rank(), parse_index(directory, index_text(records, {}).encode())
+    transfers, sums = [], {}
+    pairs = [(record, target) for record in records for target in record["ranks"][1:]]
+    for tag, (record, target) in enumerate(pairs, start=1):
+        source = record["ranks"][0]
+        if rank in (source, target):
+            spans = []
+            for begin, length, expected, _ in file_pieces(index, record["file"]):
+                spans.append(Span(record["file"], begin, length))
+                sums[spans[-1]] = expected
+            transfers.append(Transfer(tag, source, target, spans))
+    if not transfers:
+        return
+    assert hosts.group is not None
+    with open_files(directory) as descriptor:
 
-def _holders(shares: Shares) -> tuple[dict[str, list[int]], str]:
-    """(hosts that have each file, which is lost; empty where none is)."""
-    holders: dict[str, list[int]] = {}
-    for host, share in shares.items():
-        for name in share.held:
-            holders.setdefault(name, []).append(host)
-    lost = {n: hosts for share in shares.values() for n, hosts in share.absent.items() if n not in holders}
-    if not lost:
-        return holders, ""
-    name, hosts = min(lost.items())
-    more = f", nor {len(lost) - 1} more" if len(lost) > 1 else ""
-    was = f", which was on {' and '.join(hosts)}" if hosts else ""
-    return holders, f"no host that is here has {name}{was}{more}."
+        def read(transfer: Transfer, span: Span, data: Tensor) -> None:
+            read_span(descriptor(span.file, os.O_RDONLY), directory / span.file, span.begin, byte_view(data))
+
+        def store(transfer: Transfer, span: Span, data: Tensor) -> None:
+            if checksum(byte_view(data)) != sums[span]:
+                raise damaged(directory / span.file, f"has not arrived as rank {transfer.source} has written it")
+            file = descriptor(span.file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            write_span(file, span.begin, byte_view(data))
+            if span == transfer.spans[-1]:
+                sync_file(file)
+
+        problems = exchange(hosts.group, transfers, read, store)
+    if problems:
+        raise OSError(problems[0][1])

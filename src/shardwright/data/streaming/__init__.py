@@ -1,1 +1,1 @@
-"""Rows of data that are read while training runs."""
+"""The rows of data.train from a stream: records, windows of documents, rows by position."""

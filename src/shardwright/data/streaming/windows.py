@@ -1,8 +1,9 @@
-"""A stream in windows of documents, each written once on a machine and memory-mapped by the ranks that want it.
+"""A stream in windows of documents. Each window is written once on a machine, and the ranks memory-map it.
 
-A window holds the documents of whole slices, `data.stream_window` or a few more, or what is left of a pass. What it holds
-follows from the place where it begins, and where it ends stands in it: windows are made one after the other, each by
-whichever process has the lock, one ahead of the training. Old ones are removed; a rank that comes too late makes its own again.
+A window holds the documents of whole slices, `data.stream_window` or a few more, or the rest of a pass. Its documents follow
+from the position where it begins, and it holds the position where the next window begins. So windows are made one after the
+other, each by the process that has the lock, one window ahead of the training. Old windows are removed; a rank that needs a
+removed window makes it again.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from shardwright.config.schema import RunFile
+from shardwright.data.documents import Documents, DocumentWriter, new_directory
 from shardwright.data.encode import Encoder
-from shardwright.data.read import ENCODING, cache_directory, digest_of, find_tokenizer, settings_of, stats_of
-from shardwright.data.rows import Cut
-from shardwright.data.streaming.stream import Place, Stream
-from shardwright.data.table import FORMAT, Documents, Table, new_directory, token_dtype
-from shardwright.data.tokenise import DocumentWriter, load_tokenizer, special_tokens
+from shardwright.data.packing import Cut
+from shardwright.data.streaming.record_stream import RecordStream, StreamPosition
+from shardwright.data.table import Table
+from shardwright.data.tokenise import cache_directory, cache_key, digest_of, settings_of
+from shardwright.data.tokenizer import find_tokenizer, load_tokenizer, special_ids
 from shardwright.errors import DataError
 from shardwright.mesh.cluster_environment import stop_signals
 
@@ -38,22 +39,28 @@ _POLL_SECONDS = 0.02
 
 
 @dataclass(frozen=True)
-class Window:
-    """Window `number` of a stream: its rows, where it begins and where the next one does."""
+class StreamWindow:
+    """The rows of a window."""
 
     number: int
-    start: Place
-    next: Place
+    first: int  # position of the first row among the rows of the stream
+    start: StreamPosition
+    next: StreamPosition  # where the next window begins
     table: Table
 
+    @property
+    def end(self) -> int:
+        """The position after the last row."""
+        return self.first + len(self.table)
 
-class Windows:
-    """The windows of the run's data.train. fingerprint: of the settings, not of contents, which nobody has seen before.
+
+class StreamWindows:
+    """The windows of the run's data.train. fingerprint: of the settings, since the contents are not known in advance.
 
     Raises `ConfigError` or `DataError` for sources or settings that cannot be read.
     """
 
-    def __init__(self, run: RunFile, stream: Stream, cut: Cut) -> None:
+    def __init__(self, run: RunFile, stream: RecordStream, cut: Cut) -> None:
         self.stream, self.cut, self._data = stream, cut, run.data
         self._kinds = frozenset(form for form in self.stream.formats if form is not None)
         if not self._kinds:
@@ -62,70 +69,66 @@ class Windows:
         if missing is not None and self._kinds != {"tokens"}:
             raise missing
         settings = [settings_of(run.data, self.tokenizer_path), run.data.stream_window]
-        seedless = [cut.max_length, cut.overlong, cut.packing]
-        self.fingerprint = f"stream-{digest_of([settings, seedless])}"
+        self.fingerprint = f"stream-{digest_of([settings, [cut.max_length, cut.overlong, cut.packing]])}"
         if self.stream.files:
-            versions = [FORMAT, ENCODING, version("tokenizers"), version("transformers"), version("jinja2")]
-            key = digest_of([versions, settings, stats_of(self.stream.files)])
+            key = cache_key(run.data, self.tokenizer_path, self.stream.files, run.data.stream_window)
             self.directory = cache_directory(run) / f"stream-{key}"
-        else:  # what a function will give is not known: nothing of an earlier run may be taken for it
+        else:  # a function may yield other records in each run, so nothing of an earlier run may be used
             self.directory = Path(tempfile.mkdtemp(prefix="stream-"))
             weakref.finalize(self, shutil.rmtree, self.directory, ignore_errors=True)
         self.directory.mkdir(parents=True, exist_ok=True)
-        self._encoder: Encoder | None = None
-        self._reading: tuple[Place, Iterator[tuple[Any, str, Place]]] | None = None
+        self._loaded: Encoder | None = None
+        self._reading: tuple[StreamPosition, Iterator[tuple[Any, str, StreamPosition]]] | None = None
         self._stopped = threading.Event()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="windows", initializer=_without_signals)
-        self._ahead: Future[None] | None = None
+        self._ahead: Future[bool] | None = None
 
-    def open(self, number: int, start: Place) -> Window:
-        """Window `number`, which begins at `start`; waits until it is there, and has the next one made ahead.
+    def open(self, number: int, start: StreamPosition, first: int) -> StreamWindow:
+        """Window `number`, which begins at `start` with row `first`; waits for it, and has the next window made ahead.
 
         Raises `DataError` with file and line for a record that cannot be read.
         """
         if self._ahead is not None:
             wait([self._ahead])
-        path = self._path(number, start)
-        while (found := self._opened(path, number, start)) is None:
-            with self._lock() as held:
-                if held and not _is_complete(path):
-                    self._make(path, number, start)
-            if not held:
+        while (found := self._opened(number, start, first)) is None:
+            if not self._make(number, start):
                 self._stopped.wait(_POLL_SECONDS)
-        self._ahead = self._pool.submit(self._make_ahead, number + 1, found.next)
+        # an error of the window made ahead is raised when that window is opened
+        self._ahead = self._pool.submit(self._make, number + 1, found.next)
         return found
 
-    def special(self) -> dict[str, Any]:
-        """What `special_tokens` says of the run's tokenizer, which is loaded only where nobody has noted it here."""
+    def special_ids(self) -> dict[str, Any]:
+        """`tokenizer.special_ids` of the run's tokenizer, kept in a file so that most processes need not load it."""
         path = self.directory / "special.json"
         if not path.is_file():
             with tempfile.NamedTemporaryFile("w", dir=self.directory, delete=False) as file:
-                file.write(json.dumps(special_tokens(self._ready_encoder().tokenizer)))
+                file.write(json.dumps(special_ids(self._encoder.tokenizer)))
             Path(file.name).rename(path)
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return found
 
     def close(self) -> None:
-        """Ends the making of a window ahead."""
+        """Stops the making of a window ahead."""
         self._stopped.set()
         if self._ahead is not None:
             wait([self._ahead])
         self._stopped.clear()
 
-    def _path(self, number: int, start: Place) -> Path:
+    def _path(self, number: int, start: StreamPosition) -> Path:
         return self.directory / f"window-{number}-{digest_of(start.to_json())}"
 
-    def _opened(self, path: Path, number: int, start: Place) -> Window | None:
-        """The window at `path`; None where it is not there, or is being removed."""
+    def _opened(self, number: int, start: StreamPosition, first: int) -> StreamWindow | None:
+        """The window on disk; None where it does not exist, or is being removed."""
         try:
-            documents = Documents.open(path)
-            return Window(number, start, Place(**documents.meta["next"]), Table.make(documents, self.cut))
+            documents = Documents.open(self._path(number, start))
+            after = StreamPosition(**documents.meta["next"])
+            return StreamWindow(number, first, start, after, Table.make(documents, self.cut))
         except FileNotFoundError:
             return None
 
     @contextmanager
     def _lock(self) -> Iterator[bool]:
-        """Whether this thread alone writes windows here; another one, or another process, may do so."""
+        """Whether this thread may write windows here, which one thread of all processes does at a time."""
         with open(self.directory / "lock", "w") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -134,25 +137,22 @@ class Windows:
             else:
                 yield True
 
-    def _make_ahead(self, number: int, start: Place) -> None:
-        """Makes a window unless it is there or being made. An error is raised where the window is wanted."""
+    def _make(self, number: int, start: StreamPosition) -> bool:
+        """Makes a window unless it exists; False where another thread is making windows."""
         path = self._path(number, start)
         with self._lock() as held:
-            if held and not _is_complete(path):
-                self._make(path, number, start)
+            if held and not (path / "meta.json").is_file():
+                self._write(path, number, start)
+            return held
 
-    def _make(self, path: Path, number: int, start: Place) -> None:
-        encoder = self._ready_encoder()
-        tokenizer = encoder.tokenizer
-        known = None if tokenizer is None or "tokens" in self._kinds else len(tokenizer)
+    def _write(self, path: Path, number: int, start: StreamPosition) -> None:
         for left in (path, *self.directory.glob("*.partial-*")):
             shutil.rmtree(left, ignore_errors=True)
         with new_directory(path) as directory:
-            writer = DocumentWriter(directory, token_dtype(known or 2**32))
-            after = self._fill(writer, encoder, start)
-            formats = [form for form in self.stream.formats if form is not None]
-            other = {"next": after.to_json(), **special_tokens(tokenizer)}
-            writer.finish(self.stream.names, sorted(set(formats)), other)
+            writer = DocumentWriter(directory, self._encoder.vocabulary)
+            after = self._fill(writer, start)
+            other = {"next": after.to_json(), **special_ids(self._encoder.tokenizer)}
+            writer.finish(self.stream.names, self.stream.formats, other)
         Table.make(Documents.open(path), self.cut)
         for old in self.directory.glob("window-*"):
             if int(old.name.split("-")[1]) <= number - KEPT:
@@ -160,45 +160,42 @@ class Windows:
                 old.rename(removed)
                 shutil.rmtree(removed, ignore_errors=True)
 
-    def _fill(self, writer: DocumentWriter, encoder: Encoder, start: Place) -> Place:
-        """Writes the documents of a window that begins at `start`; where the next one begins.
+    def _fill(self, writer: DocumentWriter, start: StreamPosition) -> StreamPosition:
+        """Writes the documents of the window that begins at `start`; returns where the next window begins.
 
-        The end of a pass ends a window, unless it would hold nothing to train.
+        The end of a pass ends a window, unless the window would hold nothing to train.
         """
-        place, useful = start, 0
-        reading, self._reading = self._reading, None  # one that failed has passed what it failed on
+        at, useful = start, 0
+        reading, self._reading = self._reading, None  # an iterator that failed is already past the record that failed
         while True:
-            if reading is None or reading[0] != place:
-                reading = (place, self.stream.slices(place, encoder.keep))
+            if reading is None or reading[0] != at:
+                reading = (at, self.stream.slices(at, self._encoder.keep))
             for part, form, after in reading[1]:
                 if self._stopped.is_set():
-                    raise InterruptedError(f"window at {start} is no longer wanted")
-                found = encoder.slice(part, form)
+                    raise InterruptedError(f"the window at {start} is no longer needed")
+                found = self._encoder.slice(part, form)
                 writer.append(part, found)
                 useful += sum(length > 1 for length in found.lengths)
-                place = after
+                at = after
                 if useful >= self._data.stream_window:
-                    self._reading = (place, reading[1])
-                    return place
-            whole_pass, place = start.turn < place.turn, Place(place.turn + 1)
+                    self._reading = (at, reading[1])
+                    return at
+            whole_pass, at = start.turn < at.turn, StreamPosition(at.turn + 1)
             if useful:
-                return place
-            if whole_pass or start == Place(start.turn):
+                return at
+            if whole_pass or start == StreamPosition(start.turn):
                 raise DataError(
-                    f"The stream has no document that can be trained: {writer.counts['read']} were read.",
-                    "All are empty, masked throughout, or one token long.",
+                    f"None of the {writer.notes.count('document')} documents of the stream can be trained.",
+                    "Each document is empty, masked throughout, or one token long.",
                     f"Sources: {', '.join(self.stream.names)}.",
                 )
 
-    def _ready_encoder(self) -> Encoder:
-        if self._encoder is None:
+    @property
+    def _encoder(self) -> Encoder:
+        if self._loaded is None:
             tokenizer = None if self.tokenizer_path is None else load_tokenizer(self.tokenizer_path)
-            self._encoder = Encoder(tokenizer, self._data, self._kinds, self.tokenizer_path)
-        return self._encoder
-
-
-def _is_complete(path: Path) -> bool:
-    return (path / "meta.json").is_file()
+            self._loaded = Encoder(tokenizer, self._data, self._kinds, self.tokenizer_path)
+        return self._loaded
 
 
 def _without_signals() -> None:

@@ -25,12 +25,12 @@ from shardwright.layout.size_rules import chunks
 from shardwright.models.torch_dtypes import accumulation_dtype
 from shardwright.parallel.context.documents import Block, as_one_row, as_rows, document_blocks
 
-PLACE = "_context_place"
-"""Attribute of each attention module: its `ContextPlace`."""
+PLACE = "_context_shard"
+"""Attribute of each attention module: its `ContextShard`."""
 
 
 @dataclass(frozen=True)
-class ContextPlace:
+class ContextShard:
     """Where a rank stands among its context-parallel peers, and which tokens it holds. `group` has `size` ranks."""
 
     size: int
@@ -87,7 +87,7 @@ class ContextPlace:
         return found
 
 
-def split_attention(model: nn.Module, blocks: Iterable[nn.Module], place: ContextPlace) -> None:
+def split_attention(model: nn.Module, blocks: Iterable[nn.Module], place: ContextShard) -> None:
     """Makes the attention of `blocks` see whole rows although each rank holds part of them."""
     from transformers import AttentionInterface
 
@@ -100,7 +100,7 @@ def split_attention(model: nn.Module, blocks: Iterable[nn.Module], place: Contex
     setter.set_attn_implementation(f"shardwright_{place.attention}")
 
 
-def _place(module: nn.Module, attention_mask: Tensor | None, dropout: float) -> ContextPlace:
+def _place(module: nn.Module, attention_mask: Tensor | None, dropout: float) -> ContextShard:
     place = vars(module).get(PLACE)
     if place is None:
         raise ModelError(
@@ -165,7 +165,7 @@ def gathered_attention(
     return torch.cat(outs, 2).transpose(1, 2).contiguous(), None
 
 
-def _masks(place: ContextPlace, length: int, window: int | None, device: torch.device) -> list[Tensor]:
+def _masks(place: ContextShard, length: int, window: int | None, device: torch.device) -> list[Tensor]:
     """For each chunk here, which keys [0, end of the chunk) its queries see: [tokens of the chunk, keys], kept."""
     name = (length, window, str(device))
     if name not in place.masks:
@@ -221,7 +221,7 @@ class _Gathered(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, key: Tensor, value: Tensor, place: ContextPlace) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, key: Tensor, value: Tensor, place: ContextShard) -> tuple[Tensor, Tensor]:
         ctx.place = place
         own = torch.cat([key, value], -1)
         ctx.widths = (key.shape[-1], value.shape[-1])
@@ -233,7 +233,7 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        place: ContextPlace = ctx.place
+        place: ContextShard = ctx.place
         row = torch.cat(grads, -1)
         tokens = row.shape[2] // place.size
         sent = row.new_empty((place.size, *row.shape[:2], tokens, row.shape[3]))
@@ -249,7 +249,7 @@ class _Gathered(torch.autograd.Function):
         return by_key, by_value, None
 
 
-def _order(place: ContextPlace, tokens: int) -> list[tuple[int, slice]]:
+def _order(place: ContextShard, tokens: int) -> list[tuple[int, slice]]:
     """(rank, which of its tokens) in the order of the row."""
     found: list[tuple[int, int, slice]] = []
     for rank in range(place.size):
@@ -322,7 +322,7 @@ class _Ring(torch.autograd.Function):
         key: Tensor,
         value: Tensor,
         scale: float,
-        place: ContextPlace,
+        place: ContextShard,
         blocks: list[list[Block]],
     ) -> Tensor:
         merged = Merged(query, value.shape[-1])
@@ -343,7 +343,7 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of keys and values travel one step behind them, each rank adding its part, and end at their owner."""
         query, key, value, out, lse, *seeds = ctx.saved_tensors
-        place: ContextPlace = ctx.place
+        place: ContextShard = ctx.place
         whole, wide = Attended(out, lse, tuple(seeds)), accumulation_dtype(query.dtype)
         by_query = torch.zeros_like(query, dtype=wide)
         held, width = torch.cat([key, value], -1), key.shape[-1]
@@ -368,7 +368,7 @@ class _Ring(torch.autograd.Function):
 class _Passing:
     """A tensor on its way to the next rank, while the one of the rank before arrives."""
 
-    def __init__(self, tensor: Tensor, place: ContextPlace) -> None:
+    def __init__(self, tensor: Tensor, place: ContextShard) -> None:
         self._sent, self._received = tensor, torch.empty_like(tensor)
         ranks = dist.get_process_group_ranks(place.group)
         after, before = ranks[(place.rank + 1) % place.size], ranks[(place.rank - 1) % place.size]

@@ -1,8 +1,8 @@
-"""Stages of a pipeline, cut from a Transformers causal LM on meta. Names of parameters stay those of the unsplit model.
+"""Stages of a pipeline, split from a Transformers causal LM on meta. Parameters keep the names of the unsplit model.
 
-A stage runs the model's own forward: masks, rotary tables, kinds of attention per block and what stands behind the head
-stay the model's business. What another stage holds is replaced by a module that lets hidden states pass. That this is all
-there is between the blocks is not believed but tried, on a copy without weights, before any process starts.
+Each stage runs the model's own forward, so that masks, rotary tables and the kinds of attention stay the model's business. A
+module of another stage is replaced by `Absent`, through which hidden states pass unchanged. A model may do more between its
+blocks than pass hidden states on: `plan_split` runs a copy without weights to find out, before any process starts.
 
 B rows, T positions, D width of hidden states.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -21,17 +22,17 @@ from shardwright.config.schema import Model
 from shardwright.errors import ModelError
 from shardwright.layout.pipeline_schedules import head_blocks, split_blocks
 from shardwright.models.materialise import materialise
-from shardwright.models.model_parts import Parts, find_parts
+from shardwright.models.model_parts import Parts
 from shardwright.torch_private import copy_module, is_view, own_buffers, own_modules, own_parameters
 
 PROBE_TOKENS = 4
 
 
 class Absent(nn.Module):
-    """Stands where another stage holds a module: hidden states pass unchanged, and for ids (a position table) 0 is added.
+    """Replaces a module of another stage: returns hidden states unchanged, and 0 for ids (a position table adds its result).
 
-    It keeps the plain attributes of what it replaces (`attention_type`, `layer_idx`), which a model's loop may read.
-    `seen`, where given, notes each call by name.
+    It keeps the plain attributes of the module (`attention_type`, `layer_idx`), which a model's loop may read. seen: gets the
+    name of this module at each call.
     """
 
     def __init__(self, replaced: nn.Module, name: str = "", seen: list[str] | None = None) -> None:
@@ -47,40 +48,50 @@ class Absent(nn.Module):
 
 
 @dataclass(frozen=True)
-class Cut:
+class PipelineSplit:
     """Which modules each stage holds, by name.
 
-    before: used before the first block (embedding, position table, their dropout). after: used behind the last block (norm,
-    head). blocks: of each stage. shared: the embedding, where the head is tied to it; the last stage keeps it too, unused,
-    so that the parameter has its name. width: D.
+    before: modules used before the first block (embedding, position table, their dropout).
+    blocks: the blocks of each stage.
+    after: modules used after the last block (norm, head).
+    tied: parameters that the first and the last stage both hold. The last stage keeps the module of such a parameter too,
+    unused, so that the parameter has its name there.
+    width: D.
     """
 
     before: tuple[str, ...]
     blocks: tuple[tuple[str, ...], ...]
     after: tuple[str, ...]
-    shared: tuple[str, ...]
+    tied: tuple[str, ...]
     width: int
 
     def held(self, stage: int) -> set[str]:
         """Names of the modules of `stage`."""
         first, last = stage == 0, stage == len(self.blocks) - 1
-        return {
-            *(self.before if first else ()),
-            *self.blocks[stage],
-            *((*self.after, *self.shared) if last else ()),
-        }
+        tied = (name.rpartition(".")[0] for name in self.tied)
+        return {*(self.before if first else ()), *self.blocks[stage], *((*self.after, *tied) if last else ())}
 
     @property
     def all(self) -> set[str]:
-        """Names of everything that some stage does not hold."""
-        return {*self.before, *self.after, *(name for names in self.blocks for name in names)}
+        """Names of the modules that not every stage holds."""
+        return {*self.before, *self.after, *chain(*self.blocks)}
+
+    def parts_of(self, parts: Parts, stages: Collection[int]) -> Parts:
+        """`parts` of the unsplit model without what the `stages` do not hold."""
+        held = {name for stage in stages for name in self.held(stage)}
+        names = {"embedding": parts.embedding, "norm": parts.norm, "head": parts.head}
+        return Parts(
+            blocks=tuple(name for name in parts.blocks if name in held),
+            **{key: name if name in held else None for key, name in names.items()},
+            tied=parts.tied if len(self.blocks) - 1 in stages else (),
+        )
 
 
 class Stage(nn.Module):
-    """Stage `index` of `count`: forward of this part of the model, on ids [B, T] or hidden states [B, T, D].
+    """Stage `index` of `count`: the forward of this part of the model, on ids [B, T] or hidden states [B, T, D].
 
-    Returns hidden states [B, T, D], and on the last stage what the model returns. blocks: names of its blocks. peers: with
-    sequence parallelism, the ranks of which each takes and gives its piece of the hidden states, [B, T / tp, D].
+    Returns hidden states [B, T, D]; the last stage returns the model's output. blocks: names of its blocks. peers: the
+    tensor-parallel ranks under sequence parallelism, where each receives and sends its piece [B, T / tp, D].
     """
 
     def __init__(self, part: nn.Module, index: int, count: int, blocks: tuple[str, ...]) -> None:
@@ -103,17 +114,15 @@ class Stage(nn.Module):
         return hidden.clone() if is_view(hidden) else hidden.contiguous()
 
 
-def plan_cut(model: nn.Module, spec: Model, stages: int) -> Cut:
-    """How `model` (from `build_model`) is cut into `stages` stages of about equal work.
+def plan_split(model: nn.Module, parts: Parts, spec: Model, stages: int) -> PipelineSplit:
+    """How `model` (from `build_model`, of `parts`) is split into `stages` stages of about equal work.
 
-    Blocks are balanced by matrix products: the head weighs as many blocks as its weights say, the embedding is a lookup
-    and weighs nothing. Raises `ModelError` for a model that this way of cutting would change, by name, and `ConfigError`
-    for too few blocks.
+    Work is counted in matrix products: the head counts by its number of weights, the embedding is a lookup and counts nothing.
+    Raises `ModelError`, by name, for a model that splitting would change, and `ConfigError` for too few blocks.
     """
-    parts = find_parts(model)
     if getattr(model, "base_model", model) is model or not hasattr(model, "config") or parts.embedding is None:
         raise ModelError(
-            f"{type(model).__name__} cannot be cut into {stages} pipeline stages.",
+            f"{type(model).__name__} cannot be split into {stages} pipeline stages.",
             "pp_size > 1 needs a Transformers causal language model, whose parts are known by convention.",
             "Set parallelism.pp_size to 1.",
         )
@@ -122,19 +131,24 @@ def plan_cut(model: nn.Module, spec: Model, stages: int) -> Cut:
     counts = split_blocks(len(parts.blocks), stages, head_blocks(sum(weights) // len(weights), head))
     width = int(model.get_submodule(parts.embedding).weight.shape[1])  # type: ignore[index]
     before, after = _outside(model, spec, parts, width)
-    ends = [sum(counts[: stage + 1]) for stage in range(stages)]
-    blocks = tuple(tuple(parts.blocks[end - n : end]) for end, n in zip(ends, counts))
-    cut = Cut(before, blocks, after, (), width)
-    cut = replace(cut, shared=_shared(cut, parts))
-    _check_trained(model, cut)
-    return cut
+    blocks = tuple(tuple(parts.blocks[end - n : end]) for end, n in zip(accumulate(counts), counts))
+    split = PipelineSplit(before, blocks, after, (), width)
+    split = replace(split, tied=_tied_over_stages(split, parts))
+    for stage in range(stages):
+        held = (model.get_submodule(name) for name in split.held(stage))
+        if not any(p.requires_grad for module in held for p in module.parameters()):
+            raise ModelError(
+                f"model.freeze leaves pipeline stage {stage} of {stages} without a trained parameter.",
+                "No gradient would come back through this stage.",
+                "Lower parallelism.pp_size, or freeze less.",
+            )
+    return split
 
 
 def _outside(model: nn.Module, spec: Model, parts: Parts, width: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(modules used before the blocks, modules used behind them), found by running a copy in which all of them are absent.
+    """(modules used before the blocks, modules used after them), found by running a copy in which all modules are absent.
 
-    Raises `ModelError` where hidden states do not come out as they went in: the model does something between its parts
-    that every stage would repeat.
+    Raises `ModelError` where that copy changes hidden states: every stage would repeat the change.
     """
     inside = tuple(f"{name}." for name in parts.blocks)
     outer = [
@@ -147,8 +161,7 @@ def _outside(model: nn.Module, spec: Model, parts: Parts, width: int) -> tuple[t
     if holding := [name for name in outer if any(f"{other}.".startswith(f"{name}.") for other in parts.blocks)]:
         raise _refused(model, f"`{holding[0] or type(model).__name__}` holds parameters of its own around its blocks")
     seen: list[str] = []
-    same = _probe(model, spec, [*outer, *parts.blocks], seen, width)
-    if not same:
+    if not _passes_unchanged(model, spec, [*outer, *parts.blocks], seen, width):
         raise _refused(model, "it changes hidden states outside of its blocks, in a way that every stage would repeat")
     if tuple(name for name in seen if name in parts.blocks) != parts.blocks:
         raise _refused(model, "it does not run each block once, in order")
@@ -158,12 +171,12 @@ def _outside(model: nn.Module, spec: Model, parts: Parts, width: int) -> tuple[t
     lost = [name for name in outer if name not in (*before, *after) and own_parameters(model.get_submodule(name))]
     if lost or set(before) & set(after):
         where = (lost or sorted(set(before) & set(after)))[0]
-        raise _refused(model, f"`{where}` belongs neither to its beginning nor to its end")
+        raise _refused(model, f"`{where}` is used neither only before its blocks nor only after them")
     return tuple(before), tuple(after)
 
 
-def _probe(model: nn.Module, spec: Model, names: list[str], seen: list[str], width: int) -> bool:
-    """Whether hidden states pass unchanged through a copy of `model` without any of `names`; `seen` gets their calls."""
+def _passes_unchanged(model: nn.Module, spec: Model, names: list[str], seen: list[str], width: int) -> bool:
+    """Whether hidden states pass unchanged through a copy of `model` without the modules `names`; `seen` gets their calls."""
     empty = _view(model, set(names), seen, everything=True)
     if any(buffer.is_meta for buffer in empty.buffers()):
         materialise(empty, spec.model_copy(update={"init": "random"}), seed=0, device=torch.device("cpu"))
@@ -180,56 +193,42 @@ def _probe(model: nn.Module, spec: Model, names: list[str], seen: list[str], wid
 
 def _refused(model: nn.Module, reason: str) -> ModelError:
     return ModelError(
-        f"{type(model).__name__} cannot be cut into pipeline stages: {reason}.",
+        f"{type(model).__name__} cannot be split into pipeline stages: {reason}.",
         "",
         "Set parallelism.pp_size to 1, or use another axis.",
     )
 
 
-def _shared(cut: Cut, parts: Parts) -> tuple[str, ...]:
-    """The modules of the first stage whose parameters the last stage needs too; refuses other ties between stages."""
-    stages = len(cut.blocks)
-    shared: list[str] = []
+def _tied_over_stages(split: PipelineSplit, parts: Parts) -> tuple[str, ...]:
+    """The first names of the parameters that the first and the last stage both hold. Refuses other ties between stages."""
+    last, found = len(split.blocks) - 1, []
     for group in parts.tied:
-        owners = [name.rpartition(".")[0] for name in group]
-        places = {
+        modules = [name.rpartition(".")[0] for name in group]
+        stages = {
             stage
-            for stage in range(stages)
-            for owner in owners
-            if any(owner == held or owner.startswith(f"{held}.") for held in cut.held(stage))
+            for stage in range(last + 1)
+            if any(f"{module}.".startswith(f"{held}.") for module in modules for held in split.held(stage))
         }
-        if len(places) > 1 and (places != {0, stages - 1} or owners[0] not in cut.before):
+        if len(stages) > 1 and (stages != {0, last} or modules[0] not in split.before):
             raise ModelError(
-                f"{' and '.join(group)} are one parameter, used on {len(places)} pipeline stages.",
-                "Only a tie between the embedding and the head is carried over stages.",
-                "Untie them, or set parallelism.pp_size to 1.",
+                f"{' and '.join(group)} are one parameter, used on {len(stages)} pipeline stages.",
+                "Only a tie between the embedding and the head can span stages.",
+                "Untie the parameters, or set parallelism.pp_size to 1.",
             )
-        if len(places) > 1:
-            shared += [owner for owner in owners if owner in cut.before]
-    return tuple(shared)
+        found += [group[0]] if len(stages) > 1 else []
+    return tuple(found)
 
 
-def _check_trained(model: nn.Module, cut: Cut) -> None:
-    """Refuses a stage without a trained parameter: nothing would come back through it, and its rank has no optimizer."""
-    for stage in range(len(cut.blocks)):
-        held = (model.get_submodule(name) for name in cut.held(stage))
-        if not any(p.requires_grad for module in held for p in module.parameters()):
-            raise ModelError(
-                f"model.freeze leaves pipeline stage {stage} of {len(cut.blocks)} without a trained parameter.",
-                "Each stage's rank needs something to train.",
-                "Lower parallelism.pp_size, or freeze less.",
-            )
-
-
-def cut_stages(model: nn.Module, cut: Cut, mine: Collection[int]) -> tuple[Stage, ...]:
-    """The stages `mine`, in order. What none of them holds is taken out of `model` itself."""
-    held = {name for stage in mine for name in cut.held(stage)}
-    for name in cut.all - held:
+def build_stages(model: nn.Module, split: PipelineSplit, mine: Collection[int]) -> tuple[Stage, ...]:
+    """The stages `mine`, in order. Takes the modules that none of these stages holds out of `model` itself."""
+    held = {name for stage in mine for name in split.held(stage)}
+    for name in split.all - held:
         parent, _, leaf = name.rpartition(".")
         owner = model.get_submodule(parent)
         own_modules(owner)[leaf] = Absent(model.get_submodule(name), name)
     return tuple(
-        Stage(_view(model, held - cut.held(stage)), stage, len(cut.blocks), cut.blocks[stage]) for stage in sorted(mine)
+        Stage(_view(model, held - split.held(stage)), stage, len(split.blocks), split.blocks[stage])
+        for stage in sorted(mine)
     )
 
 
@@ -240,10 +239,10 @@ def _view(
     prefix: str = "",
     everything: bool = False,
 ) -> nn.Module:
-    """`module` without the submodules `absent`: what is around them is copied, all else is shared.
+    """`module` without the submodules `absent`. The modules around these are copied, all others are shared.
 
-    Copies share parameters, buffers and hooks with what they copy. everything: copy every module that is left, with
-    buffers of its own, so that giving them values leaves `module` as it is.
+    Copies share parameters, buffers and hooks with their originals. everything: copy every remaining module, with buffers of
+    its own, so that filling the buffers leaves `module` unchanged.
     """
     path = f"{prefix}." if prefix else ""
     if not everything and not any(name.startswith(path) for name in absent):
@@ -257,26 +256,3 @@ def _view(
         for leaf, child in own_modules(module).items()
     }
     return copy_module(module, own_buffers(module) if everything else None, children)
-
-
-def stage_parts(parts: Parts, cut: Cut, stages: Collection[int]) -> Parts:
-    """`parts` without what the `stages` do not hold."""
-    held = {name for stage in stages for name in cut.held(stage)}
-
-    def here(name: str | None) -> str | None:
-        return name if name in held else None
-
-    whole = 0 in stages and len(cut.blocks) - 1 in stages
-    last = len(cut.blocks) - 1 in stages
-    return Parts(
-        blocks=tuple(name for name in parts.blocks if name in held),
-        embedding=here(parts.embedding),
-        norm=here(parts.norm),
-        head=here(parts.head),
-        tied=parts.tied if last or whole else (),
-    )
-
-
-def tied_over_stages(parts: Parts, cut: Cut) -> list[str]:
-    """Names of the parameters that first and last stage both hold, as the unsplit model calls them."""
-    return [group[0] for group in parts.tied if group[0].rpartition(".")[0] in cut.shared]

@@ -32,7 +32,7 @@ from shardwright.errors import ShardwrightError
 from shardwright.models.model_parts import Parts
 from shardwright.parallel.pipeline.stages import Stage
 from shardwright.parallel.tensor.styles import Column, Done, Entry, Head, Row, Vocabulary, change_input
-from shardwright.parallel.tensor.tp_plan import COLUMN, EMBEDDING, ROW, SUMMED, plan_tensor
+from shardwright.parallel.tensor.tp_plan import COLUMN, EMBEDDING, ROW, SUMMED, VOCABULARY, TensorPlan
 from shardwright.parallel.tensor.tp_rng import Streams, drops
 from shardwright.torch_private import REDISTRIBUTE_LOGGER
 
@@ -47,16 +47,18 @@ class TensorParallel:
         self,
         model: nn.Module,
         parts: Parts,
+        plan: TensorPlan,
         mesh: DeviceMesh,
         run: RunFile,
         stages: Sequence[Stage] = (),
         attention: Sequence[str] = (),
     ) -> None:
-        """Divides `model` (on meta) in place; raises as `plan_tensor`.
+        """Divides `model` (on meta) in place.
 
-        stages: what this rank has of a pipeline. attention: the modules that attend, of the unsplit model.
+        parts: of this model. plan, attention: of the unsplit model; attention: the modules that attend. stages: this rank's
+        pipeline stages.
         """
-        plan = plan_tensor(model, parts, run, whole=run.parallelism.pp_size == 1)
+        plan = plan.held_by(model)
         self.model, self.sequence = model, run.parallelism.sequence_parallel is not False
         self._undivided = self._attention_on_wholes(attention, plan.regions)
         self.peers = Peers(mesh.size(), mesh.get_local_rank(), mesh.get_group())
@@ -140,7 +142,7 @@ class TensorParallel:
         entry: Entry | None = self._enter if inside else partial(tp_collectives.copy_in, peers=self.peers)
         if name.rpartition(".")[0] in regions:
             entry = None
-        if style == "vocabulary":
+        if style == VOCABULARY:
             return Head(self.peers, done, entry)
         return Column(self.peers, done, entry, self._whole if style == "colwise_gather_output" else None)
 

@@ -20,8 +20,8 @@ from transformers.pytorch_utils import Conv1D
 
 from shardwright.backends import tp_collectives
 from shardwright.backends.tp_collectives import Peers
-from shardwright.loss.vocab_parallel_loss import check_ids, vocabulary_range
-from shardwright.mesh.device_mesh import to_local
+from shardwright.loss.vocab_parallel_loss import check_ids
+from shardwright.mesh.shard_geometry import chunk, local_tensor
 from shardwright.torch_private import ParallelStyle, own_parameters
 
 Entry = Callable[[Tensor], Tensor]
@@ -47,7 +47,7 @@ def distribute(module: nn.Module, name: str, dim: int, mesh: DeviceMesh, done: D
     if old is None or isinstance(old, DTensor):
         return
     if id(old) not in done:
-        _, length = vocabulary_range(old.shape[dim], mesh.size(), mesh.get_local_rank())
+        _, length = chunk(old.shape[dim], mesh.size(), mesh.get_local_rank())
         shape = (*old.shape[:dim], length, *old.shape[dim + 1 :])
         local = torch.empty(shape, dtype=old.dtype, device=old.device)
         value = DTensor.from_local(local, mesh, [Shard(dim)], run_check=False, shape=old.shape, stride=old.stride())
@@ -59,7 +59,7 @@ def distribute(module: nn.Module, name: str, dim: int, mesh: DeviceMesh, done: D
 
 def product(module: nn.Module, x: Tensor, with_bias: bool) -> Tensor:
     """`x` times the local weight of a linear layer, with its local bias or without."""
-    weight = to_local(module.weight)  # type: ignore[arg-type]
+    weight = local_tensor(module.weight)  # type: ignore[arg-type]
     bias = _bias(module) if with_bias else None
     if isinstance(module, Conv1D):
         weight = weight.t()
@@ -68,7 +68,7 @@ def product(module: nn.Module, x: Tensor, with_bias: bool) -> Tensor:
 
 def _bias(module: nn.Module) -> Tensor | None:
     bias = module.bias
-    return None if bias is None else to_local(bias)  # type: ignore[arg-type]
+    return None if bias is None else local_tensor(bias)  # type: ignore[arg-type]
 
 
 @dataclass
@@ -150,7 +150,7 @@ class Vocabulary(ParallelStyle):
     def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, nn.Embedding)
         distribute(module, "weight", 0, device_mesh, self.done)
-        first, rows = vocabulary_range(module.num_embeddings, self.peers.size, self.peers.rank)
+        first, rows = chunk(module.num_embeddings, self.peers.size, self.peers.rank)
         if module.padding_idx is not None:  # that row gets no gradient, on the rank that has it
             here = first <= module.padding_idx < first + rows
             module.padding_idx = module.padding_idx - first if here else None
@@ -163,7 +163,7 @@ class Vocabulary(ParallelStyle):
         stored: Any = own_parameters(module)["weight"]
         check_ids(input, stored.shape[0])
         other = (input < first) | (input >= first + rows)
-        own_parameters(module)["weight"] = to_local(stored)  # type: ignore[assignment]
+        own_parameters(module)["weight"] = local_tensor(stored)  # type: ignore[assignment]
         try:
             found = look_up(torch.where(other, 0, input - first))
         finally:

@@ -24,7 +24,8 @@ from shardwright.parallel.tensor.styles import fan
 from shardwright.parallel.tensor.tp_rng import drops
 
 ALIASES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
-COLUMN, ROW = ("colwise", "colwise_gather_output", "vocabulary"), ("rowwise", "rowwise_split_input")
+VOCABULARY = "vocabulary"
+COLUMN, ROW = ("colwise", "colwise_gather_output", VOCABULARY), ("rowwise", "rowwise_split_input")
 EMBEDDING, SUMMED, WHOLE = "embedding_rowwise", "replicated_with_grad_allreduce", "replicate"
 STYLES = (*COLUMN, *ROW, EMBEDDING, SUMMED, WHOLE, *ALIASES)
 
@@ -47,16 +48,21 @@ class TensorPlan:
     styles: dict[str, str]
     regions: frozenset[str]
 
+    def held_by(self, model: nn.Module) -> TensorPlan:
+        """The plan of what `model` holds: a pipeline rank's part of the planned model keeps the names of its modules."""
+        held = {n for n, m in model.named_modules(remove_duplicate=False) if any(True for _ in m.parameters())}
+        return TensorPlan({n: s for n, s in self.styles.items() if n in held}, self.regions & held)
 
-def plan_tensor(model: nn.Module, parts: Parts, run: RunFile, whole: bool = True) -> TensorPlan:
-    """How `model` (on meta) is divided over `run.parallelism.tp_size` ranks. `whole`: it is no pipeline stage.
+
+def plan_tensor(model: nn.Module, parts: Parts, run: RunFile) -> TensorPlan:
+    """How `model` (unsplit, on meta) is divided over `run.parallelism.tp_size` ranks.
 
     Raises `ConfigError` or `ModelError` by name for what cannot be divided, or not with right gradients.
     """
     p = run.parallelism
     if (config := getattr(model, "config", None)) is not None:
         check_tensor(run, Axes(tp=p.tp_size, cp=p.cp_size), _shape_of(config))
-    styles = find_plan(model, parts, p.tp_plan, whole)
+    styles = find_plan(model, parts, p.tp_plan)
     check_plan(model, parts, styles, p.tp_size)
     _check_compiled(model, run)
     return TensorPlan(styles, frozenset(_regions(model, parts, styles, strict=not p.tp_plan)))
@@ -107,11 +113,10 @@ def _check_compiled(model: nn.Module, run: RunFile) -> None:
         )
 
 
-def find_plan(model: nn.Module, parts: Parts, given: Mapping[str, str], whole: bool = True) -> dict[str, str]:
+def find_plan(model: nn.Module, parts: Parts, given: Mapping[str, str]) -> dict[str, str]:
     """Module name -> style, for every module that is divided; `given` (patterns) replaces the model's own plan.
 
-    `*` stands for one part of a name. A model's own plan is extended: embedding and head are divided by vocabulary. Not
-    `whole`: what other pipeline stages hold has no parameters here and is left out.
+    `*` stands for one part of a name. A model's own plan is extended: embedding and head are divided by vocabulary.
     Raises `ModelError` for a model without a plan, a pattern without a match, or a style that is not known.
     """
     patterns = dict(given) or _own_plan(model)
@@ -129,14 +134,13 @@ def find_plan(model: nn.Module, parts: Parts, given: Mapping[str, str], whole: b
                 "Its gradients are not known to come out right." if style not in STYLES else "It is no module.",
                 did_you_mean(asked, STYLES) or f"Styles are {', '.join(STYLES)}. Or set parallelism.tp_size to 1.",
             )
-        if given and whole and not matched:
+        if given and not matched:
             raise ModelError(f"parallelism.tp_plan: `{pattern}` matches no module.", "", did_you_mean(pattern, modules))
         plan |= dict.fromkeys(matched, style)
     if not given:
         plan |= {name: EMBEDDING for name in (parts.embedding,) if name}
-        plan |= {name: "vocabulary" for name in (parts.head,) if name}
-    here = {name for name in plan if whole or any(True for _ in model.get_submodule(name).parameters())}
-    return {name: style for name, style in plan.items() if style != WHOLE and name in here}
+        plan |= {name: VOCABULARY for name in (parts.head,) if name}
+    return {name: style for name, style in plan.items() if style != WHOLE}
 
 
 def _own_plan(model: nn.Module) -> dict[str, str]:
@@ -168,7 +172,7 @@ def check_plan(model: nn.Module, parts: Parts, plan: Mapping[str, str], tp_size:
             )
         if style == SUMMED:
             continue
-        if style in (EMBEDDING, "vocabulary"):
+        if style in (EMBEDDING, VOCABULARY):
             rows = module.num_embeddings if isinstance(module, nn.Embedding) else fan(module)[1]
             if -(-rows // tp_size) * (tp_size - 1) >= rows:
                 raise ModelError(

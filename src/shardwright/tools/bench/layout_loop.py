@@ -25,7 +25,7 @@ from shardwright.train.log import Log
 from shardwright.train.metrics import Metrics
 from shardwright.train.planned import Planned, plan_of, shape_of, traffic_of
 from shardwright.train.run_data import open_data
-from shardwright.train.update import Engine, UpdateResult
+from shardwright.train.update import UpdateEngine, UpdateResult
 from shardwright.train.utilisation import Utilisation, make_utilisation
 
 MEMORY_UPDATES = 2
@@ -65,9 +65,9 @@ class LayoutLoop:
         vocabulary = self.shape.vocab if self.shape else 0
         self.memory = LiveMemory(vocabulary // self.axes.tp if self.axes.tp > 1 else vocabulary, device.type)
         with self.memory:
-            self.engine = Engine(self.run, self.axes, device, data.updates)
+            self.engine = UpdateEngine(self.run, self.axes, device, data.updates)
         self.memory.label("parameters", self.engine.module.parameters())
-        self.memory.label("parameters", (local.tensor for local in self.engine.locals))
+        self.memory.label("parameters", (local.tensor for local in self.engine.params))
         self.build_seconds = clock.now() - started
         self._batches = data.updates_from(0, device)
         self.result: UpdateResult | None = None
@@ -102,7 +102,7 @@ class LayoutLoop:
     def measure_memory(self) -> dict[str, Any]:
         """Runs the first updates; the memory of this rank's tensors in the last one, by phase and by category."""
         engine, memory = self.engine, self.memory
-        engine.enter = lambda phase: memory.enter("update")
+        engine.hooks.on_phase = lambda phase: memory.enter("update")
         with memory:
             for _ in range(MEMORY_UPDATES):
                 batch = next(self._batches)
@@ -112,7 +112,7 @@ class LayoutLoop:
                 memory.label("gradients", (gradient for _, gradient in engine.gradients()))
                 engine.step()
                 memory.label("optimizer states", self._optimizer_states())
-        engine.enter = lambda phase: None
+        engine.hooks.on_phase = lambda phase: None
         return {**asdict(memory.peak()), "by_phase": memory.peak_by_phase, "samples": memory.samples}
 
     def _optimizer_states(self) -> list[Tensor]:

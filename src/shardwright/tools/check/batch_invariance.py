@@ -22,14 +22,14 @@ from shardwright.layout.size_rules import row_multiple
 from shardwright.models.dropout import silence_dropout
 from shardwright.models.model_parts import is_transformers
 from shardwright.tools.check.record import BatchInvariance
-from shardwright.train.update import Engine
+from shardwright.train.update import UpdateEngine
 
 FILL = {"input_ids": 0, "labels": IGNORE_INDEX, "documents": -1, "weights": 0}
 """The tensors [rows, tokens] of a microbatch, and the value of padding in each."""
 
 
 @torch.no_grad()
-def batch_invariance(engine: Engine, batch: UpdateBatch) -> BatchInvariance:
+def batch_invariance(engine: UpdateEngine, batch: UpdateBatch) -> BatchInvariance:
     """Runs some rows of `batch` in three ways; dropout of the model is off from then on. Collective."""
     microbatch = _of_unequal_rows(batch.microbatches)
     silence_dropout(engine.module)
@@ -47,8 +47,8 @@ def batch_invariance(engine: Engine, batch: UpdateBatch) -> BatchInvariance:
         filler = _document(microbatch, 0, 0, 0, documents[0].input_ids.shape[1])
         documents += [filler] * (int(most) - len(documents))
         sums.append(torch.stack([engine.loss_sum(document) for document in documents]).sum())
-    engine.parallel.release()
-    agreed = torch.stack(sums).double() * engine._counts_loss
+    engine.strategy.release()
+    agreed = torch.stack(sums).double() * engine.counts_loss
     dist.all_reduce(agreed)
     together, one_by_one, *alone = agreed.tolist()
     return BatchInvariance(len(rows), together, one_by_one, alone[0] if alone else None)

@@ -36,7 +36,7 @@ from shardwright.tools.check.force_float64 import float64_throughout
 from shardwright.tools.check.gather import whole_on_first_rank
 from shardwright.tools.check.record import MicrobatchNote, Record, Scalars
 from shardwright.tools.check.rows import Changes, CheckedRows
-from shardwright.train.update import Engine, UpdateResult
+from shardwright.train.update import UpdateEngine, UpdateResult
 
 DONE = "done"
 """File of a record's directory that is written at the end: the seconds that the candidate took."""
@@ -72,7 +72,7 @@ SPECS = TypeAdapter(list[CandidateSpec])
 class Recorder:
     """Writes what an engine does to a record. Collective: every rank makes one; rank 0 holds and writes whole tensors."""
 
-    def __init__(self, engine: Engine, record: Record | None) -> None:
+    def __init__(self, engine: UpdateEngine, record: Record | None) -> None:
         self.engine, self.record = engine, record
 
     def start(self) -> None:
@@ -83,18 +83,18 @@ class Recorder:
         own = {local.name: gradient for local, gradient in self.engine.gradients()}
         self.local_norm = sum(
             own[local.name].double().square().sum().item()
-            for local in self.engine.locals
+            for local in self.engine.params
             if local.counts and local.name in own
         )
         gradients = {
-            local.name: local.wrap(own.get(local.name, torch.zeros_like(local.tensor))) for local in self.engine.locals
+            local.name: local.wrap(own.get(local.name, torch.zeros_like(local.tensor))) for local in self.engine.params
         }
         self._write(number, "grad", gradients)
 
     def after_step(self, number: int, batch: UpdateBatch, result: UpdateResult) -> None:
         """Parameters, states and scalars."""
         states: dict[str, dict[str, Tensor]] = {}
-        for key, value in optimizer_state(self.engine.optimizer, list(self.engine.locals)).items():
+        for key, value in optimizer_state(self.engine.optimizer, list(self.engine.params)).items():
             name, _, kind = key.removeprefix(STATE_OPTIMIZER).rpartition(".")
             states.setdefault(kind, {})[name] = value
         for kind in self._all_kinds(states):
@@ -204,7 +204,7 @@ def record_updates(spec: CandidateSpec, device: torch.device) -> None:
     axes = resolve_axes(run.parallelism, dist.get_world_size())
     place = 0 if spec.fault == "same_rows" else axes.data_rank(dist.get_rank())
     rows = CheckedRows(run, spec.changes, data_rank=place, data_ranks=axes.data_ranks, axes=axes)
-    engine = Engine(run, axes, device, rows.order.total_updates)
+    engine = UpdateEngine(run, axes, device, rows.order.total_updates)
     if spec.changes.no_dropout:
         silence_dropout(engine.module)
     recorder = Recorder(engine, Record(Path(spec.directory)) if dist.get_rank() == 0 else None)

@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.checkpoint.parts import Box, Held, held_parts, local_part
-from shardwright.models.torch_dtypes import SAFETENSORS_DTYPES
+from shardwright.checkpoint.parts import Held, held_parts, local_part
+from shardwright.mesh.object_collectives import gather_objects
+from shardwright.mesh.shard_geometry import Box
 
 
 def whole_on_first_rank(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -17,8 +18,7 @@ def whole_on_first_rank(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     Of equal parts the lowest rank's counts. Ranks may hold other tensors (pipeline stages) and other parts of one.
     """
-    everyone: list[list[Held]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, held_parts(tensors))
+    everyone: list[list[Held]] = gather_objects(held_parts(tensors))
     sent: list[list[Held]] = [[] for _ in everyone]
     seen: set[Held] = set()
     for rank, parts in enumerate(everyone):
@@ -50,8 +50,7 @@ def _message(tensors: Mapping[str, Tensor], parts: list[Held]) -> Tensor:
 def _put(whole: dict[str, Tensor], parts: list[Held], message: Tensor) -> None:
     """Writes the `parts` of one rank's `message` to where they belong in `whole`."""
     for held, piece in zip(parts, message.split([held.part_bytes for held in parts])):
-        dtype = SAFETENSORS_DTYPES[held.dtype]
         if held.key not in whole:
-            whole[held.key] = torch.empty(held.shape, dtype=dtype)
+            whole[held.key] = torch.empty(held.shape, dtype=held.dtype)
         place = held.box.within(Box((0,) * len(held.shape), held.shape))
-        whole[held.key][place] = piece.clone().view(dtype).view(held.box.shape)
+        whole[held.key][place] = piece.clone().view(held.dtype).view(held.box.shape)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardwright.config.schema import RunFile
 from shardwright.data.loader import Loader, Microbatch, UpdateBatch
-from shardwright.data.updates import open_updates
+from shardwright.data.prepare import open_updates
 from shardwright.layout.axes import Axes
 from shardwright.layout.loss import IGNORE_INDEX
 from shardwright.train.run_data import widths

@@ -1,1 +1,1 @@
-"""`shardwright drill`: breaks a run on purpose, lets it go on, and compares with one that nothing happened to."""
+"""`shardwright drill`: injects faults into a run, resumes it, and compares it with a run without faults."""

@@ -9,14 +9,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shardwright.checkpoint import store
+from shardwright.checkpoint.manifest import read_manifest
+from shardwright.checkpoint.reader import read_whole
 from shardwright.measure import metric_names as names
 from shardwright.measure.metrics_log import METRICS
 
 
 def stored_state(path: Path) -> dict[str, Tensor]:
     """Every tensor of a checkpoint, whole, and every number as one; needs no ranks."""
-    tensors, numbers = store.read_whole(path)
+    tensors, numbers = read_whole(path)
     return tensors | {key: torch.tensor(value, dtype=torch.float64) for key, value in numbers.items()}
 
 
@@ -39,7 +40,7 @@ def _bits(value: Tensor) -> Tensor:
 
 def compare_checkpoints(one: Path, other: Path) -> str:
     """What differs between two checkpoints of the same update; empty when nothing does."""
-    left, right = store.read_manifest(one), store.read_manifest(other)
+    left, right = read_manifest(one), read_manifest(other)
     if (left.update, left.target_tokens) != (right.update, right.target_tokens):
         return f"update {left.update}, {left.target_tokens} targets against {right.update}, {right.target_tokens}"
     return first_difference(stored_state(one), stored_state(other))

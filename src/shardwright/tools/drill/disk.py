@@ -10,13 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 MOST_BYTES = 2**30
-"""A run that needs more is not put into memory for a trial."""
+"""A larger disk is not put into memory for a trial."""
 BALLAST = "ballast"
 
 
 @contextmanager
 def small_disk(place: Path, size: int) -> Iterator[str]:
-    """Mounts `size` bytes at `place` and takes them away at the end; yields why it cannot, empty where it has."""
+    """Mounts a tmpfs of `size` bytes at `place` and unmounts it at the end; yields why that is refused, else an empty text."""
     place.mkdir(parents=True)
     refused = _mount(place, size)
     try:
@@ -46,6 +46,6 @@ def fill(place: Path, left: int) -> Path:
     return path
 
 
-def bytes_below(place: Path) -> int:
-    """The sizes of all files below a directory."""
+def directory_bytes(place: Path) -> int:
+    """The total size of all files in a directory and its subdirectories."""
     return sum(path.stat().st_size for path in place.rglob("*") if path.is_file() and not path.is_symlink())

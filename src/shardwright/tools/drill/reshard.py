@@ -1,4 +1,4 @@
-"""One checkpoint read by other numbers of ranks and under other layouts: same tensors, same rows, same losses to rounding."""
+"""One checkpoint read by other numbers of ranks and in other layouts: the same tensors, rows, and losses up to rounding."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from shardwright.checkpoint import store
+from shardwright.checkpoint.manifest import read_manifest
 from shardwright.config.load import Loaded
 from shardwright.errors import ConfigError, ExitCode, ModelError
 from shardwright.launch import run_workers
@@ -30,8 +30,8 @@ is not rounding is far above: without its moments AdamW's first step alone moves
 
 
 @dataclass
-class Read:
-    """One number of ranks and one layout: how the losses differ, relative, and what is wrong."""
+class ReshardResult:
+    """A checkpoint read by one number of ranks in one layout. difference, allowed: of the losses, relative."""
 
     ranks: int
     layout: str
@@ -39,6 +39,18 @@ class Read:
     difference: float = 0.0
     allowed: float = 0.0
     problem: str = ""
+
+    @property
+    def cells(self) -> dict[str, str]:
+        """Column -> text of the table of resharded starts."""
+        return {
+            "read by": f"{self.ranks} rank{'s' if self.ranks > 1 else ''}, {self.layout}",
+            "tensors": "FAILED" if self.problem else "identical",
+            "rows": "FAILED" if self.problem else "the same",
+            "loss off by": f"{self.difference:.1e}",
+            "allowed": f"{self.allowed:.1e}",
+            "updates": str(self.updates),
+        }
 
 
 def possible_layouts(loaded: Loaded, ranks: int) -> list[str]:
@@ -58,9 +70,9 @@ def possible_layouts(loaded: Loaded, ranks: int) -> list[str]:
 
 def run_reshard(
     loaded: Loaded, checkpoint: Path, reference: Path, worlds: dict[int, list[str]], directory: Path
-) -> list[Read]:
+) -> list[ReshardResult]:
     """Reads `checkpoint` of the run in `reference` under each layout of each number of ranks, in one start for each number."""
-    reads = []
+    results = []
     for ranks, layouts in worlds.items():
         jobs = []
         for number, name in enumerate(layouts):
@@ -71,11 +83,11 @@ def run_reshard(
             }
             jobs.append(with_layout(loaded, name).replaced(values, "drill"))
         directory.mkdir(parents=True, exist_ok=True)
-        handed = directory / f"jobs-{ranks}.json"
-        handed.write_text(json.dumps([job.to_json() for job in jobs]), encoding="utf-8")
+        jobs_file = directory / f"jobs-{ranks}.json"
+        jobs_file.write_text(json.dumps([job.to_json() for job in jobs]), encoding="utf-8")
         code = run_workers(
             "shardwright.tools.drill.reshard_rank",
-            [str(handed)],
+            [str(jobs_file)],
             nproc_per_node=ranks,
             log_dir=directory / "logs",
             device=loaded.run.hardware.device,
@@ -84,19 +96,19 @@ def run_reshard(
         if code in (ExitCode.INTERRUPTED, ExitCode.STOPPED_AND_SAVED):
             raise KeyboardInterrupt
         for name, job in zip(layouts, jobs):
-            reads.append(_judge(Read(ranks, name), job, checkpoint, reference))
-    return reads
+            results.append(_judge(ReshardResult(ranks, name), job, checkpoint, reference))
+    return results
 
 
-def _judge(read: Read, job: Loaded, checkpoint: Path, reference: Path) -> Read:
-    directory, first = Path(job.run.checkpoint.output_dir), store.read_manifest(checkpoint).update
+def _judge(result: ReshardResult, job: Loaded, checkpoint: Path, reference: Path) -> ReshardResult:
+    directory, first = Path(job.run.checkpoint.output_dir), read_manifest(checkpoint).update
     metrics = [e for e in entries(reference) if e["update"] >= first and names.LOSS in e]
     own = directory / "metrics.jsonl"
     got = [e for e in entries(directory) if names.LOSS in e] if own.exists() else []
     if [e["update"] for e in got] != [e["update"] for e in metrics]:
-        read.problem = f"it trained {len(got)} of {len(metrics)} updates"
-        return read
-    read.updates = len(got)
+        result.problem = f"the run trained {len(got)} of {len(metrics)} updates"
+        return result
+    result.updates = len(got)
     eps = torch.finfo(TORCH_DTYPES[job.run.precision.param_dtype]).eps
     over = [
         (
@@ -105,18 +117,18 @@ def _judge(read: Read, job: Loaded, checkpoint: Path, reference: Path) -> Read:
         )
         for number, (one, other) in enumerate(zip(got, metrics))
     ]
-    read.difference, read.allowed = max(difference for difference, _ in over), over[-1][1]
-    late = next((number for number, (difference, allowed) in enumerate(over) if difference > allowed), None)
+    result.difference, result.allowed = max(difference for difference, _ in over), over[-1][1]
+    excess = next((number for number, (difference, allowed) in enumerate(over) if difference > allowed), None)
     difference = first_difference(stored_state(directory / checkpoint.name), stored_state(checkpoint))
     if difference:
-        read.problem = f"after reading, {difference}"
+        result.problem = f"after reading, {difference}"
     elif any(one[key] != other[key] for one, other in zip(got, metrics) for key in ROWS):
-        read.problem = "it trained on other targets"
-    elif late is not None:
-        read.problem = (
-            f"the loss of update {first + late} is off by {over[late][0]:.1e}, {over[late][1]:.1e} is allowed"
+        result.problem = "the run trained on other targets"
+    elif excess is not None:
+        result.problem = (
+            f"the loss of update {first + excess} differs by {over[excess][0]:.1e}, {over[excess][1]:.1e} is allowed"
         )
-    return read
+    return result
 
 
 def rows_of(directory: Path, ranks: int) -> list[list[int]]:

@@ -1,6 +1,6 @@
-"""A rank that reads one checkpoint under several layouts: `python -m shardwright.tools.drill.reshard_rank JOBS.json`.
+"""A rank that reads one checkpoint in several layouts: `python -m shardwright.tools.drill.reshard_rank JOBS.json`.
 
-For each: what it has read, saved again under this layout; the rows it trains on; and training to the end.
+In each layout the rank saves what it has read, writes down the rows that it will train on, and trains to the end.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shardwright.models.build import quiet_transformers
 from shardwright.train.loop import Trainer
 from shardwright.train.run_data import open_data
 from shardwright.train.signals import StopFlag
-from shardwright.train.update import Engine
+from shardwright.train.update import UpdateEngine
 
 
 def main() -> int:
@@ -36,7 +36,7 @@ def main() -> int:
         for loaded in jobs:
             axes = check_run(loaded, size)
             data = open_data(loaded.run, axes, rank)
-            engine = Engine(loaded.run, axes, joined.device, data.updates)
+            engine = UpdateEngine(loaded.run, axes, joined.device, data.updates)
             trainer = Trainer(loaded, engine, data, Console(quiet=True))
             trainer.resume()
             trainer.save()

@@ -1,6 +1,6 @@
-"""The launcher of a run that will be broken, in a process of its own, called with RUN.json RANKS RESTARTS.
+"""The launcher of a run into which faults are injected, in a process of its own: arguments RUN.json RANKS RESTARTS.
 
-It does what `train` does after its checks, which the drill has made once, and does not load torch.
+The drill has made the checks of `train` once, so this launcher makes none and does not load torch.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from shardwright.config.load import Loaded
-from shardwright.launch import owned, run_workers
+from shardwright.launch import owned, run_training_ranks
 
 
 def main() -> int:
@@ -17,18 +17,7 @@ def main() -> int:
     run = Loaded.from_json(Path(path).read_text(encoding="utf-8")).run
     output_dir = Path(run.checkpoint.output_dir)
     with owned(output_dir, "train", print):
-        return run_workers(
-            "shardwright.train.worker",
-            [path],
-            nproc_per_node=int(ranks),
-            log_dir=output_dir / "logs",
-            device=run.hardware.device,
-            threads=run.hardware.threads_per_rank,
-            max_restarts=int(restarts),
-            grace_seconds=run.hardware.grace_seconds,
-            hang_seconds=run.hardware.timeout_seconds,
-            hold_signals=True,
-        )
+        return run_training_ranks(run, path, [int(ranks)], run.hardware.device, output_dir / "logs", int(restarts))
 
 
 if __name__ == "__main__":

@@ -1,16 +1,17 @@
-"""`shardwright drill`: a reference, faults, starts after them, and a table of what was lost and what differs."""
+"""`shardwright drill`: a reference, trials that inject faults, and a table of what was lost and what differs."""
 
 from __future__ import annotations
 
 import random
 import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from shardwright.checkpoint import store
+from shardwright.checkpoint.directory import complete_checkpoints
 from shardwright.config.load import Loaded
 from shardwright.config.output_paths import check_writable_directory
 from shardwright.config.rates import check_length
@@ -20,28 +21,27 @@ from shardwright.launch import inside_a_launcher, owned
 from shardwright.layout.legality import check_device, check_run
 from shardwright.measure import clock
 from shardwright.mesh.process_group import device_kind
-from shardwright.tools.drill.chain import Row, judge, run_chain, run_damaged, run_reference
-from shardwright.tools.drill.damage import unnoticed
-from shardwright.tools.drill.disk import bytes_below, small_disk
-from shardwright.tools.drill.faults import disk_full, live_faults
-from shardwright.tools.drill.reshard import Read, possible_layouts, rows_of, run_reshard
-from shardwright.tools.drill.session import Session
-from shardwright.tools.drill.soak import run_soak
-from shardwright.tools.drill.table import show_reads, show_rows
+from shardwright.tools.drill.corruption import undetected
+from shardwright.tools.drill.disk import directory_bytes, small_disk
+from shardwright.tools.drill.faults import full_disk_trial, runtime_trials
+from shardwright.tools.drill.random_kills import run_random_kills
+from shardwright.tools.drill.reshard import ReshardResult, possible_layouts, rows_of, run_reshard
+from shardwright.tools.drill.target_run import TargetRun
+from shardwright.tools.drill.trials import TrialResult, judge, run_corrupted, run_reference, run_trials
 from shardwright.train.preflight import prepare_run
 from shardwright.units import format_seconds
 
-LIVE = ("kill", "save", "async", "signal", "write", "hang")
-TRIALS = (*LIVE, "damage", "reshard")
+RUNTIME = ("kill", "save", "async", "signal", "write", "hang")
+TRIALS = (*RUNTIME, "damage", "reshard")
 UPDATES, SAVE_STEPS, HANG_SECONDS = 40, 2, 15
 ROOM_BYTES = 16 * 2**20
-"""What logs and a save under way may take on a small disk, beside twice the reference."""
+"""Room on the small disk for logs and a save under way, in addition to twice the size of the reference."""
 SOAK_SAVE_STEPS, SOAK_UPDATES = 4, 200
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What a drill does. trials: groups of faults. soak: how many random kills instead of them; 0 for none."""
+class DrillPlan:
+    """What a drill does. trials: groups of faults. soak: number of random kills instead of the trials; 0 for none."""
 
     ranks: int
     trials: tuple[str, ...] = TRIALS
@@ -60,17 +60,17 @@ def parse_trials(text: str) -> tuple[str, ...]:
     return names
 
 
-def run_drill(loaded: Loaded, plan: Plan) -> int:
-    """Breaks runs of `loaded` as `plan` says and prints what came of it; returns 0, or 3 where anything differs.
+def run_drill(loaded: Loaded, plan: DrillPlan) -> int:
+    """Injects faults into runs of `loaded` and prints the results; returns 0, or 3 where a trial failed.
 
-    It writes below `checkpoint.output_dir`, in a directory that it removes when all is well.
+    The runs write to `checkpoint.output_dir/drill`, which is removed when all trials pass.
     """
     console = Console(highlight=False)
     if inside_a_launcher():
         raise ConfigError(
             "`drill` was started under a launcher.",
-            "It starts its own ranks.",
-            "Call it without torchrun or srun.",
+            "`drill` starts its own ranks.",
+            "Call `drill` without torchrun or srun.",
         )
     check_run(loaded, plan.ranks)
     output_dir = Path(loaded.run.checkpoint.output_dir)
@@ -79,7 +79,7 @@ def run_drill(loaded: Loaded, plan: Plan) -> int:
         return _run(loaded, plan, output_dir / "drill", console)
 
 
-def _run(loaded: Loaded, plan: Plan, directory: Path, console: Console) -> int:
+def _run(loaded: Loaded, plan: DrillPlan, directory: Path, console: Console) -> int:
     device = device_kind(loaded.run.hardware.device, plan.ranks)
     check_device(loaded.run, device)
     adjusted, changes = _adjusted(loaded, plan, device)
@@ -101,8 +101,8 @@ def _run(loaded: Loaded, plan: Plan, directory: Path, console: Console) -> int:
     return ExitCode.DONE if passed else ExitCode.CHECK_FAILED
 
 
-def _adjusted(loaded: Loaded, plan: Plan, device: str) -> tuple[Loaded, str]:
-    """The run as the drill breaks it, and what was changed for that."""
+def _adjusted(loaded: Loaded, plan: DrillPlan, device: str) -> tuple[Loaded, str]:
+    """The run that the drill uses, and the settings that were changed for it, as text."""
     t, updates = loaded.run.training, min(SOAK_UPDATES, 5 * plan.soak) if plan.soak else plan.updates
     shown: dict[str, Any] = {
         "training.max_steps": updates,
@@ -115,7 +115,7 @@ def _adjusted(loaded: Loaded, plan: Plan, device: str) -> tuple[Loaded, str]:
     plain: dict[str, Any] = {}
     try:
         check_length(t.model_copy(update={"warmup_steps": min(t.warmup_steps, updates // 2)}), updates)
-    except ConfigError:  # phases of a schedule that so few updates cannot hold
+    except ConfigError:  # the schedule has phases that need more updates
         shown.pop("training.warmup_steps", None)
         plain = {"training.warmup_steps": 0, "training.lr_scheduler_kwargs": {}}
         shown["training.lr_scheduler_type"] = "constant"
@@ -139,97 +139,108 @@ def _adjusted(loaded: Loaded, plan: Plan, device: str) -> tuple[Loaded, str]:
 class _Drill:
     """One call of the verb."""
 
-    def __init__(self, loaded: Loaded, plan: Plan, directory: Path, console: Console) -> None:
+    def __init__(self, loaded: Loaded, plan: DrillPlan, directory: Path, console: Console) -> None:
         self.loaded, self.plan, self.directory, self.console = loaded, plan, directory, console
         self.updates = loaded.run.training.max_steps or 0
-        self.chance = random.Random(plan.seed)
-        self._sessions: list[Session] = []
+        self.rng = random.Random(plan.seed)
+        self._targets: list[TargetRun] = []
 
     def close(self) -> None:
-        for session in self._sessions:
-            session.close()
+        for target in self._targets:
+            target.close()
 
     def say(self, text: str) -> None:
         say(self.console, text)
 
-    def _session(self, name: str, **values: Any) -> Session:
+    def _target(self, name: str, **values: Any) -> TargetRun:
         loaded = self.loaded.replaced(values, "drill") if values else self.loaded
-        self._sessions.append(Session(loaded, self.plan.ranks, self.directory / name))
-        return self._sessions[-1]
+        self._targets.append(TargetRun(loaded, self.plan.ranks, self.directory / name))
+        return self._targets[-1]
 
-    def _reference(self) -> Session:
-        reference, started = self._session("reference"), clock.now()
+    def _reference(self) -> TargetRun:
+        reference, started = self._target("reference"), clock.now()
         run_reference(reference)
-        self.say(f"Reference: {self.updates} updates, nothing done to them, {format_seconds(clock.now() - started)}.")
+        self.say(f"Reference: {self.updates} updates without faults, {format_seconds(clock.now() - started)}.")
         return reference
 
     def soak(self) -> bool:
-        """Random kills."""
-        reference = self._reference()
-        done = run_soak(self._session, reference, self.plan.soak, self.updates, self.chance, self.say)
-        for problem in done.problems:
+        """Random kills; whether all is well."""
+        found = run_random_kills(self._target, self._reference(), self.plan.soak, self.updates, self.rng, self.say)
+        for problem in found.problems:
             self.say(problem)
-        return done.passed
+        return found.passed
 
     def trials(self) -> bool:
-        """Every fault of the plan's groups."""
-        reference, rows, reads = self._reference(), [], []
-        groups = set(self.plan.trials)
-        full = self._full(reference) if "write" in groups else []
-        if full:
+        """Every trial of the plan's groups; whether all passed."""
+        reference, groups = self._reference(), set(self.plan.trials)
+        results: list[TrialResult] = []
+        reshards: list[ReshardResult] = []
+        full_disk = self._full_disk(reference) if "write" in groups else []
+        if full_disk:
             groups -= {"write"}
-        if faults := live_faults(self.plan.ranks, groups, self.chance):
-            session = self._session("broken")
-            rows = run_chain(session, faults, self.updates, self.chance, self.say)
-            judge(rows, session, reference)
-        rows += full
+        if trials := runtime_trials(self.plan.ranks, groups, self.rng):
+            target = self._target("faults")
+            results = run_trials(target, trials, self.updates, self.rng, self.say)
+            judge(results, target, reference)
+        results += full_disk
         if "damage" in groups:
-            rows += self._damage(reference)
-        if rows:
-            show_rows(rows, self.say)
+            results += self._corruption(reference)
+        if results:
+            _show(results, self.say)
         if "reshard" in groups:
-            reads = self._reshard(reference)
-            show_reads(reads, self.say)
-        return not any(row.problem for row in rows) and not any(read.problem for read in reads)
+            reshards = self._reshard(reference)
+            _show(reshards, self.say)
+        return not any([result.problem for result in results] + [result.problem for result in reshards])
 
-    def _full(self, reference: Session) -> list[Row]:
-        """A run on a small disk that is filled; nothing where none can be mounted, and a limit on files stands for it."""
+    def _full_disk(self, reference: TargetRun) -> list[TrialResult]:
+        """A run on a small disk that is filled. Empty where none can be mounted; a limit on file sizes takes its place."""
         place = self.directory / "full"
-        size = 2 * bytes_below(reference.output_dir) + ROOM_BYTES
+        size = 2 * directory_bytes(reference.output_dir) + ROOM_BYTES
         with small_disk(place, size) as refused:
             if refused:
-                self.say(f"No disk to fill: {refused}. A limit on the size of a rank's files stands for it.")
+                self.say(f"No disk to fill: {refused}. A limit on the size of a rank's files takes its place.")
                 return []
-            session = self._session(f"{place.name}/run")
+            target = self._target(f"{place.name}/run")
             try:
-                rows = run_chain(session, [disk_full()], self.updates, self.chance, self.say)
-                judge(rows, session, reference)
+                results = run_trials(target, [full_disk_trial()], self.updates, self.rng, self.say)
+                judge(results, target, reference)
             finally:
-                session.close()
-            if self.plan.keep or any(row.problem for row in rows):
+                target.close()
+            if self.plan.keep or any(result.problem for result in results):
                 shutil.copytree(place, self.directory / "full-kept", symlinks=True)
-        return rows
+        return results
 
-    def _damage(self, reference: Session) -> list[Row]:
-        newest = store.complete_checkpoints(reference.output_dir)[-1]
-        missed = unnoticed(newest, self.directory / "damaged-copies")
-        seen = Row("each kind of file, each kind of damage", "store.verify", after="all seen")
+    def _corruption(self, reference: TargetRun) -> list[TrialResult]:
+        newest = complete_checkpoints(reference.output_dir)[-1]
+        missed = undetected(newest, self.directory / "corrupted-copies")
+        detection = TrialResult("each kind of file, each kind of corruption", "verify", after="all detected")
         if missed:
-            seen.problem = seen.after = f"not seen: {', '.join(missed)}"
-        session = self._session("damaged")
-        row = run_damaged(session, reference, self.chance, self.say)
-        judge([row], session, reference)
-        return [seen, row]
+            detection.problem = detection.after = f"not detected: {', '.join(missed)}"
+        target = self._target("corrupted")
+        result = run_corrupted(target, reference, self.rng, self.say)
+        judge([result], target, reference)
+        return [detection, result]
 
-    def _reshard(self, reference: Session) -> list[Read]:
-        there = store.complete_checkpoints(reference.output_dir)
+    def _reshard(self, reference: TargetRun) -> list[ReshardResult]:
+        there = complete_checkpoints(reference.output_dir)
         checkpoint = there[len(there) // 2]
         worlds = {ranks: possible_layouts(self.loaded, ranks) for ranks in sorted({1, self.plan.ranks})}
         directory = self.directory / "read"
-        reads = run_reshard(self.loaded, checkpoint, reference.output_dir, worlds, directory)
+        results = run_reshard(self.loaded, checkpoint, reference.output_dir, worlds, directory)
         numbers = [(ranks, number) for ranks, layouts in worlds.items() for number in range(len(layouts))]
         rows = [rows_of(directory / f"{ranks}-{number}", ranks) for ranks, number in numbers]
-        for read, own in zip(reads, rows):
+        for result, own in zip(results, rows):
             if not own or own != rows[0]:
-                read.problem = read.problem or "it trained on other rows"
-        return reads
+                result.problem = result.problem or "the run trained on other rows"
+        return results
+
+
+def _show(results: Sequence[TrialResult | ReshardResult], say: Callable[[str], None]) -> None:
+    """Prints a table, one line for each result; then the problem of each that failed."""
+    lines = [list(results[0].cells), *(list(result.cells.values()) for result in results)]
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    for line in lines:
+        say("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip())
+    for result in results:
+        if result.problem:
+            say(f"{next(iter(result.cells.values()))}: {result.problem}.")

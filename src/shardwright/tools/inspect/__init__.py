@@ -1,1 +1,1 @@
-"""What the model sees: rows with their trained, given and padded tokens, and what each way of batching would cost."""
+"""What the model sees: rows with their trained and other tokens, and the padding of each way of batching."""

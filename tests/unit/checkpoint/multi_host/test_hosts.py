@@ -6,7 +6,7 @@ import pytest
 
 from shardwright.checkpoint.multi_host import hosts as hosts_module
 from shardwright.checkpoint.multi_host.hosts import Hosts
-from shardwright.checkpoint.multi_host.replication import hosts_of
+from shardwright.checkpoint.multi_host.transfer import add_hosts
 
 
 @pytest.mark.parametrize(
@@ -26,12 +26,12 @@ def test_hosts_are_numbered_by_their_first_ranks(
 def test_copies_go_to_the_next_hosts() -> None:
     """Three hosts of 3, 2 and 1 ranks: each file on as many other hosts as asked for, at most all of them."""
     found = Hosts((0, 0, 0, 1, 1, 2), ("a", "b", "c"))
-    assert [found.copiers(rank, 1) for rank in range(6)] == [[3], [4], [3], [5], [5], [0]]
-    assert found.copiers(1, 2) == found.copiers(1, 9) == [4, 5] and found.copiers(1, 0) == []
-    records = hosts_of(found, 1, [{"file": str(rank)} if rank != 2 else None for rank in range(6)])
+    assert [found.replica_ranks(rank, 1) for rank in range(6)] == [[3], [4], [3], [5], [5], [0]]
+    assert found.replica_ranks(1, 2) == found.replica_ranks(1, 9) == [4, 5] and found.replica_ranks(1, 0) == []
+    records = add_hosts(found, 1, [{"file": str(rank)} if rank != 2 else None for rank in range(6)])
     assert [record["hosts"] for record in records] == [[0, 1], [0, 1], [1, 2], [1, 2], [2, 0]]
 
 
 def test_one_host_has_no_copies() -> None:
     found = Hosts((0, 0), ("a",))
-    assert found.copiers(1, 1) == [] and hosts_of(found, 1, [{"file": "x"}, None]) == [{"file": "x"}]
+    assert found.replica_ranks(1, 1) == [] and add_hosts(found, 1, [{"file": "x"}, None]) == [{"file": "x"}]

@@ -18,15 +18,15 @@ from tests.places import EXAMPLES
 from tests.started import LIMIT
 
 from shardwright.config import RunFile, load_run_file
-from shardwright.data import sources
+from shardwright.data import records
 from shardwright.data.encode import Encoder
 from shardwright.data.loader import Loader, UpdateBatch, prefetch
-from shardwright.data.streaming import stream
-from shardwright.data.streaming.stream_rows import StreamOrder
-from shardwright.data.updates import open_updates
+from shardwright.data.prepare import open_updates
+from shardwright.data.streaming import record_stream
+from shardwright.data.streaming.rows import StreamOrder
 from shardwright.errors import CheckpointError, ConfigError, DataError
 from shardwright.layout.legality import check_run
-from shardwright.train.rows_done import Former, go_on
+from shardwright.train.rows_done import SavedPosition, resume_rows
 
 EOS = 256
 TEXTS = [f"{number:03d}" + "xyz"[: number % 4] for number in range(60)]
@@ -35,9 +35,9 @@ TEXTS = [f"{number:03d}" + "xyz"[: number % 4] for number in range(60)]
 @pytest.fixture(autouse=True)
 def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slices of about six lines, four rows of a table and three records."""
-    monkeypatch.setattr(sources, "_SLICE_BYTES", 120)
-    monkeypatch.setattr(sources, "_SLICE_ROWS", 4)
-    monkeypatch.setattr(stream, "_SLICE_RECORDS", 3)
+    monkeypatch.setattr(records, "_SLICE_BYTES", 120)
+    monkeypatch.setattr(records, "_SLICE_ROWS", 4)
+    monkeypatch.setattr(record_stream, "_SLICE_RECORDS", 3)
 
 
 def lines(texts: list[str]) -> str:
@@ -121,7 +121,7 @@ def test_without_shuffling_the_rows_are_the_documents_pass_after_pass(tmp_path: 
     assert batch.target_tokens == sum(len(text) for text in TEXTS[:4]) and batch.target_weight is None
 
 
-@pytest.mark.parametrize("batching", ["pad", "bucket", "pack"])
+@pytest.mark.parametrize("batching", ["pad", "bucket", pytest.param("pack", marks=pytest.mark.slow)])
 def test_the_order_depends_on_the_seed_and_the_stream_only(tmp_path: Path, batching: str) -> None:
     """A22 A23 A24: any number of ranks, rows of a microbatch and updates give the same rows one after the other."""
     entries = write(tmp_path, "jsonl")
@@ -163,9 +163,9 @@ def test_any_update_is_a_place_to_go_on_from(tmp_path: Path, kind: str, batching
         assert [documents([batch]) for batch in prefetch(again, update)] == expected[update:]
 
 
-def _former(update: int, cursor: Any, **settings: Any) -> Former:
+def _former(update: int, cursor: Any, **settings: Any) -> SavedPosition:
     values = {"training.max_steps": 30, "training.global_batch_size": 4, "training.seed": 42, "data.shuffle": True}
-    return Former(update, cursor, "stream", values | settings)
+    return SavedPosition(update, cursor, "stream", values | settings)
 
 
 def test_a_stream_goes_on_with_another_batch_size(tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_a_stream_goes_on_with_another_batch_size(tmp_path: Path) -> None:
     cursor = [first.update(number) for number in range(5)][-1].cursor
     run = run_file(tmp_path, entries, batch=3, steps=11)
     again = loader(run)
-    said = go_on(again.order, _former(5, json.loads(json.dumps(cursor))), run, "stream")
+    said = resume_rows(again.order, _former(5, json.loads(json.dumps(cursor))), run, "stream")
     assert [text for number in range(5, 11) for text in documents([again.update(number)])] == one_by_one[20:38]
     assert "20 rows are done, and update 5 begins in window 1 of the stream; none of its rows comes again" in said[0]
     assert said[1].startswith("The run has 11 updates where it had 30, and lr_scheduler_type linear follows")
@@ -190,7 +190,7 @@ def test_what_another_seed_repeats_of_a_window_is_counted(tmp_path: Path) -> Non
     batches = [first.update(number) for number in range(6)]
     run = run_file(tmp_path, entries, shuffle=False)
     again = loader(run)
-    (line,) = go_on(again.order, _former(6, batches[-1].cursor), run, "stream")
+    (line,) = resume_rows(again.order, _former(6, batches[-1].cursor), run, "stream")
     done = [text for batch in batches for text in documents([batch])]
     rest = [text for number in range(6, 15) for text in documents([again.update(number)])]
     twice = len(set(done) & set(rest))
@@ -201,7 +201,7 @@ def test_what_another_seed_repeats_of_a_window_is_counted(tmp_path: Path) -> Non
 def test_a_checkpoint_of_rows_on_disk_does_not_stand_in_a_stream(tmp_path: Path) -> None:
     run = run_file(tmp_path, write(tmp_path, "jsonl"), shuffle=False)
     again = loader(run)
-    (line,) = go_on(again.order, _former(3, {"rows": 12, "stretches": []}), run, "stream")
+    (line,) = resume_rows(again.order, _former(3, {"rows": 12, "stretches": []}), run, "stream")
     assert line == "The stream is read from its beginning: the checkpoint was trained on other data."
     assert documents([again.update(3)]) == TEXTS[:4]
 
@@ -216,7 +216,7 @@ def test_a_resumed_stream_reads_nothing_before_its_window(tmp_path: Path, monkey
     path, begin = tmp_path / "b.jsonl", cursor["place"]["byte"]
     assert begin > 0
     path.write_bytes(b"!" * begin + path.read_bytes()[begin:])
-    monkeypatch.setattr(stream, "_format", lambda source, data: "text")  # of the first record
+    monkeypatch.setattr(record_stream.FileSource, "format", lambda self, data: "text")  # of the first record
     sliced: list[int] = []
     plain = Encoder.slice
     monkeypatch.setattr(Encoder, "slice", lambda self, part, form: sliced.append(part.start) or plain(self, part, form))
@@ -234,13 +234,13 @@ def test_another_stream_is_refused(tmp_path: Path) -> None:
     whole = (tmp_path / "b.jsonl").read_text()
     first = whole.splitlines()[cursor["place"]["line"] - 1]
     (tmp_path / "b.jsonl").write_text(whole.replace(first, first.replace('"0', '"9')))
-    with pytest.raises(CheckpointError, match=r"b\.jsonl:\d+ on it holds other documents"):
+    with pytest.raises(CheckpointError, match=r"b\.jsonl:\d+ on, the documents have changed"):
         seek(loader(run), 11, cursor)
     seek(loader(run), 11, cursor, trusted=True)
     (tmp_path / "b.jsonl").write_text(whole + lines(["more at the end, read later"]))
     seek(loader(run), 11, cursor)
     (tmp_path / "a.jsonl").write_text(lines(TEXTS[:22]))
-    with pytest.raises(CheckpointError, match="others in size"):
+    with pytest.raises(CheckpointError, match="or their sizes have"):
         seek(loader(run), 11, cursor)
 
 
@@ -292,7 +292,7 @@ def test_a_bad_line_is_named_when_the_stream_comes_to_it(tmp_path: Path, bad: in
             seen += documents([found.update(number)])
     assert seen == TEXTS[: len(seen)] and len(seen) < bad
     (tmp_path / "b.jsonl").write_text(lines(["", " "]))
-    with pytest.raises(DataError, match="no document that can be trained: 2 were read"):
+    with pytest.raises(DataError, match="None of the 2 documents of the stream can be trained"):
         loader(run_file(tmp_path, [str(tmp_path / "b.jsonl")])).update(0)
 
 
@@ -336,7 +336,7 @@ def test_what_a_stream_cannot_do_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.num_proc.*no effect"):
         checked(data__num_proc=2)
     weighted = run_file(tmp_path, [{"path": entries[0], "weight": 2.0}])  # type: ignore[list-item]
-    with pytest.raises(ConfigError, match="needs its length"):
+    with pytest.raises(ConfigError, match="needs the number of rows"):
         open_updates(weighted)
     with pytest.raises(ConfigError, match="no `number`"):
         open_updates(run_file(tmp_path, [f"{__name__}:number"]))

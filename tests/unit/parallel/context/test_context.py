@@ -25,7 +25,7 @@ from shardwright.layout.legality import check_run
 from shardwright.layout.size_rules import chunks
 from shardwright.layout.traffic import context_traffic
 from shardwright.models import build_model
-from shardwright.parallel.context.attention import ContextPlace
+from shardwright.parallel.context.attention import ContextShard
 from shardwright.parallel.context.rules import check_context_model
 
 
@@ -39,7 +39,7 @@ def test_positions_are_those_of_the_row() -> None:
     assert held(8, 2, False) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     rows = torch.arange(16).reshape(2, 8)
     for rank, own in enumerate(held(8, 2, True)):
-        place = ContextPlace(2, rank, True)
+        place = ContextShard(2, rank, True)
         assert place.position_ids(8, torch.device("cpu")).tolist() == [own]
         assert place.part(rows).tolist() == [own, [8 + t for t in own]]
 
@@ -64,7 +64,7 @@ def test_blocks_cover_exactly_the_causal_pairs(cp: int, balanced: bool) -> None:
     owners = held(length, cp, balanced)
     tokens = length // cp
     for rank, own in enumerate(owners):
-        place = ContextPlace(cp, rank, balanced)
+        place = ContextShard(cp, rank, balanced)
         ring, row = [], []
         for source in range(cp):
             for queries, keys, causal in place.blocks(source, tokens):

@@ -1,4 +1,4 @@
-"""Stages cut from models, run one after another in one process against the whole model. Rows A82, A83 (names), A21.
+"""Stages split from models, run one after another in one process against the whole model. Rows A82, A83 (names), A21.
 
 The oracle is Transformers' own forward and backward of the unsplit model, from the same weights.
 """
@@ -19,7 +19,7 @@ from shardwright.config.schema import Model
 from shardwright.errors import ConfigError, ModelError
 from shardwright.layout.pipeline_schedules import head_blocks, split_blocks
 from shardwright.models import build_model, find_parts, materialise
-from shardwright.parallel.pipeline.stages import cut_stages, plan_cut, stage_parts, tied_over_stages
+from shardwright.parallel.pipeline.stages import PipelineSplit, build_stages, plan_split
 
 IDS = torch.arange(2 * 12).view(2, 12) * 11 % 97
 CPU = torch.device("cpu")
@@ -48,11 +48,15 @@ def pieces(spec: Model, stages: int, rank_stages: list[list[int]]) -> list[tuple
     found = []
     for mine in rank_stages:
         model = build_model(spec, torch.float64)
-        cut = plan_cut(model, spec, stages)
-        own = cut_stages(model, cut, mine)
+        split = split_of(model, spec, stages)
+        own = build_stages(model, split, mine)
         materialise(nn.ModuleList([model, *own]), spec, seed=5, device=CPU)
         found.append((model, own))
     return found
+
+
+def split_of(model: nn.Module, spec: Model, stages: int) -> PipelineSplit:
+    return plan_split(model, find_parts(model), spec, stages)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -84,41 +88,41 @@ def test_each_rank_fills_only_its_stages(tmp_path: Path) -> None:
     names = []
     for mine in ([0], [1]):
         model = build_model(spec, torch.float32)
-        parts, cut = find_parts(model), plan_cut(model, spec, 2)
-        cut_stages(model, cut, mine)
+        parts, split = find_parts(model), split_of(model, spec, 2)
+        build_stages(model, split, mine)
         assert all(p.is_meta for p in model.parameters())
         names.append([name for name, _ in model.named_parameters()])
-        assert tied_over_stages(parts, cut) == ["model.embed_tokens.weight"]
-        own = stage_parts(parts, cut, mine)
-        assert own.blocks == cut.blocks[mine[0]] and bool(own.head) == (mine == [1])
+        assert split.tied == ("model.embed_tokens.weight",)
+        own = split.parts_of(parts, mine)
+        assert own.blocks == split.blocks[mine[0]] and bool(own.head) == (mine == [1])
     assert set(names[0]) & set(names[1]) == {"model.embed_tokens.weight"}
-    assert sum(".layers." in name for name in names[0]) == 11 * len(cut.blocks[0])
+    assert sum(".layers." in name for name in names[0]) == 11 * len(split.blocks[0])
 
 
 @pytest.mark.parametrize(("layers", "stages"), [(5, 2), (28, 4), (30, 4), (7, 3), (4, 4)])
 def test_every_block_is_on_one_stage(layers: int, stages: int, tmp_path: Path) -> None:
     """A82: 30 blocks on 4 stages keep all 30, in order."""
     spec = written(tmp_path, "llama", layers)
-    cut = plan_cut(build_model(spec, torch.float32), spec, stages)
-    assert [name for names in cut.blocks for name in names] == [f"model.layers.{i}" for i in range(layers)]
-    assert all(cut.blocks)
+    split = split_of(build_model(spec, torch.float32), spec, stages)
+    assert [name for names in split.blocks for name in names] == [f"model.layers.{i}" for i in range(layers)]
+    assert all(split.blocks)
 
 
 def test_too_few_blocks_are_refused(tmp_path: Path) -> None:
     """A82: 3 blocks on 2 x 2 virtual stages."""
     spec = written(tmp_path, "llama", 3)
     with pytest.raises(ConfigError, match="3 blocks cannot fill 4 pipeline stages"):
-        plan_cut(build_model(spec, torch.float32), spec, 4)
+        split_of(build_model(spec, torch.float32), spec, 4)
 
 
 def test_the_head_weighs_what_its_weights_say(tmp_path: Path) -> None:
     """A head of 6.9 blocks: 10 blocks on 2 stages are 8 and 2, where halves would give the last stage 70% of the work."""
     spec = written(tmp_path, "llama", 10, vocab_size=1600)
-    cut = plan_cut(build_model(spec, torch.float32), spec, 2)
+    split = split_of(build_model(spec, torch.float32), spec, 2)
     block, head = 32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 48, 1600 * 32
     # tolerance: by hand, to three digits
     assert head / block == pytest.approx(6.67, abs=0.01) and head_blocks(block, head) == head / block
-    assert tuple(map(len, cut.blocks)) == split_blocks(10, 2, head / block) == (8, 2)
+    assert tuple(map(len, split.blocks)) == split_blocks(10, 2, head / block) == (8, 2)
 
 
 class ScaledModel(transformers.LlamaModel):
@@ -158,7 +162,7 @@ def tiny(kind: str, freeze: str = "") -> nn.Module:
     ("kind", "text"),
     [
         ("scaled", "changes hidden states outside of its blocks"),
-        ("extra", "`extra` belongs neither to its beginning nor to its end"),
+        ("extra", "`extra` is used neither only before its blocks nor only after them"),
         ("plain", "needs a Transformers causal language model"),
     ],
 )
@@ -166,7 +170,7 @@ def test_models_that_the_cut_would_change_are_refused_by_name(kind: str, text: s
     """A model that scales between embedding and blocks would do so on every stage."""
     monkeypatch.setattr("shardwright.parallel.pipeline.stages.materialise", lambda model, *a, **k: _rotary(model))
     with pytest.raises(ModelError, match=text):
-        plan_cut(tiny(kind), Model(model_name_or_path="x", init="random"), 2)
+        split_of(tiny(kind), Model(model_name_or_path="x", init="random"), 2)
 
 
 def _rotary(model: nn.Module) -> None:
@@ -180,8 +184,8 @@ def test_a_stage_without_a_trained_parameter_is_refused(tmp_path: Path) -> None:
     """Its rank would have no optimizer, and nothing would come back through it."""
     spec = written(tmp_path, "llama", 4).model_copy(update={"freeze": ["*embed*", "*layers.0*", "*layers.1*"]})
     with pytest.raises(ModelError, match="leaves pipeline stage 0 of 4 without a trained parameter"):
-        plan_cut(build_model(spec, torch.float32), spec, 4)
-    plan_cut(build_model(spec, torch.float32), spec, 1)
+        split_of(build_model(spec, torch.float32), spec, 4)
+    split_of(build_model(spec, torch.float32), spec, 1)
 
 
 def test_trying_the_cut_leaves_the_model_as_it_was(tmp_path: Path) -> None:
@@ -190,7 +194,7 @@ def test_trying_the_cut_leaves_the_model_as_it_was(tmp_path: Path) -> None:
     model = build_model(spec, torch.float32)
     before, state = [(n, id(m)) for n, m in model.named_modules()], torch.get_rng_state()
     held = copy.copy(dict(model.named_buffers()))
-    plan_cut(model, spec, 2)
+    split_of(model, spec, 2)
     assert [(n, id(m)) for n, m in model.named_modules()] == before
     assert torch.equal(torch.get_rng_state(), state)
     now: dict[str, Tensor] = dict(model.named_buffers())

@@ -17,12 +17,10 @@ from tests.started import LIMIT, environment
 
 from shardwright.config.load import Loaded, load_run_file
 from shardwright.data.loader import Loader
-from shardwright.data.prepare import prepare
-from shardwright.data.updates import make_order
+from shardwright.data.prepare import make_order, prepare
 from shardwright.errors import ConfigError
-from shardwright.tools.inspect.batches import measure
-from shardwright.tools.inspect.show import attended_length, bins
-from shardwright.tools.inspect.verb import run_inspect
+from shardwright.tools.inspect.batching import measure
+from shardwright.tools.inspect.verb import attended_length, bins, run_inspect
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}<eos>{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
@@ -83,7 +81,7 @@ def test_the_report_as_json_is_what_the_loader_gives(tmp_path: Path) -> None:
     run = loaded(tmp_path, records, data__batching="pack")
     report = json.loads(printed(run, as_json=True, samples=9))
     assert report["counts"]["masked_documents"] == 1 and report["counts"]["truncated_documents"] == 1
-    assert any("1 of 4 documents have no token that is trained" in line for line in report["notices"])
+    assert any("1 of 4 documents have no trained token" in line for line in report["notices"])
     prepared = prepare(run.run)
     assert prepared is not None
     place = {"data_rank": 0, "data_ranks": 1, "microbatch_rows": 2, "pad_id": prepared.pad_id}
