@@ -1,4 +1,4 @@
-"""Whether a place can be written, asked before the work whose result goes there. Neither function makes anything."""
+"""Checks that results can be written to a path, before the work that makes them. Nothing is created."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shardwright.errors import ConfigError
 
 
 def check_writable_directory(path: Path, name: str) -> None:
-    """Raises `ConfigError` where no directory can be at `path`, or nothing can be written into it. name: of the option."""
+    """Raises `ConfigError` where `path` cannot become a directory, or is not writable. name: the option, for the error."""
     place = path.absolute()
     while not os.path.lexists(place):
         place = place.parent

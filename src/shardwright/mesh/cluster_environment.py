@@ -1,7 +1,7 @@
 """What the environment says of a rank: its number among all ranks and on its host, and where ranks meet.
 
-Pure: the environment is an argument. A rank is started by `shardwright` itself, by torchrun, by Slurm's srun, or is the
-only process; nothing later may depend on which.
+The environment is an argument. A rank is started by `shardwright` itself, by torchrun, by Slurm's srun, or is the only process;
+no later code may depend on the launcher.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def stop_signals() -> tuple[signal.Signals, ...]:
 
 @dataclass(frozen=True)
 class RankInfo:
-    """A rank among all ranks (`rank` of `world_size`) and on its machine (`local_rank` of `local_world_size`)."""
+    """A rank among all ranks (`rank` of `world_size`) and on its host (`local_rank` of `local_world_size`)."""
 
     rank: int
     local_rank: int
@@ -52,15 +52,14 @@ class RankInfo:
 
 @dataclass(frozen=True)
 class Job:
-    """What a process belongs to. name: empty where nobody gives one. again: the job was started before, by a scheduler or
-    by its launcher."""
+    """The job of a process. name: empty where no launcher names the job. again: a scheduler or launcher restarted the job."""
 
     name: str = ""
     again: bool = False
 
 
 def job_of(environment: Mapping[str, str]) -> Job:
-    """The job of a process: as our launcher names it, else Slurm, else torchrun."""
+    """The job of a process, named by our launcher, else by Slurm, else by torchrun."""
     again = any(environment.get(count, "0") not in ("", "0") for count in (RESTARTS, "SLURM_RESTART_COUNT"))
     run = environment.get("TORCHELASTIC_RUN_ID", "none")
     names = (
@@ -75,7 +74,7 @@ def job_of(environment: Mapping[str, str]) -> Job:
 
 
 def started_by(environment: Mapping[str, str]) -> StartedBy:
-    """Who started this process as a rank; `single` when nobody did.
+    """The launcher that started this process as a rank; `single` without a launcher.
 
     `LOCAL_RANK` is the sign of torchrun: cluster operators set `RANK` and `WORLD_SIZE` for whole machines too. A batch
     script has Slurm's task variables without being a task, so a mark of srun is asked for; one task is no launcher.

@@ -1,6 +1,6 @@
-"""The process group that a rank joins, its device and its threads: the only home of `torch.distributed` set-up.
+"""Joins a rank to the default process group, and chooses its device and threads: the only place of `torch.distributed` set-up.
 
-However a rank was started (see `mesh/cluster_environment.py`), it ends in the same `Connection`.
+Every launcher (see `mesh/cluster_environment.py`) leads to the same `Connection`.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def device_kind(requested: str, local_ranks: int) -> str:
 def choose_device(requested: str, all_resources: Sequence[HostResources]) -> tuple[str, str]:
     """(`cpu` or `cuda`, notice) for ranks on `all_resources`: as requested; `auto` is CUDA when there is a device for each.
 
-    The notice is empty unless `auto` leaves a device unused. Raises `ConfigError` when CUDA is requested and is not
-    there. A visible device never changes what `cpu` means.
+    The notice is empty unless `auto` leaves a device unused. Raises `ConfigError` when CUDA is requested and not
+    available. A visible device never changes what `cpu` means.
     """
     if requested == "cpu":
         return "cpu", ""
@@ -112,7 +112,7 @@ class Connection:
     notices: tuple[str, ...] = ()
 
     def configuration(self) -> dict[str, Any]:
-        """What a run record holds of this: the same on every rank and however the run was started."""
+        """The fields that a run record holds: the same on every rank and under every launcher."""
         place = asdict(self.rank_info)
         kept = {name: place[name] for name in ("world_size", "local_world_size", "nodes")}
         return kept | {
@@ -135,8 +135,8 @@ def connect(
     """Joins the default process group, of one rank too, and leaves it at the end. Collective.
 
     device: `auto`, `cpu` or `cuda`. timeout_seconds: a collective that takes longer fails. threads: CPU threads of this
-    rank; see `threads_per_rank`. asked_to_stop: whether this process was told to leave, asked while it waits for others.
-    Raises `ConfigError` for a device that is not there and for a place where ranks cannot meet, `StoppedEarly` when asked to
+    rank; see `threads_per_rank`. asked_to_stop: whether this process was told to stop, asked while it waits for other ranks.
+    Raises `ConfigError` for a missing device and for an address where ranks cannot meet, `StoppedEarly` when asked to
     stop, and `ShardwrightError` when ranks are missing or a SUM over ranks is wrong.
     """
     rank_info = read_rank_info(os.environ)

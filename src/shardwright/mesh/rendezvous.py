@@ -1,4 +1,4 @@
-"""How ranks meet: in the store of rank 0, before any collective. A rank that waits says what it waits for, and can be stopped.
+"""The rendezvous of ranks in the store of rank 0. A waiting rank prints what it waits for, and can be stopped.
 
 Calls that may block run in a thread of their own: a signal's handler runs only in the main thread, and not while that thread is
 inside torch.
@@ -26,20 +26,20 @@ from shardwright.mesh.host_resources import HostResources
 from shardwright.torch_private import HashStore, PrefixStore, Store, TCPStore
 
 JOIN_SECONDS = 300
-"""How long ranks, which load at different speeds, wait for each other at least, however short a collective may be."""
+"""The least time for which ranks wait for each other: they load at different speeds."""
 NAME_SECONDS = 60
 """How long a host's name may be unknown: a cluster's names appear some seconds after its machines."""
 FIRST_WORD_SECONDS = 5
-"""When a rank that waits says so first; then after twice as long each time."""
+"""When a waiting rank prints its first line; each later line comes after twice the time."""
 WATCHED_FACTOR = 12
-"""How many times later a rank says so where our launcher has started all ranks and watches them."""
+"""Factor on these times where our launcher has started all ranks and watches them."""
 
 _number = count()
 """Numbers the rendezvous of this process: torchrun's store outlives a rendezvous, and keys of two must not mix."""
 
 
 class Rendezvous:
-    """The store in which all ranks of a run meet. asked_to_stop: whether this process was told to leave."""
+    """The store in which all ranks of a run meet. asked_to_stop: whether this process was told to stop."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class Rendezvous:
         return connection.store
 
     def _until(self, done: Callable[[], Any], what: Callable[[], str]) -> None:
-        """Waits until `done()`; prints `what` it waits for. Raises after too long, or when this process is told to leave."""
+        """Waits until `done()`, and prints `what` it waits for. Raises after the time limit, or when told to stop."""
         watched = self._rank_info.started_by == "shardwright"
         passed, word, pause = 0.0, float(FIRST_WORD_SECONDS * (WATCHED_FACTOR if watched else 1)), 0.001
         while not done():
@@ -139,7 +139,7 @@ class Rendezvous:
 
 
 class _StoreConnection(threading.Thread):
-    """Tries to reach the store until there is a `store`, or an `error` that another try would not remove."""
+    """Connects to the store, again and again, until it has a `store`, or an `error` that another attempt would meet too."""
 
     def __init__(self, place: RankInfo, listening: int | None, seconds: float) -> None:
         super().__init__(name="rendezvous", daemon=True)
@@ -166,7 +166,7 @@ class _StoreConnection(threading.Thread):
             self.error = error
 
     def _reach_host(self) -> None:
-        """Returns when the host's name is known and its port is open."""
+        """Returns when the host's name resolves and its port accepts connections."""
         unknown, pause = 0.0, 0.05
         while True:
             try:
@@ -225,7 +225,7 @@ def _unpacked(text: bytes) -> list[HostResources]:
 
 
 def announce_exit(store: Store, rank: int, ranks: int, seconds: float) -> None:
-    """Says in the store that this rank has left; rank 0, which holds it, waits `seconds` for the others."""
+    """Records in the store that this rank has left; rank 0, which holds the store, waits `seconds` for the other ranks."""
     with suppress(dist.DistError):  # a peer, or rank 0 with the store, is already gone
         store.set(f"left/{rank}", "1")
         if rank == 0:

@@ -1,4 +1,4 @@
-"""What is refused, prepared and printed before the first update, however the ranks were started."""
+"""Checks, preparations and notices before the first update, however the ranks were started."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from shardwright.train.rows_done import SavedPosition, resume_rows
 
 
 def check_programs(run: RunFile) -> None:
-    """Raises `ConfigError` for an optimizer, loss or schedule that is not there or does not take its arguments."""
+    """Raises `ConfigError` for an optimizer, loss or schedule that does not exist or does not take its arguments."""
     check_optimizer(run.training)
     own_loss(run.training.loss)
     learning_rate_factor(run.training, run.training.max_steps or 1)
 
 
 def prepare_run(loaded: Loaded, console: Console, exported: bool = False) -> Prepared:
-    """Refuses what would fail in a rank, and tokenises once for all of them; returns the training rows.
+    """Raises what would fail in a rank, and tokenises once for all ranks; returns the training rows.
 
-    exported: the run ends with the export that it asks for, which is checked too.
+    exported: whether the run will export its model, so that the export is checked too.
     """
     run = loaded.run
     for notice in notices(run):
