@@ -89,8 +89,8 @@ def ours(job: Job) -> tuple[Update, Any]:
     return update, engine
 
 
-def unwired(job: Job) -> Update:
-    """`ours` as it would be without what is done for gloo: `fully_shard`'s own reductions, ddp in stretches of 25 MiB."""
+def stock(job: Job) -> Update:
+    """`ours` without the package `backends/gloo`: reductions of `fully_shard` itself, ddp in buckets of 25 MiB."""
     from unittest import mock
 
     if job.layout == "ddp":

@@ -31,7 +31,7 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from shardwright.layout.loss import loss_chunk_tokens
-from shardwright.loss.chunked_loss import How, Targets, chunked_cross_entropy_sum
+from shardwright.loss.chunked_loss import LossOptions, Targets, chunked_cross_entropy_sum
 from shardwright.models.torch_dtypes import TORCH_DTYPES
 
 RECORDS = Path(__file__).with_name("results.jsonl")
@@ -69,7 +69,7 @@ def make_steps(args: argparse.Namespace, masked: float) -> dict[str, Callable[[]
 
     def chunked(recompute: bool) -> Tensor:
         targets = Targets.of(labels, None, chunk, x.device, fixed=False)
-        return chunked_cross_entropy_sum(x, w, None, targets, How(recompute=recompute))
+        return chunked_cross_entropy_sum(x, w, None, targets, LossOptions(recompute=recompute))
 
     def step(loss: Callable[[], Tensor]) -> Callable[[], float]:
         def run() -> float:

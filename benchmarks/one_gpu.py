@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from shardwright.arch.config_json import shape_from_config
 from shardwright.arch.flops import model_flops, utilisation
 from shardwright.mesh.process_group import connect
-from shardwright.planner.job import Job, Layout
 from shardwright.planner.memory_timeline import peak
-from shardwright.planner.program import SHARDWRIGHT_COMPILED
+from shardwright.planner.problem import Layout, Problem
+from shardwright.planner.program import COMPILED
 from shardwright.train.utilisation import device_of
 from shardwright.units import format_bytes_binary
 
@@ -112,7 +112,7 @@ def main() -> None:
         print(f"{properties.name}, torch {torch.__version__}, {ROWS} rows of {LENGTH}, bf16, compiled blocks, n={n}")
         print("| loop | tokens/s | MFU | allocated | planned | reserved | planned reserved |")
         print("|---|---|---|---|---|---|---|")
-        job = Job(shape, LENGTH, ROWS)
+        problem = Problem(shape, LENGTH, ROWS, program=COMPILED)
         for name, make in cases.items():
             seconds, allocated, reserved = measure(make, device, n)
             rate = ROWS * LENGTH / seconds
@@ -121,7 +121,7 @@ def main() -> None:
             planned = ["n/a", "n/a"]
             if name != "bare torch":
                 layout = Layout(data_parallel=name, microbatch_rows=ROWS)  # type: ignore[arg-type]
-                expected = peak(job, layout, SHARDWRIGHT_COMPILED)
+                expected = peak(problem, layout)
                 planned = [format_bytes_binary(expected.allocated), format_bytes_binary(expected.reserved)]
             print(
                 f"| {name} | {rate:,.0f} | {mfu} | {format_bytes_binary(allocated)} | {planned[0]} "

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 QUESTIONS, SEED, CLOSE = 200, 15, 1e-6
-MODELS = [
+MODELS = (
     "gpt2",
     "gpt2-xl",
     "gemma-2-9b",
@@ -38,14 +38,14 @@ MODELS = [
     "qwen3-4b",
     "smollm2-135m",
     "smollm2-1.7b",
-]
-DEVICES = ["h100", "h200", "a100", "a100-40gb", "v100", "b200", "mi300x", "l40s", "rtx4090", "cpu"]
+)
+DEVICES = ("h100", "h200", "a100", "a100-40gb", "v100", "b200", "mi300x", "l40s", "rtx4090", "cpu")
 COUNTS = (1, 2, 3, 4, 6, 8, 16, 24, 32, 64, 128)
 RUN_FILE = """\
 model: {{model_name_or_path: {model}, init: random}}
 data: {{train: [none.jsonl], max_length: {length}, batching: {batching}}}
-training: {{max_steps: 10, learning_rate: 1e-4, global_batch_size: {rows}, per_device_train_batch_size: 1,
-  optimizer: {optimizer}}}
+training:
+  {{max_steps: 10, learning_rate: 1e-4, global_batch_size: {rows}, per_device_train_batch_size: 1, optimizer: {optimizer}}}
 precision: {{param_dtype: {param}, reduce_dtype: {reduce}, master_dtype: {master}}}
 memory: {{compile: {compiled}, loss_chunk_tokens: {chunk}, cpu_offload: {offload}}}
 hardware: {{device: {kind}}}
@@ -113,7 +113,7 @@ def answers() -> dict[str, Any]:
             arguments = question(draw, Path(directory), number)
             asked = " ".join(arguments).replace(arguments[0], Path(arguments[0]).name)
             if arguments[0].endswith(".yaml"):
-                asked += " | " + " ".join(Path(arguments[0]).read_text().split("\n"))
+                asked += " | " + " ".join(Path(arguments[0]).read_text().split())
             found[f"{number}: {asked}"] = answer(arguments)
             print(".", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)

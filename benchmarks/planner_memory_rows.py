@@ -1,4 +1,4 @@
-"""Published peak memory as (job, layout, program, measured bytes), one row each, and the table of errors.
+"""Published peak memory as (problem, layout, program, measured bytes), one row each, and the table of errors.
 
 Rows are split into a calibration and a validation half by a hash of their settings, as step times are. Only
 `Program.fragmentation` is fitted, on the calibration half, as the smallest value (at least 0.05) at which no calibration row
@@ -19,19 +19,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from planner_rows import nanotron, torchtitan
+from published_programs import MEGATRON, NANOTRON, TORCHTITAN, TORCHTITAN_COMPILED
 
 from shardwright.arch.known_models import known_shape
 from shardwright.layout.axes import Axes
 from shardwright.planner.hardware import find_device
-from shardwright.planner.job import Job, Layout
 from shardwright.planner.memory_timeline import Peak, peak
-from shardwright.planner.program import (
-    MEGATRON,
-    NANOTRON,
-    TORCHTITAN,
-    TORCHTITAN_COMPILED,
-    Program,
-)
+from shardwright.planner.problem import Layout, Problem
+from shardwright.planner.program import Program
 
 REFERENCE = Path(__file__).resolve().parent.parent / "tests" / "reference"
 GIB = 2**30
@@ -46,7 +41,7 @@ class MemoryRow:
 
     source: str
     label: str
-    job: Job
+    problem: Problem
     layout: Layout
     program: Program
     measured: float
@@ -63,11 +58,11 @@ class MemoryRow:
 
     def peak(self, program: Program | None = None) -> Peak:
         """The predicted peak of the ranks that were measured; as many microbatches as reach the steady state do."""
-        job, layout = self.job, self.layout
+        problem, layout = replace(self.problem, program=program or self.program), self.layout
         if layout.schedule != "gpipe":
-            few = min(layout.microbatches(job), 2 * layout.axes.pp + 2)
-            job = replace(job, global_batch_size=layout.microbatch_rows * layout.axes.data_ranks * few)
-        return peak(job, layout, program or self.program, ranks=self.ranks, stage_blocks=self.stage_blocks)
+            few = min(layout.microbatches(problem), 2 * layout.axes.pp + 2)
+            problem = replace(problem, global_batch_size=layout.microbatch_rows * layout.axes.data_ranks * few)
+        return peak(problem, layout, ranks=self.ranks, stage_blocks=self.stage_blocks)
 
     def predicted(self, program: Program | None = None) -> float:
         """The prediction of the kind that was measured, in bytes."""
@@ -91,13 +86,13 @@ def nanotron_rows() -> Iterator[MemoryRow]:
     """Rank 0 of each run; GB of the source are GiB (its logger divides by 1024 cubed)."""
     for r, row in zip(_read("nanotron.csv"), nanotron()):
         layout = row.layout
-        if layout.microbatches(row.job) < layout.axes.pp:
+        if layout.microbatches(row.problem) < layout.axes.pp:
             # Its 1F1B runs with fewer microbatches than stages: all forwards, then all backwards.
             layout = replace(layout, schedule="gpipe")
         yield MemoryRow(
             "nanotron",
             row.label,
-            row.job,
+            row.problem,
             layout,
             NANOTRON,
             float(r["memory_gb_rank0"]) * GIB,
@@ -121,14 +116,14 @@ def torchtitan_rows() -> Iterator[MemoryRow]:
             excluded = "float8: its weight and activation copies are not planned"
         elif not r["local_batch"]:
             excluded = "local batch not stated"
-        job, layout = row.job, row.layout
+        problem, layout = row.problem, row.layout
         if layout.axes.pp > 1:
             # torchtitan cuts the local batch into microbatches of one row.
             layout = replace(layout, microbatch_rows=1)
         yield MemoryRow(
             "torchtitan",
             row.label,
-            job,
+            problem,
             layout,
             TORCHTITAN_COMPILED if compiled else TORCHTITAN,
             float(r["peak_memory"]) * GIB,
@@ -142,7 +137,7 @@ def out_of_memory_rows() -> Iterator[tuple[str, float, float]]:
     """(label, predicted bytes on the device, bytes that it has) of torchtitan runs that ran out of memory."""
     for r, row in zip(_read("torchtitan.csv"), torchtitan()):
         if r["peak_memory"] == "OOM":
-            found = peak(row.job, row.layout, TORCHTITAN, stage_blocks=row.stage_blocks)
+            found = peak(replace(row.problem, program=TORCHTITAN), row.layout, stage_blocks=row.stage_blocks)
             yield row.label, found.device, find_device(row.device).memory_bytes
 
 
@@ -151,11 +146,13 @@ def simumax_rows() -> Iterator[MemoryRow]:
     for r in _read("simumax.csv"):
         shape = replace(known_shape(r["model"]), layers=int(r["layers"]))
         tp, pp, cp, dp, k = (int(r[key]) for key in ("tp", "pp", "cp", "dp", "microbatches"))
-        job = Job(shape, int(r["seq"]), dp * k, "bf16", "fp32", "fp32")
+        problem = Problem(shape, int(r["seq"]), dp * k, "bf16", "fp32", "fp32")
         layout = Layout(Axes(pp=pp, dp_shard=dp, cp=cp, tp=tp), "zero1", 1, "1f1b" if pp > 1 else None)
         label = f"{r['model']} {shape.layers} blocks tp{tp} pp{pp} cp{cp} dp{dp} x {k} s{r['seq']}"
         blocks = tuple([shape.layers // pp] * pp)
-        yield MemoryRow("simumax", label, job, layout, MEGATRON, float(r["allocated_gib"]) * GIB, "allocated", blocks)
+        yield MemoryRow(
+            "simumax", label, problem, layout, MEGATRON, float(r["allocated_gib"]) * GIB, "allocated", blocks
+        )
 
 
 def all_memory_rows() -> list[MemoryRow]:

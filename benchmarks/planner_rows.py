@@ -1,4 +1,4 @@
-"""Published step times as (job, layout, device, software, measured seconds), one row each.
+"""Published step times as (problem, layout, device, software, measured seconds), one row each.
 
 Every rule that leaves a row out stands in this file, and was written before the predictions were compared. A
 row goes into the calibration or the validation half by a hash of its settings; the measured value is not part
@@ -19,70 +19,10 @@ from shardwright.arch.shape import Shape, generic_shape
 from shardwright.layout.axes import Axes
 from shardwright.planner.device import Device
 from shardwright.planner.hardware import find_device
-from shardwright.planner.job import Job, Layout
-from shardwright.planner.kernels import Software
+from shardwright.planner.problem import Layout, Problem
 
 STALLED = "over 0.3 s and twice the time per microbatch of a run with the same model, TP and microbatch: stalled"
 REFERENCE = Path(__file__).resolve().parent.parent / "tests" / "reference"
-
-# Facts of the programs that were measured. Host times, passes, update and send times: fitted on the
-# calibration half, one set for each program. The rest is what the program is known to do.
-NANOTRON = Software(
-    "nanotron",
-    host_forward=1.45e-3,
-    host_backward=1.65e-3,
-    host_tensor_parallel=0.39e-3,
-    host_tensor_pipeline=1.15e-3,
-    hidden_passes=22,
-    mlp_passes=5,
-    overlap_tensor_parallel=0.85,
-    bucket_bytes=440e6,
-    reduces_units=False,
-    overlap_pipeline_ddp=True,
-    pipeline_seconds=20e-6,
-    update_seconds=90e-3,
-)
-MEGATRON = Software(
-    "megatron",
-    host_forward=1.15e-3,
-    host_backward=0.91e-3,
-    host_tensor_parallel=0.04e-3,
-    hidden_passes=10,
-    mlp_passes=4,
-    bucket_bytes=600e6,
-    reduces_units=False,
-    overlap_pipeline_ddp=True,
-    pipeline_seconds=210e-6,
-    update_seconds=6.4e-3,
-)
-MOSAICML = Software(
-    "mosaicml",
-    host_forward=0.5e-3,
-    host_backward=0.5e-3,
-    hidden_passes=18,
-    mlp_passes=5,
-    attention_rate=0.6,
-    update_seconds=1e-3,
-)
-TORCHTITAN = Software(
-    "torchtitan",
-    host_forward=0.5e-3,
-    host_backward=0.5e-3,
-    hidden_passes=30,
-    mlp_passes=6,
-    pipeline_keeps_gathered=True,
-    update_seconds=20e-3,
-)
-TORCHTITAN_COMPILED = Software(
-    "torchtitan compiled",
-    host_forward=0.3e-3,
-    host_backward=0.3e-3,
-    hidden_passes=12,
-    mlp_passes=4,
-    pipeline_keeps_gathered=True,
-    update_seconds=20e-3,
-)
-SOFTWARE = {s.name: s for s in (NANOTRON, MEGATRON, MOSAICML, TORCHTITAN, TORCHTITAN_COMPILED)}
 
 
 @dataclass(frozen=True)
@@ -91,7 +31,7 @@ class Row:
 
     source: str
     label: str
-    job: Job
+    problem: Problem
     layout: Layout
     device: str
     software: str
@@ -155,7 +95,7 @@ def nanotron() -> Iterator[Row]:
             biases=False,
         )
         dp, pp, tp, rows, k = (int(r[key]) for key in ("dp", "pp", "tp", "microbatch", "accumulation"))
-        job = Job(shape, 4096, dp * rows * k, "bf16", "fp32", "fp32")
+        problem = Problem(shape, 4096, dp * rows * k, "bf16", "fp32", "fp32")
         layout = Layout(
             Axes(pp=pp, dp_shard=dp, tp=tp),
             "zero1" if r["zero"] == "1" else "ddp",
@@ -168,7 +108,7 @@ def nanotron() -> Iterator[Row]:
         yield Row(
             "nanotron",
             label,
-            job,
+            problem,
             layout,
             "h100-sxm-80gb",
             "nanotron",
@@ -184,8 +124,10 @@ def _unrepeatable(rows: list[Row]) -> list[Row]:
     difference is more than 0.3 s per microbatch. No collective of these sizes takes that long; such runs wait
     about a second at every microbatch, whatever the model. Uses measurements only, no prediction.
     """
-    slot = [row.measured_seconds / (row.layout.microbatches(row.job) + row.layout.axes.pp - 1) for row in rows]
-    alike = [(row.job.shape, row.layout.axes.tp, row.layout.axes.pp > 1, row.layout.microbatch_rows) for row in rows]
+    slot = [row.measured_seconds / (row.layout.microbatches(row.problem) + row.layout.axes.pp - 1) for row in rows]
+    alike = [
+        (row.problem.shape, row.layout.axes.tp, row.layout.axes.pp > 1, row.layout.microbatch_rows) for row in rows
+    ]
     fastest: dict[object, float] = {}
     for row, key, seconds in zip(rows, alike, slot):
         fastest[key] = min(seconds * row.layout.axes.pp, fastest.get(key, math.inf))
@@ -203,7 +145,7 @@ def vtrain() -> Iterator[Row]:
         layers, hidden, heads, seq = (int(r[key]) for key in ("layers", "hidden", "heads", "seq"))
         dp, pp, tp, rows, batch = (int(r[key]) for key in ("dp", "pp", "tp", "microbatch", "global_batch"))
         shape = generic_shape(layers=layers, hidden=hidden, heads=heads, vocab=51200, learned_positions=seq)
-        job = Job(shape, seq, batch, "fp16", "fp16", "fp32", attention="eager")
+        problem = Problem(shape, seq, batch, "fp16", "fp16", "fp32", attention="eager")
         layout = Layout(
             Axes(pp=pp, dp_shard=dp, tp=tp),
             "ddp",
@@ -219,7 +161,7 @@ def vtrain() -> Iterator[Row]:
         yield Row(
             r["source"],
             label,
-            job,
+            problem,
             layout,
             "a100-sxm-80gb",
             "megatron",
@@ -249,7 +191,7 @@ def mosaicml() -> Iterator[Row]:
         shape = generic_shape(
             layers=layers, hidden=hidden, heads=heads, vocab=50368, biases=False, learned_positions=seq
         )
-        job = Job(shape, seq, gpus * rows * k, "bf16", "bf16" if r["mp_mode"] == "PURE" else "fp32", "fp32")
+        problem = Problem(shape, seq, gpus * rows * k, "bf16", "bf16" if r["mp_mode"] == "PURE" else "fp32", "fp32")
         layout = Layout(
             Axes(dp_shard=gpus),
             "zero3",
@@ -264,7 +206,7 @@ def mosaicml() -> Iterator[Row]:
             f"{r['mp_mode']} {r['sharding']} recompute {r['recompute']}"
         )
         excluded = "fp8" if "fp8" in r["precision"] else ""
-        yield Row("mosaicml", label, job, layout, device, "mosaicml", (layers,), seconds, excluded)
+        yield Row("mosaicml", label, problem, layout, device, "mosaicml", (layers,), seconds, excluded)
 
 
 def _gpt(layers: int, hidden: int, heads: int, seq: int = 2048, vocab: int = 51200) -> Shape:
@@ -281,7 +223,7 @@ def narayanan() -> Iterator[Row]:
         yield Row(
             "narayanan table 1",
             f"{r['params_b']}B tp{tp} pp{pp} dp{dp}",
-            Job(shape, 2048, batch, "fp16", "fp16", attention="eager"),
+            Problem(shape, 2048, batch, "fp16", "fp16", attention="eager"),
             _megatron_layout(tp, pp, dp, rows, chunks, "full", False),
             "a100-sxm-80gb",
             "megatron",
@@ -299,7 +241,7 @@ def narayanan() -> Iterator[Row]:
         yield Row(
             "narayanan table 2",
             f"{r['scheme']} {r['params_b']}B x {gpus}",
-            Job(_gpt(layers, hidden, heads), 2048, batch, "fp16", "fp16", attention="eager"),
+            Problem(_gpt(layers, hidden, heads), 2048, batch, "fp16", "fp16", attention="eager"),
             _megatron_layout(tp, pp, dp, int(r["mbs"]), chunks, "full", False),
             "a100-sxm-80gb",
             "megatron",
@@ -334,11 +276,11 @@ def korthikanti() -> Iterator[Row]:
         ):
             chunks = int(r["interleave_m"])
             layout = _megatron_layout(tp, pp, dp, rows, chunks, recompute, sp)
-            job = Job(_gpt(layers, hidden, heads), 2048, batch, "fp16", "fp16", attention="eager")
+            problem = Problem(_gpt(layers, hidden, heads), 2048, batch, "fp16", "fp16", attention="eager")
             yield Row(
                 "korthikanti table 5",
                 f"{r['model']} {recompute}",
-                job,
+                problem,
                 layout,
                 "a100-sxm-80gb",
                 "megatron",
@@ -352,11 +294,11 @@ def megatron_readme() -> Iterator[Row]:
         layers, hidden, heads = int(r["layers"]), int(r["hidden"]), int(r["heads"])
         tp, pp, dp, batch = (int(r[key]) for key in ("tp", "pp", "dp", "gbs_seq"))
         flops = 72 * batch * 4096 * layers * hidden**2 * (1 + 4096 / (6 * hidden) + 131072 / (12 * layers * hidden))
-        job = Job(_gpt(layers, hidden, heads, 4096, 131072), 4096, batch, "bf16", "bf16")
+        problem = Problem(_gpt(layers, hidden, heads, 4096, 131072), 4096, batch, "bf16", "bf16")
         yield Row(
             "megatron readme H100",
             r["model"],
-            job,
+            problem,
             _megatron_layout(tp, pp, dp, 1, 1, "none", True),
             "h100-sxm-80gb",
             "megatron",
@@ -389,7 +331,7 @@ def torchtitan() -> Iterator[Row]:
             excluded = "asynchronous tensor parallelism: not planned"
         rows = int(r["local_batch"] or 1)
         recompute = {"selective-op": "selective", "full": "full", "none": "none"}[r["recompute"]]
-        job = Job(
+        problem = Problem(
             shape,
             seq,
             dp * rows,
@@ -417,7 +359,7 @@ def torchtitan() -> Iterator[Row]:
             f"s{seq} {r['recompute']} {r['precision']} compile {r['compile']} {r['note']} {r['source']}"
         )
         software = "torchtitan compiled" if r["compile"] == "yes" else "torchtitan"
-        yield Row("torchtitan", label, job, layout, device, software, _even(shape.layers, pp), seconds, excluded)
+        yield Row("torchtitan", label, problem, layout, device, software, _even(shape.layers, pp), seconds, excluded)
 
 
 def all_rows() -> list[Row]:

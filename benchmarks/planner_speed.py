@@ -32,9 +32,9 @@ def one_by_one(seconds: float = 1.0) -> float:
     """Layouts per CPU second when each is timed and its peak asked for, without any bound."""
     search, _ = make_search(Request(model="llama-3.1-405b", devices=16384, max_length=8192, global_batch_size=2048))
     done, start = 0, time.process_time()
-    legal, _ = shells(search.job, search.devices)
+    legal, _ = shells(search.problem, search.devices)
     for shell in reversed(legal):
-        for cell in cells(search.job, shell):
+        for cell in cells(search.problem, shell):
             stages = search.stage_blocks(cell)
             for kind in kinds_of(cell):
                 for layout in variants(cell, kind):

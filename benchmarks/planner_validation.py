@@ -14,11 +14,13 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from statistics import median
 from typing import NamedTuple
 
 from planner_memory_rows import memory_table
-from planner_rows import SOFTWARE, STALLED, Row, all_rows, device_of
+from planner_rows import STALLED, Row, all_rows, device_of
+from published_programs import PROGRAMS
 
 from shardwright.planner.step_time import Clock
 
@@ -53,7 +55,8 @@ class Error(NamedTuple):
 
 def predict(row: Row) -> float:
     """Seconds of the row's update, the pipeline's action lists played."""
-    return Clock(row.job, device_of(row), SOFTWARE[row.software]).timed(row.layout, row.stage_blocks).total
+    problem = replace(row.problem, program=PROGRAMS[row.software], device=device_of(row))
+    return Clock(problem).timed(row.layout, row.stage_blocks).total
 
 
 def time_errors(rows: Iterable[Row] | None = None) -> list[Error]:

@@ -77,12 +77,14 @@ def mean(one: Any, other: Any) -> Any:
 
 def predictions(found: dict[str, Any], directory: str, layouts: list[str]) -> dict[str, Any]:
     """layout -> `Planned`, with the constants that the ranks measured."""
+    from pydantic import TypeAdapter
+
     from shardwright.layout.legality import check_run
+    from shardwright.tools.doctor.fit import Measured
     from shardwright.tools.doctor.hardware_file import fitted, hardware, to_yaml
-    from shardwright.tools.doctor.spec import Measured
     from shardwright.train.planned import plan_of, shape_of
 
-    measured = Measured.from_json(mean(found["doctor"], found["doctor after"]))
+    measured = TypeAdapter(Measured).validate_python(mean(found["doctor"], found["doctor after"]))
     file = Path(directory) / "hardware.yaml"
     file.write_text(to_yaml(hardware(measured, fitted(measured), "now")))
     made = {}

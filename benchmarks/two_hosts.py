@@ -31,7 +31,7 @@ from loops import LENGTH, MODEL, ROWS
 
 WORKER = Path(__file__).with_name("two_hosts_worker.py")
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-PEERS = ("ddp", "fully_shard", "deepspeed", "unwired")
+PEERS = ("ddp", "fully_shard", "deepspeed", "stock")
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 ADDRESSES_SHARED = ("10.77.0.1", "10.78.0.1")
 LIMIT_SECONDS = 1800
@@ -228,7 +228,7 @@ def main() -> None:
     parser.add_argument(
         "--peers",
         default="ddp,fully_shard",
-        help="ddp, fully_shard, deepspeed (not in hybrids), unwired (ours without what is done for gloo)",
+        help="ddp, fully_shard, deepspeed (not in hybrids), stock (ours without the package backends/gloo)",
     )
     parser.add_argument("--accumulation", type=int, default=1, help="microbatches of an update")
     parser.add_argument(

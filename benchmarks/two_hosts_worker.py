@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from loops import Job, Update, alone, bare, deepspeed_zero, ours, unwired
+from loops import Job, Update, alone, bare, deepspeed_zero, ours, stock
 
 from shardwright.measure.communication import CommunicationRecorder
 from shardwright.mesh.device_mesh import axis_of_groups
@@ -44,8 +44,8 @@ def main() -> None:
     start = {name: full_tensor(p.detach()).clone() for name, p in engine.module.named_parameters()}
     updates: dict[str, Update] = {"ours": first}
     for peer in task["peers"]:
-        if peer == "unwired":
-            updates[peer] = unwired(job)
+        if peer == "stock":
+            updates[peer] = stock(job)
         elif peer == "deepspeed":
             updates[peer] = deepspeed_zero(job, start)
         else:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.data_runs import ready as prepared
+from tests.data_runs import run_over, written
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from shardwright.config import RunFile
-from shardwright.data.prepare import Prepared, prepare
+from shardwright.data.prepare import Prepared
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
@@ -52,25 +52,12 @@ def ready(directory: Path, records: Sequence[dict[str, Any]] | Sequence[str], **
     train = [record for record in records if isinstance(record, str)]
     if not train:
         path = directory / f"data-{len(list(directory.glob('data-*')))}.jsonl"
-        path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-        train = [str(path)]
-    has_tokenizer = (directory / "tok").is_dir()
-    found = prepare(
-        RunFile.model_validate(
-            {
-                "model": {
-                    "model_name_or_path": str(model),
-                    "init": "random",
-                    "tokenizer_name_or_path": str(directory / "tok") if has_tokenizer else None,
-                },
-                "data": {"train": train, "max_length": 512, "num_proc": 1, "batching": "bucket"} | data,
-                "training": {"max_steps": 1, "global_batch_size": 1},
-                "checkpoint": {"output_dir": str(directory / "runs" / "a")},
-            }
-        )
+        train = [str(written(path, *records))]
+    tokenizer = str(directory / "tok") if (directory / "tok").is_dir() else None
+    paths = {"model_name_or_path": str(model), "tokenizer_name_or_path": tokenizer}
+    return prepared(
+        run_over(directory, model=paths, **{"train": train, "max_length": 512, "batching": "bucket"} | data)
     )
-    assert found is not None
-    return found
 
 
 def shown(found: Prepared, tokenizer: Any = None) -> list[str]:

@@ -132,7 +132,7 @@ def plan(
     hidden: Annotated[int | None, typer.Option(help="Width of the model")] = None,
     heads: Annotated[int | None, typer.Option(help="Query heads of a block")] = None,
     kv_heads: Annotated[int | None, typer.Option(help="Key and value heads of a block; default: --heads")] = None,
-    ffn: Annotated[int | None, typer.Option(help="Width of the feed-forward layer; default: from --hidden")] = None,
+    ffn: Annotated[int | None, typer.Option(help="Width of the feed-forward layer; default: 4 x --hidden")] = None,
     vocab: Annotated[int | None, typer.Option(help="Entries of the vocabulary")] = None,
     gated: Annotated[bool, typer.Option(help="The feed-forward layer has a gate (three matrices, as in Llama)")] = True,
     devices: Annotated[int | None, typer.Option(help="Number of devices")] = None,

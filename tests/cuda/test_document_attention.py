@@ -34,10 +34,10 @@ def test_flash_by_lengths_is_attention_of_documents(window: int | None) -> None:
         grad = torch.randn(len(mix), 12, 4, 16, dtype=torch.float64)
         right = attention(rows, *values, sliding_window=window)
         wanted = torch.autograd.grad(right, values, grad)
-        there, narrow = on_gpu(rows, values)
-        assert fits_cuda_flash(narrow[0], narrow[2])
-        found = attention(there, *narrow, sliding_window=window)
-        gradients = torch.autograd.grad(found, narrow, grad.to("cuda", torch.bfloat16))
+        there, bf16 = on_gpu(rows, values)
+        assert fits_cuda_flash(bf16[0], bf16[2])
+        found = attention(there, *bf16, sliding_window=window)
+        gradients = torch.autograd.grad(found, bf16, grad.to("cuda", torch.bfloat16))
         assert (found.double().cpu() - right).abs().max() < 0.03
         for own, other in zip(gradients, wanted):
             assert (own.double().cpu() - other).abs().max() < 0.1

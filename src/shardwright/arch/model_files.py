@@ -1,4 +1,4 @@
-"""Kinds of files in a Hugging Face directory."""
+"""The kinds of files in the directory of a Hugging Face model."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ TOKENIZER_FILES = (
     "additional_chat_templates/*.jinja", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
     "merges.txt", "*.model", "*.tiktoken",
 )  # fmt: skip
-"""What decides how text and chats become tokens."""
+"""Files that decide how text and chats become tokens."""
 
 MODEL_FILES = ("config.json", "generation_config.json")
 WEIGHT_FILES = ("model*.safetensors", "model.safetensors.index.json")
 OTHER_FILES = ("*processor_config.json", "*.py", "LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
-"""What programs and people that take the directory on may ask for: processors of images and sound, code, terms."""
+"""Files that users of an exported directory need: processors of images and sound, code, terms of use."""
 
 FOREIGN_WEIGHTS = (
     "*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.ckpt", "*.index.json",
 )  # fmt: skip
-"""Weights in any form, which an export has anew."""
+"""Weights in any format, which an export does not copy: it writes its own."""
 
 
 def matching(directory: Path, patterns: Iterable[str]) -> list[str]:

@@ -83,14 +83,14 @@ def attend_backward(
             grad, query, key, value, out, lse, *sizes, 0.0, causal, *whole.seeds, scale=scale
         )
     scores = _scores(query, key, scale, causal)
-    wide = scores.dtype
-    share = (scores - lse.to(wide).unsqueeze(-1)).exp()
-    g, v = grad.to(wide), value.to(wide)
-    inner = _per_head_transposed(g, v) - (g * out.to(wide)).sum(-1, keepdim=True)
+    dtype = scores.dtype
+    share = (scores - lse.to(dtype).unsqueeze(-1)).exp()
+    g, v = grad.to(dtype), value.to(dtype)
+    inner = _per_head_transposed(g, v) - (g * out.to(dtype)).sum(-1, keepdim=True)
     by_score = share * inner * scale
     grads = (
-        _per_head(by_score, key.to(wide)),
-        _to_kv_heads(by_score.transpose(-1, -2) @ query.to(wide), key),
+        _per_head(by_score, key.to(dtype)),
+        _to_kv_heads(by_score.transpose(-1, -2) @ query.to(dtype), key),
         _to_kv_heads(share.transpose(-1, -2) @ g, value),
     )
     return grads[0].to(query.dtype), grads[1].to(key.dtype), grads[2].to(value.dtype)
@@ -127,16 +127,16 @@ class Attention(torch.autograd.Function):
 
 
 class Merged:
-    """The result over all blocks of keys that a set of queries attends to, block by block, in wide dtype.
+    """The result over all blocks of keys that a set of queries attends to, block by block, in the accumulation dtype.
 
     out = sum of exp(lse_i - lse) out_i with lse = log sum exp(lse_i): the softmax over all keys
     (Milakov and Gimelshein 2018, arXiv:1805.02867).
     """
 
     def __init__(self, query: Tensor, value_width: int) -> None:
-        shape, wide = query.shape[:-1], accumulation_dtype(query.dtype)
-        self.out = torch.zeros((*shape, value_width), dtype=wide, device=query.device)
-        self.lse = torch.zeros(shape, dtype=wide, device=query.device)
+        shape, dtype = query.shape[:-1], accumulation_dtype(query.dtype)
+        self.out = torch.zeros((*shape, value_width), dtype=dtype, device=query.device)
+        self.lse = torch.zeros(shape, dtype=dtype, device=query.device)
         self.seeds: tuple[Tensor, ...] = ()
 
     def add(self, queries: slice, block: Attended, first: bool) -> None:
@@ -153,8 +153,8 @@ class Merged:
 
 
 def _scores(query: Tensor, key: Tensor, scale: float, causal: bool) -> Tensor:
-    wide = accumulation_dtype(query.dtype)
-    scores = _per_head_transposed(query.to(wide), key.to(wide)) * scale
+    dtype = accumulation_dtype(query.dtype)
+    scores = _per_head_transposed(query.to(dtype), key.to(dtype)) * scale
     if causal:
         size = (query.shape[2], key.shape[2])
         scores = scores.masked_fill(torch.ones(size, dtype=torch.bool, device=query.device).triu(1), -math.inf)

@@ -1,21 +1,21 @@
-"""Exchanges between tensor-parallel ranks that know their own gradients.
+"""Collectives of a tensor-parallel group that know their own gradients, named as in Megatron-LM.
 
-Names follow Megatron-LM (Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.2). A tensor is `whole`
-(equal on all ranks), `partial` (the ranks' tensors add up to it) or cut along a dim. Its gradient is partial where ranks
-use a whole tensor for different work, and whole where they do the same.
+(Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.2.) A tensor is whole (equal on all ranks), partial (its
+sum over the ranks is what is meant), or split along a dim. The gradient of a whole tensor is partial where ranks use the
+tensor for different work, and whole where they do the same work.
 
 | function | forward | backward |
 |---|---|---|
-| copy_in | as it is | sum |
-| gather_in | gather | sum and cut |
-| sum_out | sum | as it is |
-| sum_and_cut_out | sum and cut | gather |
-| cut | cut | gather |
-| gather_same | gather | cut |
-| take_piece | cut | zeros around |
-| fill_in | zeros around | cut |
+| copy_to_tp | identity | all_reduce |
+| gather_from_sequence_parallel | all_gather | reduce_scatter |
+| reduce_from_tp | all_reduce | identity |
+| reduce_scatter_to_sequence_parallel | reduce_scatter | all_gather |
+| scatter_to_tp | split | all_gather |
+| gather_from_tp | all_gather | split |
+| slice_of_rank | split | zeros around |
+| pad_to_whole | zeros around | split |
 
-The last two send nothing: they are for a whole tensor of which nobody reads more than this rank's piece.
+The last two send nothing: they are for a whole tensor of which no rank reads more than its own slice.
 """
 
 from __future__ import annotations
@@ -45,93 +45,89 @@ class Peers:
         return self.group.group_name
 
 
-def all_sum(x: Tensor, name: str, operation: str = "sum") -> Tensor:
+def all_reduce(x: Tensor, name: str, operation: str = "sum") -> Tensor:
     """`x` reduced over the group called `name`."""
     return collectives.wait_tensor(collectives.all_reduce(x.contiguous(), operation, name))
 
 
-def _gather(x: Tensor, dim: int, size: int, rank: int, name: str) -> Tensor:
+def _all_gather(x: Tensor, dim: int, size: int, rank: int, name: str) -> Tensor:
     pieces = collectives.wait_tensor(collectives.all_gather_into_tensor(x.contiguous(), size, name))
     joined = pieces.view(size, *x.shape).movedim(0, dim).flatten(dim, dim + 1)
     return unsafe_view(joined, joined.shape)  # no view of `pieces`: fully_shard warns of views
 
 
-def _cut(x: Tensor, dim: int, size: int, rank: int, name: str) -> Tensor:
+def _split(x: Tensor, dim: int, size: int, rank: int, name: str) -> Tensor:
     length = x.size(dim) // size
     return x.narrow(dim, rank * length, length).contiguous()
 
 
-def _sum(x: Tensor, dim: int, size: int, rank: int, name: str) -> Tensor:
-    return all_sum(x, name)
-
-
-def _sum_and_cut(x: Tensor, dim: int, size: int, rank: int, name: str) -> Tensor:
-    pieces = x.unflatten(dim, (size, x.size(dim) // size)).movedim(dim, 0)
-    flat = pieces.flatten(0, 1).contiguous()
+def _reduce_scatter(x: Tensor, dim: int, size: int, rank: int, name: str) -> Tensor:
+    pieces = x.unflatten(dim, (size, x.size(dim) // size)).movedim(dim, 0).flatten(0, 1).contiguous()
     backend = Backend() if torch.compiler.is_compiling() else choose_backend(x.device.type)
-    return backend.reduce_scatter(flat, size, name)
+    return backend.reduce_scatter(pieces, size, name)
 
 
-def _keep(x: Tensor, dim: int, size: int, rank: int, name: str) -> Tensor:
-    return x.view_as(x)
+_MOVES = {
+    "identity": lambda x, dim, size, rank, name: x.view_as(x),
+    "all_reduce": lambda x, dim, size, rank, name: all_reduce(x, name),
+    "all_gather": _all_gather,
+    "split": _split,
+    "reduce_scatter": _reduce_scatter,
+}
 
 
-_MOVES = {"keep": _keep, "sum": _sum, "gather": _gather, "cut": _cut, "sum_and_cut": _sum_and_cut}
-
-
-class _Exchange(torch.autograd.Function):
+class _Collective(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: str, back: str, dim: int, size: int, rank: int, name: str) -> Tensor:
-        ctx.back, ctx.place = back, (dim, size, rank, name)
-        return _MOVES[there](x, dim, size, rank, name)
+    def forward(ctx: Any, x: Tensor, forward: str, backward: str, dim: int, size: int, rank: int, name: str) -> Tensor:
+        ctx.backward_move, ctx.arguments = backward, (dim, size, rank, name)
+        return _MOVES[forward](x, dim, size, rank, name)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return _MOVES[ctx.back](gradients[0], *ctx.place), None, None, None, None, None, None
+        return _MOVES[ctx.backward_move](gradients[0], *ctx.arguments), None, None, None, None, None, None
 
 
-def _exchange(x: Tensor, there: str, back: str, dim: int, peers: Peers) -> Tensor:
-    dim = dim % x.dim()
-    return _Exchange.apply(x, there, back, dim, peers.size, peers.rank, peers.name)
+def _run(x: Tensor, forward: str, backward: str, dim: int, peers: Peers) -> Tensor:
+    return _Collective.apply(x, forward, backward, dim % x.dim(), peers.size, peers.rank, peers.name)
 
 
-def copy_in(x: Tensor, peers: Peers) -> Tensor:
-    """A whole `x` into work that is divided: its gradient is the sum of the ranks'."""
-    return _exchange(x, "keep", "sum", 0, peers)
+def copy_to_tp(x: Tensor, peers: Peers) -> Tensor:
+    """A whole `x` into divided work: its gradient is the sum of the ranks' gradients."""
+    return _run(x, "identity", "all_reduce", 0, peers)
 
 
-def gather_in(x: Tensor, dim: int, peers: Peers) -> Tensor:
-    """A cut `x` made whole for work that is divided: its gradient is summed and cut."""
-    return _exchange(x, "gather", "sum_and_cut", dim, peers)
+def gather_from_sequence_parallel(x: Tensor, dim: int, peers: Peers) -> Tensor:
+    """A split `x` made whole for divided work: its gradient is summed and split."""
+    return _run(x, "all_gather", "reduce_scatter", dim, peers)
 
 
-def sum_out(x: Tensor, peers: Peers) -> Tensor:
+def reduce_from_tp(x: Tensor, peers: Peers) -> Tensor:
     """A partial `x` made whole for the same work on every rank."""
-    return _exchange(x, "sum", "keep", 0, peers)
+    return _run(x, "all_reduce", "identity", 0, peers)
 
 
-def sum_and_cut_out(x: Tensor, dim: int, peers: Peers) -> Tensor:
-    """A partial `x` summed, of which each rank keeps its piece along `dim`."""
-    return _exchange(x, "sum_and_cut", "gather", dim, peers)
+def reduce_scatter_to_sequence_parallel(x: Tensor, dim: int, peers: Peers) -> Tensor:
+    """The sum of a partial `x`, of which each rank keeps its slice along `dim`."""
+    return _run(x, "reduce_scatter", "all_gather", dim, peers)
 
 
-def cut(x: Tensor, dim: int, peers: Peers) -> Tensor:
-    """This rank's piece along `dim` of a whole `x`; the gradient is whole again."""
-    return _exchange(x, "cut", "gather", dim, peers)
+def scatter_to_tp(x: Tensor, dim: int, peers: Peers) -> Tensor:
+    """This rank's slice along `dim` of a whole `x`; the gradient is whole again."""
+    return _run(x, "split", "all_gather", dim, peers)
 
 
-def gather_same(x: Tensor, dim: int, peers: Peers) -> Tensor:
-    """A cut `x` made whole for the same work on every rank: of the equal gradients each takes its piece."""
-    return _exchange(x, "gather", "cut", dim, peers)
+def gather_from_tp(x: Tensor, dim: int, peers: Peers) -> Tensor:
+    """A split `x` made whole for the same work on every rank: each takes its slice of the equal gradients."""
+    return _run(x, "all_gather", "split", dim, peers)
 
 
-def take_piece(x: Tensor, dim: int, peers: Peers) -> Tensor:
-    """This rank's piece along `dim` of a tensor that `fill_in` made."""
-    return _cut(x, dim % x.dim(), peers.size, peers.rank, peers.name)
+def slice_of_rank(x: Tensor, dim: int, peers: Peers) -> Tensor:
+    """This rank's slice along `dim` of a tensor that `pad_to_whole` made."""
+    return _split(x, dim % x.dim(), peers.size, peers.rank, peers.name)
 
 
-def fill_in(x: Tensor, dim: int, peers: Peers) -> Tensor:
-    """A tensor of the whole size along `dim` that has the piece `x` in its place and zeros elsewhere."""
+def pad_to_whole(x: Tensor, dim: int, peers: Peers) -> Tensor:
+    """A tensor of the whole size along `dim` that holds the slice `x` at its position, and zeros elsewhere."""
     length, behind = x.size(dim), x.dim() - 1 - dim % x.dim()
     before, after = peers.rank * length, (peers.size - 1 - peers.rank) * length
     return F.pad(x, (0, 0) * behind + (before, after))

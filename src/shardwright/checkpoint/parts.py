@@ -77,7 +77,7 @@ def writers(everyone: Sequence[Sequence[Held]]) -> list[list[Held]]:
         if counts[key] != prod(held.shape):
             raise CheckpointError(
                 f"The ranks hold {counts[key]:,} elements of {key} {held.shape}; it has {prod(held.shape):,}.",
-                "It would be lost in part, or be ambiguous.",
+                "A part of the tensor would be lost, or stored twice.",
             )
     chosen: list[list[Held]] = [[] for _ in everyone]
     load = [0] * len(everyone)

@@ -15,7 +15,7 @@ NOT_THE_OBJECTIVE = {
     "training.per_device_train_batch_size", "training.per_device_eval_batch_size", "training.eval_steps",
     "training.on_non_finite", "training.until_eval_loss",
 }  # fmt: skip
-"""Keys of model, data and training that change no later update, or whose effect on rows the data's fingerprint shows."""
+"""Keys of model, data and training that change no later update, or whose effect the data fingerprint shows."""
 LENGTHS = ("training.max_steps", "training.num_train_epochs")
 IGNORED = ("checkpoint.output_dir", "checkpoint.resume", "checkpoint.accept_changes", "checkpoint.partial")
 
@@ -34,7 +34,7 @@ class Change:
 
 
 def changes(saved_yaml: str, loaded: Loaded) -> list[Change]:
-    """Every setting that differs from the run file of a checkpoint; keys that either side does not know are left out."""
+    """Every setting that differs from the run file of a checkpoint; keys that one side lacks are left out."""
     saved, now = read_settings(saved_yaml), loaded.settings()
     open_ended = loaded.run.training.lr_scheduler_type in OPEN_ENDED
     found = []
@@ -54,6 +54,6 @@ def refuse_unaccepted(name: str, found: Iterable[Change], accepted: Iterable[str
         keys = ", ".join(change.key for change in wrong)
         raise CheckpointError(
             f"{name} was saved with other settings: {'; '.join(map(str, wrong))}.",
-            "Later updates would train something else.",
+            "Later updates would train another objective.",
             f"Restore them, or confirm with checkpoint.accept_changes [{keys}].",
         )

@@ -2,8 +2,8 @@
 
 Keys are `model.<name>`, `optimizer.<name>.<entry>` and `optimizer_group.<name>.<entry>`, names being those of the unsplit
 model; values are DTensors where a parameter is sharded, plain tensors elsewhere, and numbers. So every data-parallel kind
-and every world size reads any other's. What an optimizer keeps for a whole group (schedule-free and D-adapting ones do)
-stands under each parameter of the group, since groups differ between layouts.
+and every world size reads the checkpoints of any other. What an optimizer keeps for a whole group (schedule-free and
+D-adapting optimizers do) stands under each parameter of the group, since groups differ between layouts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 class LocalParameter(Protocol):
-    """What the state needs to know of a trainable parameter (see `train.optimizer.ShardedParam`)."""
+    """A trainable parameter as the state needs it (see `train.optimizer.ShardedParam`)."""
 
     name: str
     parameter: nn.Parameter
@@ -74,7 +74,7 @@ def buffer_keys(module: nn.Module) -> set[str]:
 def check_buffers(module: nn.Module) -> None:
     """Raises `CheckpointError` on all ranks where ranks hold different values of a persistent buffer; collective.
 
-    One rank's are stored and all would go on from them: the resumed run would be another one. Running statistics of
+    The values of one rank are stored, and all ranks would resume from them: the resumed run would differ. Running statistics of
     BatchNorm, which each rank takes from its own rows, are such buffers.
     """
     own = {}
@@ -89,7 +89,7 @@ def check_buffers(module: nn.Module) -> None:
             if digest != right:
                 raise CheckpointError(
                     f"The buffer {name} differs between ranks {first} and {rank}.",
-                    "A checkpoint holds one value of it, so a resumed run would not be the one that was saved.",
+                    "A checkpoint holds one value of a buffer, so a resumed run would differ from the saved one.",
                     "Use a layer without running statistics, or one that takes them over all ranks (SyncBatchNorm).",
                 )
 
@@ -111,7 +111,7 @@ def optimizer_values(optimizer: torch.optim.Optimizer, parameters: Sequence[Loca
             elif value is not None:
                 raise CheckpointError(
                     f"{type(optimizer).__name__} keeps {entry} of {local.name} as {type(value).__name__}.",
-                    "A checkpoint holds tensors and numbers; without this value the run could not go on as it was.",
+                    "A checkpoint holds tensors and numbers; without this value the resumed run would differ.",
                     "Use an optimizer whose state is tensors and numbers.",
                 )
     names = {id(local.tensor): local.name for local in parameters}
@@ -175,7 +175,7 @@ def restore_numbers(
             raise CheckpointError(
                 f"The checkpoint has different numbers for parameters that {type(optimizer).__name__} steps as one group.",
                 "",
-                "Resume with the layout that wrote it.",
+                "Resume with the layout that wrote the checkpoint.",
             )
         for entry, value in found[0].items() if found else ():
             held = group.get(entry)

@@ -132,7 +132,7 @@ class Encoder:
 
     def _ends(self, document: Document, form: str) -> Iterator[NoteKey]:
         """Notes about how a document, and its trained parts, begin and end."""
-        yield from self.special.repeated(document.ids, inside=form in ("text", "prompt_completion"))
+        yield from self.special.repeated(document.ids, inside="append_eos" in FORMATS[form].settings)
         if form == "tokens" and document.weights is None:
             return  # a piece of text may end anywhere
         for kind, subject in self.special.ends(document.ids, document.weights, document.is_blank):

@@ -14,6 +14,7 @@ from typing import Any
 
 from shardwright.config.schema import RunFile
 from shardwright.data.files import file_notices, is_compressed, sources_of
+from shardwright.data.formats import FORMATS
 from shardwright.layout.import_path import is_import_path
 
 NoteKey = tuple[str, str]
@@ -204,12 +205,12 @@ def _of_settings(
     run: RunFile, tokenizer_path: Path | None, meta: dict[str, Any], totals: dict[NoteKey, Total]
 ) -> Iterator[str]:
     """Keys of section data without effect, which only the records show."""
-    formats = set(meta["formats"])
-    if run.data.append_eos and meta["eos_id"] is None and {"text", "prompt_completion"} & formats:
+    settings = {key for form in meta["formats"] for key in FORMATS[form].settings}
+    if run.data.append_eos and meta["eos_id"] is None and "append_eos" in settings:
         yield f"data.append_eos has no effect: the tokenizer in {tokenizer_path} has no end token (eos_token)"
-    if ("chat", "") not in totals and "prompt_completion" in formats:
+    if ("chat", "") not in totals:  # prompts and completions that are strings
         for key in ("chat_template", "assistant_only_loss"):
-            if getattr(run.data, key) is not None:
+            if key in settings and getattr(run.data, key) is not None:
                 yield f"data.{key} has no effect: no record holds messages"
 
 

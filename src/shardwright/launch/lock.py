@@ -1,4 +1,4 @@
-"""One run at a time in a directory: a file that says who works there, and that its owner is still alive.
+"""One run at a time in a directory: a lock file names the owner, and shows that the owner is alive.
 
 Where the file system can, the file is locked with flock; the kernel releases this lock when the process ends. The rule does not
 need flock: an owner on the same machine is looked for among the processes; an owner on another machine touches the file every
@@ -32,16 +32,19 @@ OLD_SECONDS = 600.0
 
 @dataclass(frozen=True)
 class Owner:
-    """A process on its host. machine: tells hosts of one name, boots and containers apart. started: tells apart two
-    processes that had the same number. since: date. what: it does in the directory."""
+    """The process that holds a directory."""
 
     what: str
+    """The verb."""
     pid: int
     host: str
     machine: str
+    """Distinguishes hosts of one name, boots and containers."""
     started: str
+    """Distinguishes two processes that had the same number."""
     job: str
     since: str
+    """Date."""
 
     @classmethod
     def this_process(cls, what: str) -> Owner:
@@ -54,7 +57,7 @@ class Owner:
 
 
 def _machine() -> str:
-    """This host, since its last start, as far as processes see each other's numbers."""
+    """Host, boot and process namespace: processes of one machine in this sense see each other's numbers."""
     boot, container = "", ""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -101,7 +104,7 @@ def owned(directory: Path, what: str, say: Callable[[str], None], patience: floa
                 path.unlink()
         os.close(descriptor)
         if made:
-            with suppress(OSError):  # a run that was refused leaves nothing
+            with suppress(OSError):  # a refused run leaves no directory
                 directory.rmdir()
 
 
@@ -126,10 +129,10 @@ def _claim(path: Path, this: Owner, say: Callable[[str], None], patience: float)
             gone = owner is not None and _gone(owner, path, say, patience)
             if not gone and (owner is not None or locked is False):
                 _refuse(path, owner)
-            if read_owner(path) not in (owner, None):  # another start has taken it over meanwhile
+            if read_owner(path) not in (owner, None):  # another start has taken the directory over meanwhile
                 os.close(descriptor)
                 continue
-            if not _same_file(descriptor, path):  # its owner has ended and removed it meanwhile
+            if not _same_file(descriptor, path):  # the owner has ended and removed the file meanwhile
                 os.close(descriptor)
                 continue
             if owner is not None:
@@ -138,7 +141,7 @@ def _claim(path: Path, this: Owner, say: Callable[[str], None], patience: float)
                 )
             text = (json.dumps(asdict(this), indent=1) + "\n").encode()
             os.ftruncate(descriptor, os.pwrite(descriptor, text, 0))
-            # another one that started at the same moment may have written too: the last one has it
+            # another start may have written at the same moment: the last writer is the owner
             if not locked or owner is not None:
                 clock.sleep(POLL_SECONDS)
                 if (owner := read_owner(path)) != this:
@@ -173,7 +176,7 @@ def _gone(owner: Owner, path: Path, say: Callable[[str], None], patience: float)
     """Whether the owner has ended: its process is not there; on another machine, no heartbeat comes."""
     if owner.machine == _machine():
         return _started(owner.pid) != owner.started
-    with tempfile.TemporaryFile(dir=path.parent) as new:  # the same clock as the heartbeat's, on most file systems
+    with tempfile.TemporaryFile(dir=path.parent) as new:  # the clock of the heartbeat, on most file systems
         now = os.fstat(new.fileno()).st_mtime
     last = _touched(path)
     if now - last > OLD_SECONDS:
@@ -188,7 +191,7 @@ def _gone(owner: Owner, path: Path, say: Callable[[str], None], patience: float)
 
 def _touched(path: Path) -> float:
     try:
-        with path.open("rb") as file:  # opened anew: a network file system asks its server then
+        with path.open("rb") as file:  # opened again, so that a network file system asks its server
             return os.fstat(file.fileno()).st_mtime
     except OSError:
         return 0.0

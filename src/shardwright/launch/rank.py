@@ -1,4 +1,4 @@
-"""The ranks' side: how a rank ends, and what it leaves for the launcher to print."""
+"""How a rank ends, and the outcome that it leaves for the launcher to print."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
-from shardwright.errors import ExitCode, ShardwrightError
+from shardwright.errors import ConfigError, ExitCode, ShardwrightError
 from shardwright.launch.hang_analysis import own_frame
 from shardwright.launch.output import bounded_writes
 from shardwright.measure import clock
@@ -34,13 +34,23 @@ def inside_a_launcher() -> bool:
     return started_by(os.environ) != "single"
 
 
+def refuse_launcher(verb: str) -> None:
+    """Raises `ConfigError` inside of a launcher: `verb` starts its own ranks."""
+    if inside_a_launcher():
+        raise ConfigError(
+            f"`{verb}` was started under a launcher.",
+            f"`{verb}` starts its own ranks.",
+            f"Call `{verb}` once, without torchrun or srun.",
+        )
+
+
 def current_job() -> Job:
     """The job that this process belongs to."""
     return job_of(os.environ)
 
 
 def worker_main(function: Callable[[], int]) -> int:
-    """The exit code of `function()`; what it raises is reported for the launcher to print, and becomes a code too.
+    """The exit code of `function()`; an exception is reported to the launcher and becomes an exit code.
 
     A `ShardwrightError` is one message and its own code; anything else is a traceback and 1.
     """
@@ -55,7 +65,7 @@ def worker_main(function: Callable[[], int]) -> int:
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(bool(error.code))
         message = error.code if isinstance(error.code, str) else ""
-    except BaseException as error:  # torch's CheckpointException is no Exception
+    except BaseException as error:  # torch's CheckpointException derives from BaseException (torch 2.11 to 2.14)
         code, message, trace = int(ExitCode.CRASH), f"{type(error).__name__}: {error}", traceback.format_exc()
         place = own_frame(
             [f"{f.filename}:{f.lineno} {f.name}" for f in traceback.extract_tb(error.__traceback__)][::-1]
@@ -88,7 +98,7 @@ def finish(code: int) -> NoReturn:
 
 
 def _is_lost_peer(error: BaseException | None) -> bool:
-    """Whether an error only says that another rank is gone."""
+    """Whether an error only reports that another rank is gone."""
     while error is not None:
         named = any(kind.__name__ == "DistError" for kind in type(error).__mro__)
         if named or any(mark in str(error) for mark in _LOST_PEER):
@@ -98,7 +108,7 @@ def _is_lost_peer(error: BaseException | None) -> bool:
 
 
 def report_outcome(outcome: dict[str, Any]) -> None:
-    """Leaves the outcome where the launcher looks; without our launcher, on stderr and where torchrun looks."""
+    """Writes the outcome to the file that the launcher reads; without our launcher, to stderr and torchrun's error file."""
     if directory := os.environ.get(STARTED_HERE):
         path = Path(directory) / OUTCOME
         path.with_suffix(".part").write_text(json.dumps({**outcome, "at": clock.now()}), encoding="utf-8")

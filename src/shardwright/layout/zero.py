@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardwright.backends.facts import GLOO_FACTS, backend_facts
-
 
 @dataclass(frozen=True)
 class ZeroStage:
@@ -55,9 +53,6 @@ class ZeroStage:
             return 2.0 * self.reductions(microbatches)
         return float(self.gathers(microbatches) + self.reductions(microbatches))
 
-
-PREFETCH = {device: backend_facts(device).prefetch for device in ("cpu", "cuda")}
-EXCHANGED = GLOO_FACTS.exchanged_units
 
 STAGES = {
     "ddp": ZeroStage("ddp", False, False, False, False, False, False),

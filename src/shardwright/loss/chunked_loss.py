@@ -1,13 +1,13 @@
 """Cross entropy of a head's logits in chunks of targets: whole logits are never in memory.
 
 With z = f(x W' + b) (f: what the model does behind its head), p = softmax(z) and a target y of weight w, the loss is
--w log p_y and its gradient by z is w (p - 1_y): it needs no later part of the graph. So forward makes the gradients of
-hidden states and head at once, chunk by chunk, and backward only scales them; or backward makes the logits anew, which
-costs one more product with W and keeps nothing in between. Positions without a target are left out of all products.
+-w log p_y and its gradient by z is w (p - 1_y), which needs no later part of the graph. So forward computes the gradients
+of hidden states and head at once, chunk by chunk, and backward only scales them. Or backward computes the logits again,
+which costs one more product with W and keeps nothing in between. Positions without a target are left out of all products.
 
-Logits are in the compute dtype, as the model's own; softmax is in float32 at least, and so is the sum of the gradient of
-the head over chunks, rounded once at the end. A vocabulary divided over tensor-parallel ranks costs two reductions for each
-chunk: maxima, then sums of exp and the targets' logits. Together they send 3 numbers for each position, with any chunks.
+Logits are in the compute dtype, like the model's own; softmax is in float32 at least, and so is the sum of the head's
+gradient over chunks, rounded once at the end. A vocabulary divided over tensor-parallel ranks costs two reductions for each
+chunk: maxima, then sums of exp and the logits of the targets. Both send 3 numbers for each position, however large chunks are.
 
 P positions of this rank (B x T), N of them targets, D width, V vocabulary, W its rows on this rank.
 """
@@ -25,28 +25,31 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardwright.backends.facts import backend_facts
-from shardwright.backends.tp_collectives import Peers, all_sum, copy_in
+from shardwright.backends.tp_collectives import Peers, all_reduce, copy_to_tp
 from shardwright.config.schema import RunFile
 from shardwright.errors import ModelError
 from shardwright.layout.axes import Axes
 from shardwright.layout.loss import IGNORE_INDEX, chunk_tokens
 from shardwright.loss.output_head import Deferred, Step, apply_steps, steps_behind_head
-from shardwright.loss.vocab_parallel_loss import check_ids
-from shardwright.mesh.shard_geometry import chunk, local_tensor
+from shardwright.loss.vocab_parallel_loss import check_ids, widened
+from shardwright.mesh.shard_geometry import chunk as shard_range
+from shardwright.mesh.shard_geometry import local_tensor
 from shardwright.models.model_parts import Parts
+from shardwright.models.torch_dtypes import accumulation_dtype
 from shardwright.torch_private import own_parameters
 
 PRODUCT_ELEMENTS = 2**21
-"""Of the head's gradient in the compute dtype, made at a time and added to the sum in float32."""
+"""Elements of the head's gradient that are computed at a time in the compute dtype, and added to the sum in float32."""
 
 
 @dataclass(frozen=True)
 class Targets:
     """The targets among P positions.
 
-    labels: [N]. weights: [N], None: all 1; those of positions that fill up N are 0. positions: [N] in ascending order, None:
-    every position is a target. chunks: (first, end, sent) of each chunk among the N; `sent` is the length of what it reduces,
-    where ranks divide the vocabulary.
+    labels: [N].
+    weights: [N], None: all 1. Positions that fill up N have weight 0.
+    positions: [N] in ascending order, None: every position is a target.
+    chunks: (first, end, sent) of each chunk among the N. Where ranks divide the vocabulary, the chunk reduces `sent` numbers.
     """
 
     labels: Tensor
@@ -64,44 +67,46 @@ class Targets:
         fixed: bool,
         multiple: int = 1,
     ) -> Targets:
-        """From labels and weights [B, T], best on the CPU: they are looked at, which would stop a GPU.
+        """From labels and weights [B, T], best on the CPU: their values are read, which would stop a GPU.
 
         fixed: chunks are of `chunk` positions, so that ranks send the same whatever is masked; else of `chunk` targets.
-        multiple: other positions of weight 0 fill up their number to it (or take in all), so that shapes come again.
+        multiple: positions of weight 0 fill up N to a multiple of it (or to all positions), so that shapes come again.
         """
         labels = labels.flatten()
-        wanted = labels != IGNORE_INDEX
-        places = wanted.nonzero()[:, 0]
-        total, count = len(labels), len(places)
+        is_target = labels != IGNORE_INDEX
+        positions = is_target.nonzero()[:, 0]
+        total, count = len(labels), len(positions)
         missing = min(-count % multiple, total - count)
         if missing:
-            places = torch.cat([places, (~wanted).nonzero()[:missing, 0]]).sort().values
+            positions = torch.cat([positions, (~is_target).nonzero()[:missing, 0]]).sort().values
             count += missing
-            labels = labels.where(wanted, 0)
-            weights = wanted.float() if weights is None else weights.flatten() * wanted
+            labels = labels.where(is_target, 0)
+            weights = is_target.float() if weights is None else weights.flatten() * is_target
         if fixed:
-            known = places.tolist()
+            known = positions.tolist()
             cuts = [bisect.bisect_left(known, first) for first in range(0, total, chunk)] + [count]
         else:
             cuts = [*range(0, count, chunk), count]
         every = count == total
-        own = labels if every else labels[places]
+        kept = labels if every else labels[positions]
         if weights is not None:
-            weights = (weights.flatten() if every else weights.flatten()[places]).to(device, non_blocking=True)
+            weights = (weights.flatten() if every else weights.flatten()[positions]).to(device, non_blocking=True)
         return cls(
-            own.to(device, non_blocking=True),
+            kept.to(device, non_blocking=True),
             weights,
-            None if every else places.to(device, non_blocking=True),
+            None if every else positions.to(device, non_blocking=True),
             tuple((first, end, min(chunk, total - k * chunk)) for k, (first, end) in enumerate(pairwise(cuts))),
         )
 
 
 @dataclass(frozen=True)
-class How:
-    """How a head's loss is made.
+class LossOptions:
+    """How the loss of a head is computed.
 
-    steps: what the model does with its logits. recompute: backward makes the logits anew. first: number of this rank's
-    first row of the vocabulary. group: name of the group that divides it, None: nobody does.
+    steps: what the model does with its logits.
+    recompute: backward computes the logits again.
+    first: this rank's first row of the vocabulary.
+    group: name of the group that divides the vocabulary; None: the vocabulary is whole.
     """
 
     steps: tuple[Step, ...] = ()
@@ -110,31 +115,27 @@ class How:
     group: str | None = None
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
-
-
 def _reduced(x: Tensor, width: int, group: str | None, operation: str) -> Tensor:
     """`x` [..., n] reduced over the group, sent as [..., width]."""
     if group is None:
         return x
-    return all_sum(F.pad(x, (0, width - x.size(-1))), group, operation)[..., : x.size(-1)]
+    return all_reduce(F.pad(x, (0, width - x.size(-1))), group, operation)[..., : x.size(-1)]
 
 
 class _Chunk:
-    """The logits of n targets, as the model would make them: `z` [n, W] is wide and may be overwritten."""
+    """The logits of n targets, as the model would make them: `z` [n, W] in float32 at least, to be overwritten."""
 
     def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None, steps: tuple[Step, ...]) -> None:
         self.steps, logits = steps, F.linear(x, weight, bias)
         self.dtype = logits.dtype
         if not steps:
-            self.z = _wide(logits)
+            self.z = widened(logits)
             return
         with torch.enable_grad():
             self._before = logits.detach().requires_grad_()
             self._behind = apply_steps(steps, self._before)
         z = self._behind.detach()
-        self.z = z.clone() if z.dtype == _wide(z).dtype else _wide(z)
+        self.z = z.to(accumulation_dtype(z.dtype), copy=True)
 
     def back(self, gradient: Tensor) -> Tensor:
         """The gradient by what the head gives, from that by `z`."""
@@ -144,17 +145,17 @@ class _Chunk:
 
 
 class _Gradients:
-    """Gradients of hidden states [N, D], weight and bias, filled chunk by chunk; None where nobody asks."""
+    """Gradients of hidden states [N, D], weight and bias, filled chunk by chunk; None where autograd needs none."""
 
-    def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None, count: int, asked: tuple[bool, ...]) -> None:
-        wide = torch.promote_types(weight.dtype, torch.float32)
+    def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None, count: int, needed: tuple[bool, ...]) -> None:
+        wide = accumulation_dtype(weight.dtype)
         self._weight = weight
-        self.x = x.new_empty(count, x.size(1)) if asked[0] else None
-        self.weight = torch.zeros_like(weight, dtype=wide) if asked[1] else None
-        self.bias = torch.zeros_like(bias, dtype=wide) if asked[2] and bias is not None else None
+        self.x = x.new_empty(count, x.size(1)) if needed[0] else None
+        self.weight = torch.zeros_like(weight, dtype=wide) if needed[1] else None
+        self.bias = torch.zeros_like(bias, dtype=wide) if needed[2] and bias is not None else None
 
     def add(self, first: int, end: int, x: Tensor, gradient: Tensor) -> None:
-        """Takes the gradient [n, W] of a chunk's logits, made from `x` [n, D]."""
+        """Adds what the gradient [n, W] of a chunk's logits gives, computed from `x` [n, D]."""
         if self.x is not None:
             torch.mm(gradient, self._weight, out=self.x[first:end])
         if self.weight is not None:
@@ -167,38 +168,33 @@ class _Gradients:
         if self.bias is not None:
             self.bias += gradient.sum(0, dtype=self.bias.dtype)
 
-    def given(self, x: Tensor, targets: Targets, scale: Tensor) -> tuple[Tensor | None, ...]:
+    def scaled(self, x: Tensor, targets: Targets, scale: Tensor) -> tuple[Tensor | None, ...]:
         """(hidden states [P, D], weight, bias) times `scale`, in the dtypes of what they are gradients of."""
-        scaled = [None if g is None else g.mul_(scale) for g in (self.x, self.weight, self.bias)]
-        hidden, weight, bias = scaled
+        hidden, weight, bias = (None if g is None else g.mul_(scale) for g in (self.x, self.weight, self.bias))
         if hidden is not None and targets.positions is not None:
             hidden = x.new_zeros(x.shape).index_copy_(0, targets.positions, hidden)
-        return (
-            hidden,
-            None if weight is None else weight.to(self._weight.dtype),
-            None if bias is None else bias.to(self._weight.dtype),
-        )
+        return hidden, *(None if g is None else g.to(self._weight.dtype) for g in (weight, bias))
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Targets, how: How, train: bool
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Targets, options: LossOptions, train: bool
     ) -> Tensor:
-        asked = tuple(ctx.needs_input_grad[:3])
-        at_once = train and not how.recompute and any(asked)
-        made = _Gradients(x, weight, bias, len(targets.labels), asked) if at_once else None
-        ctx.made, ctx.targets, ctx.how, ctx.asked = made, targets, how, asked
-        total = x.new_zeros((), dtype=_wide(x[:0]).dtype)
+        needed = tuple(ctx.needs_input_grad[:3])
+        at_once = train and not options.recompute and any(needed)
+        made = _Gradients(x, weight, bias, len(targets.labels), needed) if at_once else None
+        ctx.made, ctx.targets, ctx.options, ctx.needed = made, targets, options, needed
+        total = x.new_zeros((), dtype=accumulation_dtype(x.dtype))
         logs = []
         for first, end, sent, own in _pieces(x, targets):
-            chunk = _Chunk(own, weight, bias, how.steps)
+            chunk = _Chunk(own, weight, bias, options.steps)
             z = chunk.z
-            largest = _reduced(z.amax(-1), sent, how.group, "max")
-            place, here = _place(targets.labels[first:end] - how.first, z.size(-1))
+            largest = _reduced(z.amax(-1), sent, options.group, "max")
+            place, here = _place(targets.labels[first:end] - options.first, z.size(-1))
             target = torch.where(here, z.gather(-1, place)[:, 0] - largest, 0.0)
             sums = torch.stack([z.sub_(largest[:, None]).exp_().sum(-1), target])
-            exps, target = _reduced(sums, sent, how.group, "sum")
+            exps, target = _reduced(sums, sent, options.group, "sum")
             weights = None if targets.weights is None else targets.weights[first:end].to(z.dtype)
             losses = exps.log() - target
             total += losses.sum() if weights is None else (losses * weights).sum()
@@ -215,21 +211,21 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         x, weight, bias, logs = ctx.saved_tensors
-        targets, how, made, scale = ctx.targets, ctx.how, ctx.made, gradients[0]
-        if how.recompute:
-            made = _Gradients(x, weight, bias, len(targets.labels), ctx.asked)
+        targets, options, made, scale = ctx.targets, ctx.options, ctx.made, gradients[0]
+        if options.recompute:
+            made = _Gradients(x, weight, bias, len(targets.labels), ctx.needed)
             for first, end, _, own in _pieces(x, targets):
-                chunk = _Chunk(own, weight, bias, how.steps)
+                chunk = _Chunk(own, weight, bias, options.steps)
                 z = chunk.z.sub_(logs[first:end, None]).exp_()
-                place, here = _place(targets.labels[first:end] - how.first, z.size(-1))
+                place, here = _place(targets.labels[first:end] - options.first, z.size(-1))
                 z.scatter_add_(1, place, -here[:, None].to(z.dtype))
                 if targets.weights is not None:
                     z.mul_(targets.weights[first:end, None])
                 made.add(first, end, own, chunk.back(z))
         if made is None:
-            raise RuntimeError("the gradients of a loss in chunks were handed out already")
+            raise RuntimeError("backward of a loss in chunks runs once: its gradients were handed out already")
         ctx.made = None  # they are handed out without a copy
-        return (*made.given(x, targets, scale), None, None, None)
+        return (*made.scaled(x, targets, scale), None, None, None)
 
 
 def _place(labels: Tensor, rows: int) -> tuple[Tensor, Tensor]:
@@ -245,18 +241,26 @@ def _pieces(x: Tensor, targets: Targets) -> Iterator[tuple[int, int, int, Tensor
         yield first, end, sent, x[first:end] if positions is None else x[positions[first:end]]
 
 
-def chunked_cross_entropy_sum(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Targets, how: How) -> Tensor:
+def chunked_cross_entropy_sum(
+    x: Tensor, weight: Tensor, bias: Tensor | None, targets: Targets, options: LossOptions
+) -> Tensor:
     """SUM w * -log softmax(f(x W' + b))[label] over targets: a scalar of float32 at least, the same on all of the group.
 
-    Shapes: x [P, D], weight [W, D], bias [W]. Gradients reach all three; on a divided vocabulary that of `x` is this rank's
-    part of a sum. Backward can run once.
+    Shapes: x [P, D], weight [W, D], bias [W]. Gradients reach all three; where the vocabulary is divided, the gradient of `x`
+    is this rank's part of a sum. Backward can run once.
     """
-    return _ChunkedCrossEntropy.apply(x, weight, bias, targets, how, torch.is_grad_enabled())
+    return _ChunkedCrossEntropy.apply(x, weight, bias, targets, options, torch.is_grad_enabled())
 
 
 @dataclass(frozen=True)
 class LossChunks:
-    """Tokens of a chunk of logits (0: logits are whole), rows of the vocabulary, what the model does behind its head."""
+    """How the loss of a model is computed.
+
+    tokens: of a chunk of logits, 0: logits are whole.
+    vocabulary: rows of the head.
+    steps: what the model does behind its head.
+    reason: why logits are whole although chunks would be worth their cost.
+    """
 
     tokens: int
     vocabulary: int = 0
@@ -270,10 +274,10 @@ class LossChunks:
 
 
 def find_loss_chunks(model: nn.Module, parts: Parts, run: RunFile, device: str) -> LossChunks:
-    """How the loss of `model` (whole, on meta, of `parts`) is made on a device of this kind.
+    """How the loss of `model` (whole, on meta, of `parts`) is computed on a device of this kind.
 
-    Raises `ModelError` where the run file gives a number of tokens and the model's head cannot do it; with `auto` logits
-    are whole then, for the reason given.
+    Raises `ModelError` where the run file gives a number of tokens and the model's head allows no chunks. With `auto`,
+    logits are whole then.
     """
     p = run.parallelism
     weight = None if parts.head is None else own_parameters(model.get_submodule(parts.head)).get("weight")
@@ -297,14 +301,14 @@ _HEAD = "_shardwright_head"
 
 
 class ChunkedHead:
-    """A head that gives a `Deferred` loss in place of logits whenever targets were announced before; else logits.
+    """A head that returns a `Deferred` loss in place of logits where the targets were announced before; else logits.
 
     peers: the ranks that divide the vocabulary; None: the head is whole.
     """
 
     def __init__(self, head: nn.Linear, chunks: LossChunks, peers: Peers | None, *, recompute: bool) -> None:
-        first = 0 if peers is None else chunk(chunks.vocabulary, peers.size, peers.rank)[0]
-        self.how = How(chunks.steps, recompute, first, None if peers is None else peers.name)
+        first = 0 if peers is None else shard_range(chunks.vocabulary, peers.size, peers.rank)[0]
+        self.options = LossOptions(chunks.steps, recompute, first, None if peers is None else peers.name)
         self._head: Any = head
         self._chunks, self._peers, self._logits = chunks, peers, head.forward
         self._announced: tuple[Tensor, Tensor | None] | None = None
@@ -312,7 +316,7 @@ class ChunkedHead:
         vars(head)[_HEAD] = self
 
     def announce(self, labels: Tensor | None, weights: Tensor | None) -> None:
-        """The next forward gives the loss of these labels and weights [B, T]; without labels it gives logits."""
+        """The next forward returns the loss of these labels and weights [B, T]; without labels, logits."""
         self._announced = None if labels is None else (labels, weights)
 
     def _forward(self, x: Tensor) -> Any:
@@ -328,11 +332,11 @@ class ChunkedHead:
         targets = Targets.of(labels, weights, self._chunks.tokens, x.device, divided, multiple)
         if self._peers is not None:
             check_ids(targets.labels, self._chunks.vocabulary)
-            x = copy_in(x, self._peers)
+            x = copy_to_tp(x, self._peers)
         weight, bias = local_tensor(self._head.weight), self._head.bias
         bias = None if bias is None else local_tensor(bias)
-        loss = chunked_cross_entropy_sum(x.flatten(0, -2), weight, bias, targets, self.how)
-        return Deferred(loss, self.how.steps)
+        loss = chunked_cross_entropy_sum(x.flatten(0, -2), weight, bias, targets, self.options)
+        return Deferred(loss, self.options.steps)
 
 
 def chunked_head(model: nn.Module) -> ChunkedHead | None:

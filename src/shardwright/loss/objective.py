@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -17,11 +16,11 @@ from shardwright.errors import ConfigError, ShardwrightError, did_you_mean
 from shardwright.layout.import_path import import_object
 from shardwright.layout.loss import CROSS_ENTROPY, IGNORE_INDEX
 from shardwright.loss.output_head import Deferred
-from shardwright.loss.vocab_parallel_loss import vocabulary_cross_entropy_sum
+from shardwright.loss.vocab_parallel_loss import vocabulary_cross_entropy_sum, widened
 
 
 def logits_of(model_output: Any) -> Tensor | Deferred:
-    """The logits [B, T, V], or what stands for them, in what a model returned: a tensor, `.logits`, or a mapping."""
+    """The logits [B, T, V], or the loss in their place, from what a model returned: a tensor, `.logits`, or a mapping."""
     if isinstance(model_output, Tensor):
         return model_output
     if isinstance(model_output, dict):
@@ -43,8 +42,7 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor, weights: Tensor | None = N
     """
     if isinstance(logits, DTensor):
         return vocabulary_cross_entropy_sum(logits, labels, IGNORE_INDEX, weights)
-    wide = logits if logits.dtype == torch.float64 else logits.float()
-    flat, targets = wide.flatten(0, 1), labels.flatten()
+    flat, targets = widened(logits).flatten(0, 1), labels.flatten()
     if weights is None:
         return F.cross_entropy(flat, targets, ignore_index=IGNORE_INDEX, reduction="sum")
     losses = F.cross_entropy(flat, targets, ignore_index=IGNORE_INDEX, reduction="none")

@@ -1,8 +1,8 @@
-"""The head of a causal language model, and what its model does with the logits behind it.
+"""The head of a causal language model, and what the model does with its logits behind the head.
 
-A loss in chunks of tokens is made where the head stands, so it must know what the model's own forward would do with the
-logits: divide them by a number, cap them with tanh, widen them. That is not looked up by family but noted: the model's
-forward is run on meta, with `Deferred` in place of logits. What is more than those steps is refused by name.
+A loss in chunks is computed where the head stands, so it must know what the model's own forward would do with the logits:
+divide them by a number, cap them with tanh, widen them. No table of families says so: the model's forward runs on meta, with
+a `Deferred` in place of logits that records each step. A model that does anything else is refused by name.
 
 B rows, T positions, D width of hidden states, V vocabulary.
 """
@@ -47,9 +47,10 @@ def apply_steps(steps: Sequence[Step], logits: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Deferred:
-    """Stands where a model expects logits that nobody made whole; carries the sum of their loss, a scalar with its graph.
+    """Takes the place of logits, and carries the sum of their loss, a scalar with its graph.
 
-    done: what the model has done with the logits so far. expected: what the loss was made with; None: only notes.
+    expected: the steps that the loss was computed with; None: only records.
+    done: the steps that the model has taken so far.
     """
 
     loss: Tensor
@@ -59,18 +60,21 @@ class Deferred:
     def _after(self, step: Step) -> Deferred:
         done = (*self.done, step)
         if self.expected is not None and self.expected[: len(done)] != done:
-            raise ShardwrightError(
-                f"The model does {step} with its logits, where {self.expected} was found before the run.",
-                "The loss in chunks was made with what was found.",
-                "Set memory.loss_chunk_tokens to 0.",
-            )
+            raise self._differs(done)
         return replace(self, done=done)
+
+    def _differs(self, done: tuple[Step, ...]) -> ShardwrightError:
+        return ShardwrightError(
+            f"The model does {done} with its logits, where {self.expected} was found before the run.",
+            "The loss in chunks was computed with what was found.",
+            "Set memory.loss_chunk_tokens to 0.",
+        )
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.tanh:
             return args[0].tanh()
-        raise TypeError(f"it calls {getattr(function, '__name__', function)} with its logits")
+        raise TypeError(f"the model calls {getattr(function, '__name__', function)} with its logits")
 
     def __truediv__(self, number: Any) -> Deferred:
         return self._after(Step("divide", _number(number)))
@@ -88,29 +92,25 @@ class Deferred:
 
     def to(self, dtype: Any) -> Deferred:
         if dtype is not torch.float32:
-            raise TypeError(f"it turns its logits into {dtype}")
+            raise TypeError(f"the model turns its logits into {dtype}")
         return self.float()
 
     def contiguous(self) -> Deferred:
         return self
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"it reads `{name}` of its logits")
+        raise AttributeError(f"the model reads `{name}` of its logits")
 
     def finished(self) -> Tensor:
-        """The loss, once the model has done all that was expected."""
+        """The loss, once the model has taken all expected steps."""
         if self.done != self.expected:
-            raise ShardwrightError(
-                f"The model did {self.done} with its logits, where {self.expected} was found before the run.",
-                "The loss in chunks was made with what was found.",
-                "Set memory.loss_chunk_tokens to 0.",
-            )
+            raise self._differs(self.done)
         return self.loss
 
 
 def _number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"it combines its logits with a {type(value).__name__}")
+        raise TypeError(f"the model combines its logits with a {type(value).__name__}")
     return float(value)
 
 
@@ -131,14 +131,14 @@ def steps_behind_head(model: nn.Module, parts: Parts) -> tuple[Step, ...]:
     kind = type(model).__name__
     base: Any = getattr(model, "base_model", model)
     if parts.head is None or base is model or not hasattr(model, "config"):
-        raise _refused(kind, "it is not a causal language model of Transformers with a head of its own")
+        raise _refused(kind, "the model is not a causal language model of Transformers with a head of its own")
     head: Any = model.get_submodule(parts.head)
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         raise _refused(kind, f"its head is a {type(head).__name__}, not an nn.Linear")
-    noted = _run_on_meta(model, base, head)
-    if not isinstance(noted, Deferred):
-        raise _refused(kind, "what it returns is not what its head made of hidden states")
-    return noted.done
+    returned = _run_on_meta(model, base, head)
+    if not isinstance(returned, Deferred):
+        raise _refused(kind, "it does not return what its head makes of hidden states")
+    return returned.done
 
 
 class _Hidden:
@@ -160,12 +160,12 @@ def _run_on_meta(model: Any, base: nn.Module, head: nn.Linear) -> Any:
     ids = torch.zeros(1, PROBE_TOKENS, dtype=torch.int64, device="meta")
     seen: list[Any] = []
 
-    def note(x: Tensor) -> Deferred:
+    def record(x: Tensor) -> Deferred:
         seen.append(x.shape)
         return Deferred(x.new_zeros(()), None)
 
     base.forward = lambda *args, **kwargs: _Hidden(hidden)
-    head.forward = note  # type: ignore[method-assign, assignment]
+    head.forward = record  # type: ignore[method-assign, assignment]
     try:
         with torch.no_grad():
             logits = model(input_ids=ids, use_cache=False).logits
@@ -180,7 +180,7 @@ def _run_on_meta(model: Any, base: nn.Module, head: nn.Linear) -> Any:
 
 def _refused(kind: str, reason: str) -> ModelError:
     return ModelError(
-        f"The loss of {kind} cannot be made in chunks: {reason}.",
-        "The head would have to give logits that are never whole.",
+        f"The loss of {kind} cannot be computed in chunks: {reason}.",
+        "Chunks replace the logits, which are then never whole.",
         "Set memory.loss_chunk_tokens to auto or 0.",
     )

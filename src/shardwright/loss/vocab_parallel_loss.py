@@ -11,13 +11,19 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from shardwright.backends.tp_collectives import all_sum
+from shardwright.backends.tp_collectives import all_reduce
 from shardwright.mesh.shard_geometry import chunk
+from shardwright.models.torch_dtypes import accumulation_dtype
 from shardwright.torch_private import assert_async
 
 
+def widened(logits: Tensor) -> Tensor:
+    """`logits` in float32 at least."""
+    return logits.to(accumulation_dtype(logits.dtype))
+
+
 def check_ids(ids: Tensor, vocabulary: int, ignore: int | None = None) -> None:
-    """Raises where an id is in no rank's part (on a GPU: asserts on the device); it would count as nothing, silently."""
+    """Raises where an id is in no rank's part (on a GPU, on the device): such a target would silently count nothing."""
     known = (ids >= 0) & (ids < vocabulary)
     if ignore is not None:
         known |= ids == ignore
@@ -25,19 +31,19 @@ def check_ids(ids: Tensor, vocabulary: int, ignore: int | None = None) -> None:
 
 
 class _CrossEntropySum(torch.autograd.Function):
-    """Exact for any logits: the largest is subtracted before exp. Backward makes softmax anew from the logits."""
+    """Exact for any logits: the largest is subtracted before exp. Backward computes softmax again from the logits."""
 
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, labels: Tensor, weights: Tensor | None, first: int, ignore: int, name: str
     ) -> Tensor:
-        wide = _wide(logits)
-        largest = all_sum(wide.amax(dim=-1), name, "max")
+        wide = widened(logits)
+        largest = all_reduce(wide.amax(dim=-1), name, "max")
         own = (labels >= first) & (labels < first + logits.size(-1))
         place = torch.where(own, labels - first, 0)
         target = torch.where(own, wide.gather(-1, place[:, None])[:, 0] - largest, 0.0)
         total = (wide - largest[:, None]).exp_().sum(dim=-1)
-        total, target = all_sum(torch.stack([total, target]), name)
+        total, target = all_reduce(torch.stack([total, target]), name)
         log_total = total.log()
         counted = (labels != ignore).to(wide.dtype)
         if weights is not None:
@@ -48,22 +54,18 @@ class _CrossEntropySum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         logits, log_sum, place, own, counted = ctx.saved_tensors
-        gradient = (_wide(logits) - log_sum[:, None]).exp_()
+        gradient = (widened(logits) - log_sum[:, None]).exp_()
         gradient.scatter_add_(1, place[:, None], -own.to(gradient.dtype)[:, None])
         gradient.mul_((counted * gradients[0])[:, None])
         return gradient.to(logits.dtype), None, None, None, None, None
-
-
-def _wide(logits: Tensor) -> Tensor:
-    return logits if logits.dtype == torch.float64 else logits.float()
 
 
 def vocabulary_cross_entropy_sum(logits: DTensor, labels: Tensor, ignore: int, weights: Tensor | None = None) -> Tensor:
     """Sum over targets of weight * -log softmax(logits)[label] in float32 at least, equal on all ranks.
 
     Shapes: logits [..., V], divided along V over a mesh of one axis; labels and weights (None: 1) [...], whole. A label of
-    `ignore` counts nothing. Sent: one maximum and two sums
-    for each position. Gradients reach this rank's part of the logits.
+    `ignore` counts nothing. Each position costs one maximum and two sums over the ranks. Gradients reach this rank's part of
+    the logits.
     """
     placement, mesh = logits.placements[0], logits.device_mesh
     if mesh.ndim != 1 or not isinstance(placement, Shard) or placement.dim not in (-1, logits.dim() - 1):

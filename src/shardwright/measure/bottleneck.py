@@ -120,7 +120,7 @@ def _candidates(t: UpdateTimes) -> Iterator[Bottleneck]:
         yield Bottleneck(
             f"rank {t.slowest_rank}, slower than its peers",
             1 - 1 / t.slowest_factor,
-            f"{t.slowest_factor:.2f} times their time; they wait for it",
+            f"{t.slowest_factor:.2f} times their time; the others wait for this rank",
             "another machine for that rank, or an end to the other programs there",
             "another layout: the slowest rank sets the pace of all",
         )

@@ -25,7 +25,7 @@ MARK = "communication:"
 """The beginning of a mark in a trace; axis and kind of the call follow, joined by a slash."""
 
 UNCOUNTED = ("wait", "recv", "barrier", "monitored")
-"""Parts of the names of operators that send nothing: the other rank counts what a receive receives."""
+"""Parts of the names of operators that send nothing; the sending rank counts a transfer."""
 
 
 def collective_kind(name: str) -> str:

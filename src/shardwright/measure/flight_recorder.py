@@ -75,7 +75,7 @@ def _recorded() -> list[dict[str, Any]]:
 
 
 def _ranks(name: str) -> list[int]:
-    """The ranks of a group; none for one that is no longer there."""
+    """The ranks of a group; none where the group was destroyed."""
     try:
         return dist.get_process_group_ranks(group_of(name))
     except (RuntimeError, KeyError, ValueError):

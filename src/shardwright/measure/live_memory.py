@@ -31,7 +31,7 @@ class _Block:
     width: int
     """Last dimension of the tensor that the operator made."""
     task: int
-    """Autograd's number of the backward pass that made it, -1 outside of one."""
+    """Autograd's number of the backward pass in which the storage was made, -1 outside of a backward pass."""
     category: str = ""
     emptied: bool = False
 
@@ -49,7 +49,7 @@ class MemoryPeak:
 
 
 class LiveMemory(TorchDispatchMode):
-    """A context in which storages are counted; it can be entered again and again.
+    """A context in which storages are counted; the same context can be entered again.
 
     vocabulary: width of logits, by which they are recognised. device: kind of device that is counted.
     """
@@ -181,7 +181,7 @@ class LiveMemory(TorchDispatchMode):
         if any(word in block.operator for word in ("reduce_scatter", "chunk_cat", "all_to_all")):
             return "unreduced gradients"
         if block.task not in (-1, task):
-            return "unreduced gradients"  # outlived the backward pass that made it
+            return "unreduced gradients"  # the block outlived the backward pass that made the block
         if self.vocabulary and block.width == self.vocabulary:
             return "logits and loss"
         return "activations" if block.phase == "forward" else "recomputation and workspace"

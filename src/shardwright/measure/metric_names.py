@@ -1,4 +1,4 @@
-"""Every metric of `metrics.jsonl`: its name, its unit, how the numbers of the ranks become one, and what it means. No torch.
+"""Every metric of `metrics.jsonl`: name, unit, meaning, and how the numbers of the ranks are combined. No torch.
 
 A constant holds the name. `METRICS` holds the rest; `docs/metrics.md` is made from it.
 """
@@ -12,13 +12,13 @@ from shardwright.layout.axes import AXES
 PHASES = ("forward", "backward", "update", "evaluate", "save")
 """The phases whose peak memory is measured; forward, backward and update are those of an update."""
 GROUPS = (*AXES, "all ranks")
-"""The process groups whose communication is reported apart: one for each mesh axis, and that of every rank."""
+"""The process groups whose communication is reported separately: a group for each mesh axis, and the group of all ranks."""
 
 SAME, SUM, MAX, FIRST = "the same on every rank", "sum", "maximum", "of rank 0"
 
 
 class Metric(NamedTuple):
-    """What is known of a metric beside its name; `ranks` says how the numbers of the ranks become one."""
+    """A metric without its name; `ranks` says how the numbers of the ranks are combined."""
 
     unit: str
     ranks: str
@@ -65,7 +65,7 @@ EXPOSED_OF = {
 
 PEAK_ALLOCATED = _metric("mem/peak_allocated_bytes", "bytes", MAX, "peak of torch's allocator; null on the CPU")
 PEAK_RESERVED = _metric(
-    "mem/peak_reserved_bytes", "bytes", MAX, "peak of what torch's allocator holds; null on the CPU"
+    "mem/peak_reserved_bytes", "bytes", MAX, "peak of the bytes that torch's allocator reserves; null on the CPU"
 )
 PEAK_HOST = _metric("mem/peak_host_bytes", "bytes", MAX, "largest resident set of a process so far")
 PHASE_PEAK = {

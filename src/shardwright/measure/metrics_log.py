@@ -158,7 +158,9 @@ class Progress:
         """`values` as logged; `update` is the one just done, counted from 0."""
         line = _line(update + 1, self._total, values, left_seconds)
         if self._live is None:
-            print(line, file=self._console.file, flush=True)  # no style in it, and a fifth of rich's time
+            print(
+                line, file=self._console.file, flush=True
+            )  # the line has no style, and `print` takes a fifth of rich's time
         else:
             done = (update + 1) / self._total
             bar = "━" * round(20 * done) + "╶" * (20 - round(20 * done))

@@ -1,4 +1,4 @@
-"""How long communication of each axis took in some profiled updates, and how much of it no compute covered.
+"""Seconds of communication by axis in profiled updates, and the seconds that no compute covered (exposed).
 
 Read from the trace that torch's profiler writes (Chrome's format), for NCCL and gloo alike:
 
@@ -33,10 +33,10 @@ Span = tuple[float, float]
 """(start, end), in any one unit of time."""
 
 MATRIX_PRODUCTS = ("mm", "bmm", "matmul", "linear", "attention", "gemm", "conv", "cutlass", "einsum")
-"""What the names of operators and kernels hold that are bound by arithmetic, when large."""
+"""Parts of the names of operators and kernels that are bound by arithmetic, when large."""
 
 _DONE_AS = {"all-reduce": ("all-reduce", "reduce-scatter")}
-"""What gloo says it does -> the calls that it does so: its reduce-scatter is an all-reduce."""
+"""Name of a span of gloo -> the calls that have such a span: gloo runs a reduce-scatter as an all-reduce."""
 _NO_COMPUTE = (*COLLECTIVE_NAMESPACES, "autograd", "profiler")
 
 
@@ -84,27 +84,14 @@ class TraceTimes:
     exposed_axes: Mapping[str, float] = field(default_factory=dict)
     """Exposed seconds of each axis; a span in which several of its collectives run counts once."""
 
-    def per(self, updates: int) -> TraceTimes:
-        """The same for one of `updates` updates."""
-        return TraceTimes(
-            self.seconds / updates,
-            self.compute_seconds / updates,
-            self.products_seconds / updates,
-            self.exposed_seconds / updates,
-            self.idle_seconds / updates,
-            tuple(
-                CollectiveTime(one.axis, one.collective, one.seconds / updates, one.exposed_seconds / updates)
-                for one in self.by_axis
-            ),
-            {axis: seconds / updates for axis, seconds in self.exposed_axes.items()},
-        )
-
 
 @contextmanager
-def profiled(device: torch.device, groups: Mapping[str, str], keep: Path | None = None) -> Iterator[list[TraceTimes]]:
-    """Runs its block under torch's profiler; the list that it yields holds the times afterwards.
+def profiled(
+    device: torch.device, groups: Mapping[str, str], updates: int = 1, keep: Path | None = None
+) -> Iterator[list[TraceTimes]]:
+    """Runs its block of `updates` updates under torch's profiler; the yielded list holds the times of one update afterwards.
 
-    groups: name of a process group -> axis (`mesh.device_mesh.axis_of_groups`). keep: where the trace stays, for Perfetto.
+    groups: name of a process group -> axis (`mesh.device_mesh.all_groups`). keep: where the trace stays, for Perfetto.
     """
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
@@ -118,32 +105,27 @@ def profiled(device: torch.device, groups: Mapping[str, str], keep: Path | None 
     with tempfile.TemporaryDirectory() as scratch:
         path = keep or Path(scratch) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        found.append(trace_times(json.loads(path.read_text(encoding="utf-8")), groups))
+        found.append(trace_times(json.loads(path.read_text(encoding="utf-8")), groups, updates))
 
 
-def trace_times(trace: Mapping[str, Any], axes: Mapping[str, str] | None = None) -> TraceTimes:
-    """The times of a trace of one rank. axes: name of a process group -> axis (`mesh.device_mesh.axis_of_groups`), for NCCL."""
+def trace_times(trace: Mapping[str, Any], axes: Mapping[str, str] | None = None, updates: int = 1) -> TraceTimes:
+    """The times of one of the `updates` updates in a trace of one rank. axes: name of a process group -> axis, for NCCL."""
     events = [
-        Event(
-            e.get("cat", ""),
-            e["name"],
-            e.get("tid"),
-            float(e["ts"]),
-            float(e["ts"]) + float(e["dur"]),
-            e.get("args", {}),
-        )
+        Event(e.get("cat", ""), e["name"], e.get("tid"), float(e["ts"]), float(e["ts"] + e["dur"]), e.get("args", {}))
         for e in trace["traceEvents"]
         if e.get("ph") == "X" and e.get("cat") in ("kernel", "cpu_op", "user_annotation", "gpu_memcpy")
     ]
     kernels = [event for event in events if event.category == "kernel"]
     calls = list(_kernel_calls(kernels, axes or {}) if kernels else _host_calls(events))
     compute = _device_compute(kernels) if kernels else _host_compute(events, [span for _, _, span in calls])
-    return _times(events, calls, compute)
+    return _times(events, calls, compute, 1e-6 / updates)
 
 
-def _times(events: list[Event], calls: list[tuple[str, str, Span]], compute: list[tuple[str, Span]]) -> TraceTimes:
+def _times(
+    events: list[Event], calls: list[tuple[str, str, Span]], compute: list[tuple[str, Span]], unit: float
+) -> TraceTimes:
+    """unit: seconds of one update in a microsecond of the trace."""
     computed = union(span for _, span in compute)
-    products = [span for name, span in compute if _is_product(name)]
     grouped: dict[tuple[str, str], list[Span]] = defaultdict(list)
     of_axis: dict[str, list[Span]] = defaultdict(list)
     for axis, kind, span in calls:
@@ -151,18 +133,19 @@ def _times(events: list[Event], calls: list[tuple[str, str, Span]], compute: lis
         of_axis[axis].append(span)
     every = [span for _, _, span in calls]
     whole = (min(e.start for e in events), max(e.end for e in events)) if events else (0.0, 0.0)
-    by_axis = [
-        CollectiveTime(axis, kind, length(spans) * 1e-6, length(difference(spans, computed)) * 1e-6)
-        for (axis, kind), spans in grouped.items()
-    ]
+
+    def exposed(spans: list[Span]) -> float:
+        return length(difference(spans, computed)) * unit
+
+    by_axis = [CollectiveTime(*key, length(spans) * unit, exposed(spans)) for key, spans in grouped.items()]
     return TraceTimes(
-        length([whole]) * 1e-6,
-        length(computed) * 1e-6,
-        length(products) * 1e-6,
-        length(difference(every, computed)) * 1e-6,
-        length(difference([whole], [*computed, *every])) * 1e-6,
+        length([whole]) * unit,
+        length(computed) * unit,
+        length(span for name, span in compute if _is_product(name)) * unit,
+        exposed(every),
+        length(difference([whole], [*computed, *every])) * unit,
         tuple(sorted(by_axis, key=lambda one: -one.exposed_seconds)),
-        {axis: length(difference(spans, computed)) * 1e-6 for axis, spans in of_axis.items()},
+        {axis: exposed(spans) for axis, spans in of_axis.items()},
     )
 
 
@@ -224,7 +207,7 @@ def _overlap(a: Event, b: Event) -> bool:
 
 
 def _host_compute(events: list[Event], communication: list[Span]) -> list[tuple[str, Span]]:
-    """Operators that compute, without what waits inside of them."""
+    """Operators that compute, without the waits inside of the operators."""
     gloo: dict[Any, list[Span]] = defaultdict(list)
     operators: dict[Any, list[Event]] = defaultdict(list)
     for event in events:
@@ -263,7 +246,7 @@ def union(spans: Iterable[Span]) -> list[Span]:
 
 
 def difference(spans: Iterable[Span], covered: Iterable[Span]) -> list[Span]:
-    """What of `spans` no span of `covered` covers, as a union."""
+    """The part of `spans` that no span of `covered` covers, as a union."""
     left: list[Span] = []
     covers, at = union(covered), 0
     for start, end in union(spans):

@@ -16,19 +16,18 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from shardwright.torch_private import ATTENTION_OPERATORS
 
-_KEPT = (*(getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm")), *ATTENTION_OPERATORS)
+_SAVED = (*(getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm")), *ATTENTION_OPERATORS)
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if operator in _SAVED else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def recompute_block(block: nn.Module, mode: str) -> None:
     """Makes `block` drop activations in forward and recompute them in backward.
 
-    mode full: only the block's inputs are kept. selective: results of matrix products and attention are kept too
-    (Korthikanti et al. 2022, section 5, turned round: what is dear to recompute stays). RNG state is restored for the
-    recomputation, so that dropout draws the same masks.
+    mode: `full` keeps only the block's inputs. `selective` keeps the results of matrix products and attention too, which
+    cost most to recompute. The state of the generators is restored for recomputation, so that dropout draws the same masks.
     """
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": True}
     if mode == "selective":

@@ -28,8 +28,9 @@ from shardwright.models.model_parts import Parts, find_parts, is_transformers
 from shardwright.models.rotary import decide_by_document
 from shardwright.models.torch_dtypes import TORCH_DTYPES
 from shardwright.parallel.activation_checkpointing import compile_block, recompute_block
-from shardwright.parallel.context.attention import ContextShard, split_attention
+from shardwright.parallel.context.attention import replace_attention
 from shardwright.parallel.context.rules import check_context_model
+from shardwright.parallel.context.shard import ContextShard
 from shardwright.parallel.ddp import DDP
 from shardwright.parallel.fsdp import FSDP, ShardOptions, Unit
 from shardwright.parallel.mixed_precision import compute_in
@@ -37,7 +38,7 @@ from shardwright.parallel.pipeline.schedule_runner import Pipeline
 from shardwright.parallel.pipeline.stages import PipelineSplit, Stage, build_stages, plan_split
 from shardwright.parallel.strategy import DataParallel, Ties
 from shardwright.parallel.tensor.apply_plan import TensorParallel
-from shardwright.parallel.tensor.styles import divided
+from shardwright.parallel.tensor.styles import is_vocab_parallel
 from shardwright.parallel.tensor.tp_plan import VOCABULARY, TensorPlan, attention_modules, plan_tensor
 
 
@@ -118,7 +119,7 @@ def parallelize(
 def _replace_attention(model: nn.Module, parts: Parts, run: RunFile, mesh: DeviceMesh, device: torch.device) -> None:
     """Gives `model` the core attention of this layout: over pieces of rows, over documents, or the model's own."""
     if (shard := context_shard(run, mesh)) is not None:
-        split_attention(model, [model.get_submodule(name) for name in parts.blocks], shard)
+        replace_attention(model, [model.get_submodule(name) for name in parts.blocks], shard)
     elif run.data.batching == "pack" and is_transformers(model):
         isolate_documents(model)
     else:
@@ -224,15 +225,15 @@ def shard_units(model: nn.Module, parts: Parts, unit: str | int) -> list[Unit]:
     if tied_blocks:
         grouped = [[b for b in group if b not in tied_blocks] for group in grouped]
     return [
-        *(Unit(modules, looked_up=_looks_up(modules)) for modules in own(parts.embedding)),
+        *(Unit(modules, is_lookup=_looks_up(modules)) for modules in own(parts.embedding)),
         *(Unit(group) for group in grouped if group),
-        *(Unit(modules, ends=parts.head is not None) for modules in own(parts.norm, parts.head)),
+        *(Unit(modules, is_last=parts.head is not None) for modules in own(parts.norm, parts.head)),
     ]
 
 
 def _looks_up(modules: Sequence[nn.Module]) -> bool:
     """Whether these are plain embeddings. Any other may compute with its weight, and its backward reads it then."""
     return all(
-        type(module).forward is nn.Embedding.forward and ("forward" not in vars(module) or divided(module))
+        type(module).forward is nn.Embedding.forward and ("forward" not in vars(module) or is_vocab_parallel(module))
         for module in modules
     )

@@ -30,7 +30,15 @@ from shardwright.parallel.strategy import DataParallel
 
 @dataclass(frozen=True)
 class ShardOptions:
-    """How `FSDP` gathers and reduces. Dtypes None: those of the stored parameters."""
+    """How `FSDP` gathers and reduces.
+
+    stage: when parameters are gathered and gradients reduced.
+    reshard_after_forward: whether a unit drops its gathered parameters after forward; a number: keeps them over so many ranks.
+    prefetch: units that are gathered ahead.
+    param_dtype: of gathered parameters and compute; None: as stored.
+    reduce_dtype: of gradients that are reduced; None: as stored.
+    cpu_offload: shards stay on the host.
+    """
 
     stage: ZeroStage
     reshard_after_forward: bool | int
@@ -44,13 +52,13 @@ class ShardOptions:
 class Unit:
     """Modules that are gathered together.
 
-    ends: forward ends and backward begins with them, so that they stay gathered in between. looked_up: backward does not
-    read their parameters (a plain embedding), so that they are not gathered for it.
+    is_last: forward ends and backward begins with this unit, which stays gathered in between.
+    is_lookup: backward does not read the parameters of this unit (a plain embedding), and does not gather them.
     """
 
     modules: Sequence[nn.Module]
-    ends: bool = False
-    looked_up: bool = False
+    is_last: bool = False
+    is_lookup: bool = False
 
 
 class FSDP(DataParallel):
@@ -59,7 +67,7 @@ class FSDP(DataParallel):
     def __init__(self, model: nn.Module, units: Sequence[Unit], mesh: DeviceMesh, options: ShardOptions) -> None:
         """`units` stand in the order of forward; the rest of the model is the root unit.
 
-        `mesh` has the dimension of shards, before it that of replicas where there are any.
+        The last dimension of `mesh` is that of shards; a dimension before it is that of replicas.
         """
         self.module, self.stage, self._options = model, options.stage, options
         self._mesh = mesh
@@ -76,11 +84,11 @@ class FSDP(DataParallel):
         }
         for unit in units:
             modules: Any = list(unit.modules) if len(unit.modules) > 1 else unit.modules[0]
-            reshards = False if unit.ends else options.reshard_after_forward
+            reshards = False if unit.is_last else options.reshard_after_forward
             fully_shard(modules, reshard_after_forward=reshards, **settings)
-            if unit.looked_up and reshards is True:
+            if unit.is_lookup and reshards is True:
                 modules.set_unshard_in_backward(False)
-        # The root is used first and last: dropping it after forward would gather it again at once.
+        # The root is used first and last: if it were dropped after forward, backward would gather it again at once.
         fully_shard(model, reshard_after_forward=False, **settings)
         self._modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
         self._set_flags([unit.modules[0] for unit in units])
@@ -101,14 +109,14 @@ class FSDP(DataParallel):
         for index, unit in enumerate(units):
             if ahead := units[index + 1 : index + 1 + depth]:
                 unit.set_modules_to_forward_prefetch(ahead)
-            # Never torch's own choice, the unit that ran before: in a pipeline that belongs to another microbatch.
+            # torch's own choice is the unit whose forward ran before. In a pipeline, another microbatch ran it.
             unit.set_modules_to_backward_prefetch(units[max(0, index - depth) : index][::-1] or [unit])
         root = cast(FSDPModule, self.module)
         root.set_modules_to_backward_prefetch(units[-depth:][::-1] or [root])
 
     @contextmanager
     def microbatch(self, last: bool) -> Iterator[None]:
-        """Around forward and backward of one microbatch: the stage says whether it gathers, reduces and reshards."""
+        """Around forward and backward of one microbatch: the stage says whether its units gather, reduce and reshard."""
         stage = self.stage
         for module in self._modules:
             module.set_requires_gradient_sync(last or stage.reduces_each_microbatch, recurse=False)
@@ -117,17 +125,15 @@ class FSDP(DataParallel):
         yield
 
     def reduce_gradients(self) -> None:
-        """Waits for reductions that are under way; sums gradients that `fully_shard` leaves whole, in one tensor.
+        """Waits for reductions that are under way, and sums the gradients of 0-dim parameters in one tensor.
 
-        The parameters are looked up here and in the model's order: weights are filled after
-        sharding, which makes new parameters, and a set would have another order on each rank.
+        The parameters are read here, in the model's order: weights are filled after sharding, which makes new parameters,
+        and a set would have another order on each rank.
         """
         self._reductions.finish()
         whole = [p for p in self.module.parameters() if p.dim() == 0 and p.requires_grad]
-        if whole:
-            self._sum_whole(whole)
-
-    def _sum_whole(self, whole: Sequence[nn.Parameter]) -> None:
+        if not whole:
+            return
         gradients = torch.stack([torch.zeros_like(p) if p.grad is None else p.grad for p in whole])
         for dim in range(self._mesh.ndim):
             dist.all_reduce(gradients, group=self._mesh.get_group(dim))
@@ -135,6 +141,6 @@ class FSDP(DataParallel):
             p.grad = gradient
 
     def release(self) -> None:
-        """Drops gathered parameters, which forward without backward (evaluation) leaves behind: they would go stale."""
+        """Drops gathered parameters, which forward without backward (evaluation) leaves behind: the step makes them stale."""
         for module in self._modules:
             module.reshard()

@@ -1,9 +1,8 @@
-"""Compute in a narrower dtype than the stored weights, for modules that `fully_shard` does not manage.
+"""Compute in another dtype than the stored weights have, for modules that `fully_shard` does not manage.
 
-`fully_shard` casts while gathering (`MixedPrecisionPolicy.param_dtype`). This does the same for `ddp`: each read of a
-parameter inside forward yields a cast of the stored one, through autograd, so that gradients arrive in the stored dtype.
-Unlike autocast, every operation of the model then runs in the compute dtype, as under `fully_shard`: the data-parallel
-kind does not change the numerics.
+`fully_shard` casts while it gathers (`MixedPrecisionPolicy.param_dtype`). Here `ddp` does the same: each read of a parameter
+inside forward gives a cast of the stored parameter, through autograd, so gradients arrive in the stored dtype. Unlike
+autocast, every operation of the model runs in the compute dtype, as under `fully_shard`: both kinds compute alike.
 """
 
 from __future__ import annotations

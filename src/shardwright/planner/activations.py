@@ -1,7 +1,7 @@
-"""Bytes that one block, the head and the loss keep for the backward pass, per token of a microbatch.
+"""Bytes that blocks, head and loss keep for the backward pass, and make in it, on one rank.
 
 Widths: h hidden, q heads x head_dim, k kv_heads x head_dim, f inner width of the MLP, V vocabulary. With fused norms and a
-plain MLP this is Korthikanti et al. 2022 (arXiv:2205.05198), equations 1 to 4: 34 s b h + 5 a s^2 b bytes per block.
+plain MLP a block keeps what Korthikanti et al. 2022 (arXiv:2205.05198), equations 1 to 4, say: 34 s b h + 5 a s^2 b bytes.
 
 Tensor parallelism divides what lies between a column and a row product by tp. The rest (norms, inputs, dropout masks) is
 whole on every tensor-parallel rank, and divided too with sequence parallel.
@@ -9,29 +9,32 @@ whole on every tensor-parallel rank, and divided too with sequence parallel.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from shardwright.arch.families import family_of
 from shardwright.arch.shape import Shape
-from shardwright.planner.job import Attention, Recompute
+from shardwright.backends.facts import backend_facts
+from shardwright.dtypes import DTYPE_BYTES
+from shardwright.layout.combinations import SPLIT_BACKWARD
+from shardwright.layout.loss import loss_chunk_tokens, worthwhile
+from shardwright.planner.problem import Layout, Problem, Recompute
 from shardwright.planner.program import Program
 
-Where = Literal["whole", "gathered", "split"]
+LOSS_CHUNKS = 16
+"""Chunks of the loss in programs that are not ours."""
 
 
-@dataclass(frozen=True)
-class Kept:
+class Kept(NamedTuple):
     """One kept tensor of a block: its bytes per token, and what tensor parallelism does to it.
 
-    whole: divided by tp with sequence parallel only. gathered: the input of a column product, see
-    `Program.keeps_gathered`. split: divided by tp.
+    whole: divided by tp with sequence parallel only. gathered: the input of a column product, see `Program.keeps_gathered`.
+    split: divided by tp.
     """
 
     name: str
     bytes_per_token: float
-    where: Where
+    divided: Literal["whole", "gathered", "split"]
 
 
 def norm_bytes(s: Shape, p: Program, width: int) -> float:
@@ -44,13 +47,13 @@ def norm_bytes(s: Shape, p: Program, width: int) -> float:
     return 8 if p.rms_norm == "composite" or s.family.startswith("gemma") else 4 + width
 
 
-def _attention(s: Shape, p: Program, width: int, attention: Attention, keys: int, cp: int) -> list[Kept]:
+def _attention(problem: Problem, cp: int) -> list[Kept]:
+    s, p, width = problem.shape, problem.program, DTYPE_BYTES[problem.param_dtype]
     # Written out, attention's products need K and V for every query head.
-    kv = s.query_width if p.repeats_kv or attention == "eager" else s.kv_width
-    spread = cp if p.gathers_kv else 1
+    kv = s.query_width if p.repeats_kv or problem.attention == "eager" else s.kv_width
     kept = [
         Kept("queries", width * s.query_width, "split"),
-        Kept("keys and values", 2 * width * kv * spread, "split"),
+        Kept("keys and values", 2 * width * kv * (cp if p.gathers_kv else 1), "split"),
         Kept("attention output", width * s.query_width, "split"),
     ]
     family = family_of(s.family)
@@ -60,20 +63,21 @@ def _attention(s: Shape, p: Program, width: int, attention: Attention, keys: int
         kept.append(Kept("fused queries and keys", width * (s.query_width + s.kv_width), "split"))
     if s.qk_norm:
         kept.append(Kept("norms of queries and keys", norm_bytes(s, p, width) * (s.query_width + s.kv_width), "split"))
-    if attention == "flash":
+    if problem.attention == "flash":
         kept.append(Kept("log-sum-exp of attention", 4 * s.heads, "split"))
     else:
-        kept.append(Kept("attention matrices", p.attention_matrix_bytes * s.heads * keys, "split"))
+        scores = p.attention_matrix_bytes * s.heads * problem.max_length
+        kept.append(Kept("attention matrices", scores, "split"))
     return kept
 
 
 @lru_cache(maxsize=1024)
-def block_kept(shape: Shape, p: Program, width: int, attention: Attention, keys: int, cp: int = 1) -> tuple[Kept, ...]:
-    """What one block keeps without recomputation. `width`: bytes of the compute dtype. `keys`: tokens of a row."""
-    s = shape
+def _whole_block(problem: Problem, cp: int) -> tuple[Kept, ...]:
+    """What one block keeps without recomputation."""
+    s, p, width = problem.shape, problem.program, DTYPE_BYTES[problem.param_dtype]
     kept = [Kept("norm inputs", s.norms_per_block * norm_bytes(s, p, width) * s.hidden, "whole")]
     kept.append(Kept("input of q, k, v", width * s.hidden, "gathered"))
-    kept += _attention(s, p, width, attention, keys, cp)
+    kept += _attention(problem, cp)
     if not s.parallel_block:
         kept.append(Kept("input of the MLP", width * s.hidden, "gathered"))
     inner = width * (p.gated_tensors if s.gated else family_of(s.family).mlp_tensors)
@@ -83,10 +87,11 @@ def block_kept(shape: Shape, p: Program, width: int, attention: Attention, keys:
     return tuple(kept)
 
 
-def _selective(s: Shape, p: Program, width: int, attention: Attention, keys: int, cp: int) -> tuple[Kept, ...]:
+def _selective(problem: Problem, cp: int) -> tuple[Kept, ...]:
     """What selective recomputation keeps of a block."""
+    s, p, width = problem.shape, problem.program, DTYPE_BYTES[problem.param_dtype]
     if p.selective == "attention":
-        return tuple(one for one in block_kept(s, p, width, attention, keys, cp) if one.name != "attention matrices")
+        return tuple(one for one in _whole_block(problem, cp) if one.name != "attention matrices")
     core = [Kept("attention output", width * s.query_width + 4 * s.heads, "split")]
     if p.selective == "alternate":
         products = [
@@ -104,41 +109,156 @@ def _selective(s: Shape, p: Program, width: int, attention: Attention, keys: int
     return (Kept("block input", width * s.hidden, "whole"), *core, *products)
 
 
-@lru_cache(maxsize=4096)
-def kept_tensors(
-    shape: Shape, p: Program, width: int, attention: Attention, keys: int, recompute: Recompute, cp: int = 1
-) -> tuple[Kept, ...]:
+def kept_tensors(problem: Problem, recompute: Recompute = "none", cp: int = 1) -> tuple[Kept, ...]:
     """What one block keeps from forward to backward under a recomputation mode."""
     if recompute == "full":
-        return (Kept("block input", width * shape.hidden, "whole"),)
-    if recompute == "selective":
-        return _selective(shape, p, width, attention, keys, cp)
-    return block_kept(shape, p, width, attention, keys, cp)
+        return (Kept("block input", DTYPE_BYTES[problem.param_dtype] * problem.shape.hidden, "whole"),)
+    return _selective(problem, cp) if recompute == "selective" else _whole_block(problem, cp)
 
 
 def total_per_token(kept: tuple[Kept, ...], tp: int, sequence_parallel: bool, keeps_gathered: bool) -> float:
     """Bytes per token on one tensor-parallel rank."""
     divided = tp if sequence_parallel else 1
     by = {"split": tp, "whole": divided, "gathered": 1 if keeps_gathered else divided}
-    return sum(one.bytes_per_token / by[one.where] for one in kept)
+    return sum(one.bytes_per_token / by[one.divided] for one in kept)
 
 
-def workspace_per_token(shape: Shape, width: int, tp: int, sequence_parallel: bool) -> float:
-    """Gradients of activations inside one block's backward at their most: the MLP's inner ones and two of the stream.
+ActivationKey = tuple[int, int, int, bool, Recompute, bool]
+"""What of a layout decides the activations of a block: tp, cp, microbatch rows, sequence parallel, recompute, pipelined."""
 
-    With sequence parallel the gathered input of the product is there too while its weight gradient is computed.
+
+def activation_key(layout: Layout) -> ActivationKey:
+    """The key of a layout."""
+    axes = layout.axes
+    return (axes.tp, axes.cp, layout.microbatch_rows, layout.sequence_parallel, layout.recompute, axes.pp > 1)
+
+
+class BlockBytes(NamedTuple):
+    """Bytes of activations on one rank: per block and microbatch, or per microbatch."""
+
+    saved: float  # kept by a block from forward to backward
+    boundary: float  # kept per stage under a pipeline
+    head: float  # kept by final norm and head
+    deferred: float  # kept by a block between its backward for inputs and that for weights
+    work: float  # what a block's backward makes besides: recomputed, and gradients of activations
+    forward: float  # what its forward makes besides
+
+
+@lru_cache(maxsize=65536)
+def block_bytes(problem: Problem, key: ActivationKey) -> BlockBytes:
+    """Activation bytes of a block, and of the head, for a whole microbatch."""
+    tp, cp, rows, sequence_parallel, recompute, pipelined = key
+    s, program, width = problem.shape, problem.program, DTYPE_BYTES[problem.param_dtype]
+    sequence_parallel = sequence_parallel and tp > 1
+    tokens = rows * (-(-problem.max_length // cp))
+
+    def total(recompute: Recompute) -> float:
+        kept = kept_tensors(problem, recompute, cp)
+        return tokens * total_per_token(kept, tp, sequence_parallel, program.keeps_gathered)
+
+    whole, saved = total("none"), total(recompute)
+    divided = tp if sequence_parallel else 1
+    stream = width * s.hidden * tokens / divided
+    # Gradients of activations at their most: the MLP's inner ones and two of the stream. With sequence parallel the gathered
+    # input of the product is there too while its weight gradient is computed.
+    workspace = tokens * (3 if s.gated else 2) * width * s.ffn / tp + 2 * stream
+    workspace += tokens * 2 * width * s.hidden if sequence_parallel else 0
+    backward, queries = workspace, min(tokens // rows, int(problem.attended))
+    facts = backend_facts(problem.device_kind)
+    if program.own and facts.backward_in_float32(problem.param_dtype, queries, s.head_dim):
+        # Beside two gradients of the stream: grad, out and query, key and value, and the gradients of these three.
+        elements = 4 * s.query_width + 4 * s.kv_width
+        backward = max(backward, 4 * elements * tokens / tp + 2 * stream)
+    norm = norm_bytes(s, program, width)
+    products = width * (2 * s.hidden + s.query_width + s.ffn)
+    outputs = width * (s.query_width + 2 * s.kv_width + 2 * s.hidden + (2 if s.gated else 1) * s.ffn)
+    return BlockBytes(
+        saved=saved,
+        boundary=stream if pipelined and program.engine == "torch" else 0.0,
+        head=tokens * s.hidden * (norm / divided + width / (1 if program.keeps_gathered else divided)),
+        deferred=tokens * (products + outputs) / tp,
+        work=max(whole - saved, 0.0) + backward,
+        forward=workspace,
+    )
+
+
+class Activations(NamedTuple):
+    """Bytes of what `memory_timeline.Alive` counts first, in its order."""
+
+    saved: float
+    boundary: float
+    head: float
+    loss_kept: float
+    deferred: float
+    work: float
+    forward: float
+    loss: float
+    loss_after: float
+
+
+def activation_bytes(problem: Problem, layout: Layout, casts: tuple[float, float]) -> Activations:
+    """Bytes of all activations of a layout.
+
+    casts: of a block's and the head's weights, made by ddp in forward and kept by autograd; with recomputation a block's casts
+    are made again in its backward.
     """
-    inner = (3 if shape.gated else 2) * width * shape.ffn / tp
-    stream = 2 * width * shape.hidden / (tp if sequence_parallel else 1)
-    return inner + stream + (2 * width * shape.hidden if sequence_parallel and tp > 1 else 0)
+    a = block_bytes(problem, activation_key(layout))
+    loss, kept, after = loss_bytes(problem, layout)
+    saved, work = (casts[0], 0.0) if layout.recompute == "none" else (0.0, casts[0])
+    return Activations(
+        a.saved + saved, a.boundary, a.head + casts[1], kept, a.deferred, a.work + work, a.forward, loss, after
+    )
 
 
-def loss_copies(p: Program, width: int, split: bool, pipelined: bool) -> tuple[tuple[str, float], ...]:
-    """(name, bytes per local logit) alive together in the backward of the loss; `split`: the vocabulary is divided."""
-    copies = p.split_loss_copies if split else p.loss_copies
-    return (("logits", float(width)), *copies) if holds_logits(p, pipelined) else copies
+def local_logits(problem: Problem, layout: Layout) -> int:
+    """Logits of a microbatch on one rank."""
+    tokens = layout.microbatch_rows * -(-problem.max_length // layout.axes.cp)
+    return tokens * -(-problem.shape.vocab // layout.axes.tp)
 
 
-def holds_logits(p: Program, pipelined: bool) -> bool:
+def _holds_logits(problem: Problem, layout: Layout) -> bool:
     """Whether the logits in the compute dtype are alive until the loss's backward is done."""
-    return p.holds_logits or (pipelined and p.engine == "torch")
+    return problem.program.holds_logits or (layout.axes.pp > 1 and problem.program.engine == "torch")
+
+
+def loss_copies(problem: Problem, layout: Layout) -> tuple[tuple[str, float], ...]:
+    """(name, bytes per local logit) alive together in the backward of the loss."""
+    p = problem.program
+    copies = p.split_loss_copies if layout.axes.tp > 1 else p.loss_copies
+    return (("logits", float(DTYPE_BYTES[problem.param_dtype])), *copies) if _holds_logits(problem, layout) else copies
+
+
+def loss_bytes(problem: Problem, layout: Layout) -> tuple[float, float, float]:
+    """Bytes of the logits' copies: in the loss's backward, kept from forward to backward, and in the head's backward.
+
+    A chunked loss of our own keeps no logits: the gradients of hidden states and, in fp32, of the head are there from
+    forward on, with the logits, their fp32 copy and their gradient of one chunk. That of other programs has the logits and
+    their gradient whole in the compute dtype, and its fp32 copies of one chunk only.
+    """
+    width, logits = DTYPE_BYTES[problem.param_dtype], local_logits(problem, layout)
+    chunked = in_chunks(problem, layout)
+    if chunked and problem.program.own:
+        return _own_chunks(problem, layout)
+    copies = [size for _, size in loss_copies(problem, layout)]
+    if chunked:
+        return logits * (2 * width + sum(copies) / LOSS_CHUNKS), logits * width, logits * 2 * width
+    held = width if _holds_logits(problem, layout) else 0
+    return logits * sum(copies), logits * sum(copies[: 2 if held else 1]), logits * (width + held)
+
+
+def in_chunks(problem: Problem, layout: Layout) -> bool:
+    """Whether the loss over a microbatch's logits is made in chunks."""
+    if problem.loss != "auto":
+        return problem.loss == "chunked"
+    logits = local_logits(problem, layout)
+    large = worthwhile(logits, problem.packed, problem.device_kind, problem.param_dtype)
+    return problem.program.own and large and layout.schedule not in SPLIT_BACKWARD
+
+
+def _own_chunks(problem: Problem, layout: Layout) -> tuple[float, float, float]:
+    width, vocabulary = DTYPE_BYTES[problem.param_dtype], -(-problem.shape.vocab // layout.axes.tp)
+    tokens, hidden = local_logits(problem, layout) / vocabulary, problem.shape.hidden
+    made = tokens * hidden * width + vocabulary * hidden * max(width, 4)
+    chunk = min(tokens, loss_chunk_tokens(vocabulary, problem.device_kind, problem.param_dtype))
+    cast = vocabulary * hidden * width if width < 4 else 0
+    return made + chunk * vocabulary * (2 * width + max(width, 4)), made, made + cast

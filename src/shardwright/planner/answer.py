@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 from shardwright.arch.flops import model_flops, recompute_flops, utilisation
 from shardwright.arch.parameters import counts
 from shardwright.planner.advice import (
-    PATHS,
+    APPROACHES,
+    approach_of,
     first_to_test,
     more_devices,
-    path_of,
+    remaining_limits,
     what_would_fit,
-    will_not_fix,
 )
-from shardwright.planner.memory_timeline import short_peak
+from shardwright.planner.memory_peak import short_peak
 from shardwright.planner.reliability import CHECKPOINT_BYTES, Interruptions, interruptions
 from shardwright.planner.search import Choice, Found, Search
 from shardwright.planner.space import KINDS
@@ -25,7 +25,7 @@ from shardwright.planner.traffic import sent_by_axis, traffic
 from shardwright.units import GIB
 
 if TYPE_CHECKING:
-    from shardwright.planner.job import Job, Layout
+    from shardwright.planner.problem import Layout, Problem
 
 
 def layout_name(layout: Layout) -> str:
@@ -101,19 +101,19 @@ class Described:
 
 def describe(search: Search, choice: Choice, *, composition: bool = True) -> Described:
     """Everything about one layout that fits; without `composition`, all but what its peak is made of."""
-    job, layout = search.job, choice.layout
-    found = short_peak(job, layout, search.program) if composition else None
+    problem, layout = search.problem, choice.layout
+    found = short_peak(problem, layout) if composition else None
     moment = found.moment if found else ""
-    tokens = job.global_batch_size * job.max_length
+    tokens = problem.global_batch_size * problem.max_length
     rate = tokens / choice.seconds
-    flops = model_flops(job.shape, job.attended).total
-    again = recompute_flops(job.shape, job.attended, layout.recompute) if layout.recompute == "full" else 0.0
-    peak_flops = search.device.peak(job.param_dtype)
+    flops = model_flops(problem.shape, problem.attended).total
+    again = recompute_flops(problem.shape, problem.attended, layout.recompute) if layout.recompute == "full" else 0.0
+    peak_flops = search.device.peak(problem.param_dtype)
     return Described(
         name=layout_name(layout),
         family=choice.family,
         keys=layout_keys(layout),
-        microbatches=layout.microbatches(job),
+        microbatches=layout.microbatches(problem),
         seconds=choice.seconds,
         parts={name: seconds for name, seconds in choice.time._asdict().items() if seconds},
         tokens_per_second=rate,
@@ -123,12 +123,12 @@ def describe(search: Search, choice: Choice, *, composition: bool = True) -> Des
         device_bytes=choice.device_bytes,
         moment=f"pipeline rank {found.pipeline_rank}, {moment}" if found and layout.axes.pp > 1 else moment,
         composition=found.composition if found else {},
-        sent_bytes=sent_by_axis(traffic(job, layout, 0, search.program)),
+        sent_bytes=sent_by_axis(traffic(problem, layout)),
     )
 
 
 @dataclass(frozen=True)
-class Refused:
+class DescribedRejection:
     """A family in which nothing fits: what its leanest layout needs, mostly of what, and the nearest change
     that helps.
     """
@@ -152,7 +152,7 @@ _NEXT = {
 }
 
 
-def _refusals(search: Search, found: Found) -> list[Refused]:
+def _rejections(search: Search, found: Found) -> list[DescribedRejection]:
     order = {kind: index for index, kind in enumerate(KINDS)}
     result = []
     for family, rejection in sorted(
@@ -171,18 +171,18 @@ def _refusals(search: Search, found: Found) -> list[Refused]:
             change = f"{nearest.family} fits"
         if not change:
             change = more_devices(search, family)
-        top = short_peak(search.job, rejection.layout, search.program).composition
+        top = short_peak(search.problem, rejection.layout).composition
         name, size = next(iter(top.items()))
         mostly = f"{name} {size / GIB:.1f} GiB"
-        result.append(Refused(family, layout_name(rejection.layout), rejection.device_bytes, mostly, change))
+        result.append(DescribedRejection(family, layout_name(rejection.layout), rejection.device_bytes, mostly, change))
     return result
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What `plan` found for a job on so many devices."""
+    """What `plan` found for a problem on so many devices."""
 
-    job: Job
+    problem: Problem
     device: str
     devices: int
     capacity_bytes: int
@@ -191,7 +191,7 @@ class Answer:
     ranked: tuple[Described, ...]
     first: Described | None
     path: str
-    refused: tuple[Refused, ...]
+    rejected: tuple[DescribedRejection, ...]
     illegal: dict[str, int]
     limits: tuple[str, ...]
     would_fit: tuple[str, ...]
@@ -203,14 +203,16 @@ class Answer:
 
     def as_dict(self) -> dict[str, Any]:
         """Everything as plain data for --json."""
-        path = PATHS.get(self.path)
+        path = APPROACHES.get(self.path)
         return {
             "model": {
-                "name": self.job.shape.name or self.job.shape.family,
+                "name": self.problem.shape.name or self.problem.shape.family,
                 "parameters": self.parameters,
-                **asdict(self.job.shape),
+                **asdict(self.problem.shape),
             },
-            "job": {key: value for key, value in asdict(self.job).items() if key != "shape"},
+            "job": {
+                key: value for key, value in vars(self.problem).items() if key not in ("shape", "program", "device")
+            },
             "device": self.device,
             "devices": self.devices,
             "capacity_bytes": self.capacity_bytes,
@@ -219,7 +221,7 @@ class Answer:
             "first_to_test": self.first.as_dict() if self.first else None,
             "path": path._asdict() if path else None,
             "ranked": [described.as_dict() for described in self.ranked],
-            "rejected": [asdict(refused) for refused in self.refused],
+            "rejected": [asdict(rejected) for rejected in self.rejected],
             "illegal": self.illegal,
             "will_not_fix": list(self.limits),
             "would_fit": list(self.would_fit),
@@ -236,12 +238,12 @@ def answer(search: Search, shown: int = 5) -> Answer:
     own = describe(search, first) if first is not None else None
     limits: tuple[str, ...] = ()
     if first is not None and own is not None:
-        limits = tuple(will_not_fix(search, first, own.composition, own.allocated_bytes))
+        limits = tuple(remaining_limits(search, first, own.composition, own.allocated_bytes))
     would_fit = () if ranked else tuple(what_would_fit(search))
     nodes = max(1, search.devices // search.device.node.devices)
-    total = counts(search.job.shape).total
+    total = counts(search.problem.shape).total
     return Answer(
-        job=search.job,
+        problem=search.problem,
         device=search.device.name,
         devices=search.devices,
         capacity_bytes=search.capacity,
@@ -249,9 +251,9 @@ def answer(search: Search, shown: int = 5) -> Answer:
         considered=found.considered,
         ranked=tuple(described),
         first=own,
-        path=path_of(first.layout) if first else "",
-        refused=tuple(_refusals(search, found)),
-        illegal=found.refused,
+        path=approach_of(first.layout) if first else "",
+        rejected=tuple(_rejections(search, found)),
+        illegal=found.illegal,
         limits=limits,
         would_fit=would_fit,
         interruptions=interruptions(search.devices, total * CHECKPOINT_BYTES, nodes),

@@ -1,28 +1,32 @@
-"""Bounds of time and memory that whole shells and cells share, so that the search can leave them out at
-once.
-"""
+"""Lower bounds of time and memory that whole shells and cells share, so that the search can leave them out at once."""
 
 from __future__ import annotations
 
 from math import inf
-from operator import itemgetter
+from operator import add, itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardwright.arch.parameters import counts
-from shardwright.dtypes import DTYPE_BYTES
 from shardwright.layout.axes import Axes
-from shardwright.planner.block_bytes import ActivationKey, block_bytes
-from shardwright.planner.job import Job, Layout, Recompute
-from shardwright.planner.peak import PeakModel
-from shardwright.planner.program import SHARDWRIGHT, Program
-from shardwright.planner.rank_bytes import planned_stages
+from shardwright.planner.activations import ActivationKey, block_bytes
+from shardwright.planner.memory_peak import PeakMemory
+from shardwright.planner.problem import Layout, Problem, Recompute
+from shardwright.planner.rank_bytes import Elements, blocks_per_stage, rules, states_of
 from shardwright.planner.rank_time import rank_kinds
-from shardwright.planner.space import CHUNKS, RECOMPUTE, Cell, Shell, divisors, kinds_of, schedules, variants
+from shardwright.planner.space import (
+    CHUNKS,
+    RECOMPUTE,
+    Cell,
+    Shell,
+    divisors,
+    kinds_of,
+    schedules,
+    splits,
+    variant,
+    variants,
+)
 from shardwright.planner.step_time import Clock, idle_rounds
 
 if TYPE_CHECKING:
-    from shardwright.planner.device import Device
-    from shardwright.planner.kernels import Software
     from shardwright.planner.rank_time import BlockSeconds, RankKind
 
 
@@ -34,17 +38,23 @@ Edge = tuple[float, float, float, float]
 """Forward and backward seconds of the head, then of the embedding."""
 
 
-class Bounded(NamedTuple):
-    """A cell with the seconds and the bytes of activations that it needs at least, and the rank that works longest.
+class StatesFloor(NamedTuple):
+    """Bytes that a family reserves at least on a shell: on the mean pipeline rank, and on rank 0."""
 
-    block, edge: of one microbatch.
-    """
+    mean: float
+    first: float  # of rank 0 without its blocks
+    first_block: float  # of each block of rank 0
+
+
+class Bounded(NamedTuple):
+    """A cell with the seconds that it takes at least, and the bytes of activations that pipeline rank 0 keeps at least."""
 
     seconds: float
-    worst: RankKind
+    worst: RankKind  # the pipeline rank that works longest
     kept: float
+    first_blocks: int  # of pipeline rank 0
     cell: Cell
-    block: BlockSeconds
+    block: BlockSeconds  # of one microbatch, as `edge`
     edge: Edge
 
     @property
@@ -55,24 +65,22 @@ class Bounded(NamedTuple):
 
 
 class Bounds:
-    """Lower bounds, and exact needs, of the layouts of a job on a number of equal devices.
+    """Lower bounds, and exact needs, of the layouts of a problem on a number of equal devices.
 
     asked: layouts whose exact peak was asked for.
     """
 
-    def __init__(
-        self, job: Job, device: Device, devices: int, software: Software, program: Program = SHARDWRIGHT
-    ) -> None:
-        self.job, self.device, self.devices, self.program = job, device, devices, program
-        self.clock = Clock(job, device, software)
-        self.peaks = PeakModel(job, program)
-        self.capacity = device.memory_bytes
+    def __init__(self, problem: Problem, devices: int) -> None:
+        self.problem, self.device, self.devices, self.program = problem, problem.known_device, devices, problem.program
+        self.clock = Clock(problem)
+        self.peaks = PeakMemory(problem)
+        self.capacity = self.device.memory_bytes
         self.asked = 0
-        self._total = counts(job.shape).total
         self._blocks: dict[tuple[object, ...], int] = {}
         self._stages: dict[int, tuple[int, ...]] = {}
         self._kinds: dict[tuple[object, ...], list[RankKind]] = {}
         self._saved: dict[ActivationKey, float] = {}
+        self._states: dict[tuple[Shell, str], StatesFloor] = {}
 
     def stage_blocks(self, cell: Cell) -> tuple[int, ...]:
         """Blocks of each pipeline stage of the cell."""
@@ -81,7 +89,7 @@ class Bounds:
     def _stage_blocks(self, stages: int) -> tuple[int, ...]:
         found = self._stages.get(stages)
         if found is None:
-            found = self._stages[stages] = planned_stages(self.job.shape, stages)
+            found = self._stages[stages] = blocks_per_stage(self.problem.shape, stages)
         return found
 
     def needs(self, layout: Layout, limit: float = inf) -> tuple[float, float]:
@@ -98,17 +106,37 @@ class Bounds:
         """Whether `needs` says that the layout fits."""
         return self.needs(layout, self.capacity)[1] <= self.capacity
 
-    def states(self, shell: Shell, kind: str) -> float:
-        """Bytes of model states that every layout of the family keeps, a lower bound: even parts."""
-        m, c = DTYPE_BYTES[self.job.master_dtype], DTYPE_BYTES[self.job.param_dtype]
-        part = self._total / (shell.tp * shell.pp)
-        if kind == "ddp":
-            return 4 * m * part
-        if kind == "offload":
-            return 0.0
-        # Parameters, moments and reduced gradients are shards for every zero*; zero1 and zero2 hold all gathered.
-        gathered = c * (1 + self.program.fragmentation) if kind in ("zero1", "zero2") else 0.0
-        return (4 * m / (shell.data * shell.cp) + gathered) * part
+    def states(self, shell: Shell, kind: str) -> StatesFloor:
+        """What every layout of the family reserves without activations: that of the layout that shards most."""
+        found = self._states.get((shell, kind))
+        if found is None:
+            found = self._states[shell, kind] = self._states_floor(shell, kind)
+        return found
+
+    def _states_floor(self, shell: Shell, kind: str) -> StatesFloor:
+        options = splits(shell.data, shell.cp, kind)
+        if not options:
+            return StatesFloor(inf, inf, 0.0)
+        rows = self.problem.global_batch_size // shell.data
+        layout = variant(Cell(shell, None if shell.pp == 1 else "1f1b", 1, rows, 1, "full"), kind, *options[0])
+        rule = rules(self.problem, layout, 1)
+
+        def reserved(total: Elements) -> float:
+            """States, gradients at rest and what stays gathered, each of which is linear in the elements of a rank."""
+            states = sum(states_of(self.problem, layout, rule, total)) + rule.resting * total.shard
+            gathered = rule.compute * total.whole * (1 + self.program.fragmentation) if rule.resident else 0.0
+            return (states + gathered) * SLIGHTLY_LESS
+
+        alone = shell.pp == 1
+        block, embedding, head = self.peaks.elements(layout, rule.degree, True, alone)
+        first = Elements(*map(add, embedding, head))
+        if not alone:
+            head = self.peaks.elements(layout, rule.degree, False, True)[2]
+        layers = self.problem.shape.layers
+        mean = Elements(*((layers * b + e + h) / shell.pp for b, e, h in zip(block, embedding, head)))
+        constant = reserved(first)
+        one = Elements(*map(add, first, block))
+        return StatesFloor(reserved(mean), constant, reserved(one) - constant)
 
     def bounded(self, shell: Shell, most: float, limit: float) -> list[Bounded]:
         """Every cell of the shell whose activations may fit into `most` bytes and that may take less than `limit` seconds, the
@@ -118,8 +146,8 @@ class Bounds:
         """
         found: list[Bounded] = []
         rows, share = (
-            self.job.global_batch_size // shell.data,
-            self.job.shape.layers / shell.pp * SLIGHTLY_LESS,
+            self.problem.global_batch_size // shell.data,
+            self.problem.shape.layers / shell.pp * SLIGHTLY_LESS,
         )
         for microbatch in divisors(rows):
             count = rows // microbatch
@@ -136,16 +164,17 @@ class Bounds:
             if not modes:
                 continue
             edge, send = self._edges(shell, microbatch)
-            for schedule, chunks in schedules(shell.pp, self.job.shape.layers, count):
+            for schedule, chunks in schedules(shell.pp, self.problem.shape.layers, count):
                 if schedule == "gpipe" and count >= shell.pp:
                     continue
-                held = self._held(shell.pp, schedule, chunks, count)
+                blocks = self._first_blocks(shell.pp, schedule, chunks)
+                held = blocks * self._in_flight(shell.pp, schedule, chunks, count)
                 for recompute, saved, block in modes:
                     if saved * held <= most:
                         seconds, worst = self._floor(shell.pp, schedule, chunks, count, block, edge, send)
                         if seconds < limit:
                             cell = Cell(shell, schedule, chunks, microbatch, count, recompute)
-                            found.append(Bounded(seconds, worst, saved * held, cell, block, edge))
+                            found.append(Bounded(seconds, worst, saved * held, blocks, cell, block, edge))
         found.sort(key=itemgetter(0))
         return found
 
@@ -154,18 +183,18 @@ class Bounds:
         key = (shell.tp, shell.cp, rows, shell.tp > 1, recompute, shell.pp > 1)
         found = self._saved.get(key)
         if found is None:
-            saved = block_bytes(self.job, self.program, key).saved
+            saved = block_bytes(self.problem, key).saved
             found = self._saved[key] = saved * (1 + self.program.fragmentation)
         return found
 
-    def _held(self, pp: int, schedule: str | None, chunks: int, microbatches: int) -> float:
-        """Blocks times microbatches that pipeline rank 0 keeps when it keeps most, a lower bound."""
+    def _in_flight(self, pp: int, schedule: str | None, chunks: int, microbatches: int) -> float:
+        """Microbatches of which pipeline rank 0 keeps all its blocks when it keeps most, a lower bound."""
         flight: float = min(pp, microbatches)
         if schedule == "gpipe":
             flight = microbatches
         elif schedule == "interleaved_1f1b":
             flight = min(flight * (chunks + 1) / chunks - 1, microbatches)
-        return self._first_blocks(pp, schedule, chunks) * flight
+        return flight
 
     def _first_blocks(self, pp: int, schedule: str | None, chunks: int) -> int:
         """Blocks of pipeline rank 0."""
@@ -184,7 +213,7 @@ class Bounds:
         One row a microbatch and everything recomputed; or all rows in one microbatch, which keeps no
         unreduced gradients.
         """
-        rows = self.job.global_batch_size // shell.data
+        rows = self.problem.global_batch_size // shell.data
         best: tuple[Layout, float] | None = None
         for microbatch in {1, rows}:
             if best is not None and best[1] <= self.capacity:
@@ -206,9 +235,9 @@ class Bounds:
         shell, rows = cell.shell, cell.microbatch_rows
         block, (edge, send) = self._block(shell, rows, cell.recompute), self._edges(shell, rows)
         floor = self._floor(shell.pp, cell.schedule, cell.chunks, cell.microbatches, block, edge, send)
-        held = self._held(shell.pp, cell.schedule, cell.chunks, cell.microbatches)
-        kept = self._saved_bytes(shell, rows, cell.recompute) * held
-        return Bounded(*floor, kept, cell, block, edge)
+        blocks = self._first_blocks(shell.pp, cell.schedule, cell.chunks)
+        held = blocks * self._in_flight(shell.pp, cell.schedule, cell.chunks, cell.microbatches)
+        return Bounded(*floor, self._saved_bytes(shell, rows, cell.recompute) * held, blocks, cell, block, edge)
 
     def _floor(
         self,
@@ -229,7 +258,7 @@ class Bounds:
         kinds = self._kinds.get(key)
         if kinds is None:
             kinds = self._kinds[key] = [k for k, _ in rank_kinds(self._stage_blocks(pp * chunks), schedule, pp, chunks)]
-        one, layers = block.forward + block.backward, self.job.shape.layers
+        one, layers = block.forward + block.backward, self.problem.shape.layers
         head, embedding = edge[0] + edge[1], edge[2] + edge[3]
         longest, worst = -1.0, kinds[0]
         for kind in kinds:
@@ -254,7 +283,7 @@ class Bounds:
 
     def shell_bound(self, shell: Shell) -> float:
         """The smallest bound of its cells: nothing recomputed, the schedule that idles least, the best microbatch."""
-        rows, layers, pp = self.job.global_batch_size // shell.data, self.job.shape.layers, shell.pp
+        rows, layers, pp = self.problem.global_batch_size // shell.data, self.problem.shape.layers, shell.pp
         best = inf
         microbatch = 1
         while microbatch <= rows:

@@ -38,9 +38,9 @@ _PCI5 = _node(8, 63, 25, "PCIe 5 x16, 200 Gbit/s each", 10e-6, 50e-6)
 # to its best product in training; the H100 does not, because 700 W do not feed its tensor cores at full clock on real data.
 # The H100 also needs larger products to fill it (wave, depth). Attention of the A100 is from FlashAttention-2's figures
 # (arXiv:2307.08691, figure 5), because no measured run used it on the A100.
-_A100 = Efficiency(0.85, 1e5, 16, 0.60, 0.50, 128, 0.76, 0.90, 0.92, "A100 rows of the calibration half")
-_H100 = Efficiency(0.66, 1.05e6, 260, 0.37, 0.30, 128, 0.65, 0.50, 0.53, "H100 rows of the calibration half")
-_H100_500W = replace(_H100, matmul=0.56, fitted="torchtitan rows of the calibration half: 500 W power limit")
+_A100 = Efficiency(0.85, 1e5, 16, 0.60, 0.50, 128, 0.76, 0.90, 0.92, "fitted on published A100 runs")
+_H100 = Efficiency(0.66, 1.05e6, 260, 0.37, 0.30, 128, 0.65, 0.50, 0.53, "fitted on published H100 runs")
+_H100_500W = replace(_H100, matmul=0.56, fitted="fitted on published torchtitan runs at a power limit of 500 W")
 _LIKE_A100 = replace(_A100, fitted="not fitted: taken over from the A100")
 _LIKE_H100 = replace(_H100, fitted="not fitted: taken over from the H100")
 # Where the best product is published, training is taken to reach the same share of it as on the fitted device: 0.98 of 0.869

@@ -8,9 +8,7 @@ from shardwright.planner.network import Line, all_reduce_lines, gather_line, gro
 from shardwright.planner.rank_time import RankClock, RankKind, RankSeconds
 
 if TYPE_CHECKING:
-    from shardwright.planner.device import Device
-    from shardwright.planner.job import Job, Layout
-    from shardwright.planner.kernels import Software
+    from shardwright.planner.problem import Layout, Problem
 
 
 class Waits(NamedTuple):
@@ -54,11 +52,11 @@ def exposed(window: Window, gather: float, leave: float) -> float:
 class DataParallelClock(RankClock):
     """Times the collectives of the data-parallel axes, beside what a rank computes."""
 
-    def __init__(self, job: Job, device: Device, software: Software) -> None:
-        super().__init__(job, device, software)
-        load = device.node.transfer_load
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        load = self.device.node.transfer_load
         # Seconds that compute loses for each second of a transfer beside it.
-        self.slowdown = software.overlap_slowdown if load is None else load
+        self.slowdown = self.program.overlap_slowdown if load is None else load
         self._gathers: dict[tuple[int, int], Line] = {}
         self._reduces: dict[tuple[int, int], tuple[Line, Line]] = {}
         self._transfers: dict[tuple, tuple[float, float]] = {}
@@ -84,8 +82,8 @@ class DataParallelClock(RankClock):
         if a.data_ranks * a.cp == 1 and layout.offload == "none":
             return [Waits(0.0, 0.0)] * len(ranks)
         if not self._each_microbatch(layout):
-            once = layout.axes.pp > 1 and self.software.pipeline_keeps_gathered
-            microbatches = 1 if once or layout.data_parallel != "zero2" else layout.microbatches(self.job)
+            once = layout.axes.pp > 1 and self.program.pipeline_keeps_gathered
+            microbatches = 1 if once or layout.data_parallel != "zero2" else layout.microbatches(self.problem)
             return [Waits(0.0, self._once(layout, rank, microbatches)) for rank in ranks]
         shard = self._shard_line(layout)
         # Embedding and head are gathered once (`ZeroStage.gathers`), blocks that are dropped in between twice.
@@ -105,9 +103,9 @@ class DataParallelClock(RankClock):
 
     def _copied(self, gathers: int, reductions: int) -> float:
         """Seconds of a parameter that the computing core copies around so many gathers and reductions."""
-        software = self.software
-        moved = gathers * software.gather_passes * self._size
-        return (moved + reductions * software.reduce_passes * self._reduce_size) / self._speed
+        program = self.program
+        moved = gathers * program.gather_passes * self._size
+        return (moved + reductions * program.reduce_passes * self._reduce_size) / self._speed
 
     def _shard_line(self, layout: Layout) -> Line:
         """A gather over the ranks that share the states."""
@@ -125,7 +123,7 @@ class DataParallelClock(RankClock):
 
     def _unit_blocks(self, layout: Layout) -> tuple[int, int]:
         """(blocks of a unit, blocks of a stage)."""
-        layers = self.job.shape.layers // (layout.axes.pp * layout.chunks)
+        layers = self.problem.shape.layers // (layout.axes.pp * layout.chunks)
         if layout.unit == "block":
             return 1, layers
         return layers if layout.unit == "root" else min(int(layout.unit), layers), layers
@@ -163,10 +161,10 @@ class DataParallelClock(RankClock):
 
     def _piece(self, layout: Layout, volume: float) -> float:
         """Bytes of gradients that are reduced together."""
-        if layout.data_parallel != "ddp" and self.software.reduces_units:
+        if layout.data_parallel != "ddp" and self.program.reduces_units:
             block = self._block_split / layout.axes.tp + self._block_whole
             return self._unit_blocks(layout)[0] * block * self._reduce_size
-        return self.software.bucket_bytes or volume
+        return self.program.bucket_bytes or volume
 
     def _one_reduction(self, layout: Layout, payload: float) -> float:
         """Seconds of reducing one piece."""
@@ -186,16 +184,16 @@ class DataParallelClock(RankClock):
 
     def _once(self, layout: Layout, rank: RankSeconds, reductions: int) -> float:
         """Exposed seconds of so many gradient reductions and one gather of the parameters."""
-        a, software, kind = layout.axes, self.software, layout.data_parallel
+        a, program, kind = layout.axes, self.program, layout.data_parallel
         if not rank.parameters:
             return 0.0
         volume = rank.parameters * self._reduce_size
         pieces = max(1.0, volume / self._piece(layout, volume))
-        overlaps = software.overlap_data_parallel and (kind != "ddp" or a.pp == 1 or software.overlap_pipeline_ddp)
+        overlaps = program.overlap_data_parallel and (kind != "ddp" or a.pp == 1 or program.overlap_pipeline_ddp)
         window = rank.backward if overlaps else 0.0
         one = self._one_reduction(layout, volume / pieces)
         exposed, last = self._after(pieces, one, window), 0.0
-        if software.units_in_order and overlaps and rank.first:
+        if program.units_in_order and overlaps and rank.first:
             embedding = self._one_reduction(layout, self._embedding / a.tp * self._reduce_size)
             # Those of earlier microbatches travel under the next forward pass.
             last = max(0.0, embedding - max(pieces * one - window, one))
@@ -209,7 +207,7 @@ class DataParallelClock(RankClock):
         a, b = layout.axes, self.block(layout)
         shard = self._gather(a.dp_shard * a.cp, a.tp)
         size = self._unit_blocks(layout)[0]
-        if not self.software.units_in_order or layout.prefetch == 0 or rank.blocks <= size:
+        if not self.program.units_in_order or layout.prefetch == 0 or rank.blocks <= size:
             return shard.fixed + shard.per_byte * rank.parameters * self._size
         ends = shard.seconds(rank.edge_parameters * self._size)
         inside = rank.parameters - rank.edge_parameters
@@ -228,7 +226,7 @@ class DataParallelClock(RankClock):
         """
         parameters = self.parameters(tp, worst)[1]
         pieces = parameters / (self._block_split / tp + self._block_whole)
-        accumulate = parameters * self.software.accumulate_bytes / self._speed
+        accumulate = parameters * self.program.accumulate_bytes / self._speed
         reductions = microbatches if kind == "zero2" else 1
         reduced = self._after(pieces, one, backward + accumulate)
         return (reductions * reduced + microbatches * accumulate) * (1 - 1e-9)

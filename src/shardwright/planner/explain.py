@@ -1,273 +1,274 @@
-"""The arithmetic behind every number that `plan` prints, line by line, each with its source.
+"""The arithmetic behind every number that `plan` prints, line by line, with sources: `plan --explain FIELD`.
 
-`explain(field, subject)` gives the lines of one field; `FIELDS` lists them. The numbers come from the functions that made
-the answer; a line only writes out what was multiplied.
+The numbers come from the functions that made the answer; a line only writes out the factors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from shardwright.arch.flops import model_flops, recompute_flops
 from shardwright.arch.parameters import counts
-from shardwright.dtypes import DTYPE_BYTES
 from shardwright.errors import ConfigError, did_you_mean
-from shardwright.planner.activations import kept_tensors, loss_copies, total_per_token
-from shardwright.planner.block_bytes import in_chunks
-from shardwright.planner.memory_timeline import Peak, short_peak
-from shardwright.planner.program import SHARDWRIGHT, Program
-from shardwright.planner.rank_bytes import Rules, holds, moments_of, rank_bytes, rank_elements, rules
-from shardwright.planner.reliability import FAILURES_SOURCE, interruptions, training_flops
+from shardwright.planner import activations as tensors
+from shardwright.planner.memory_peak import short_peak
+from shardwright.planner.memory_timeline import Peak, sized_rank
+from shardwright.planner.optimizer import optimizer_of
+from shardwright.planner.rank_bytes import Holding, RankBytes, Rules, holding, rank_elements, rules
+from shardwright.planner.reliability import CHECKPOINT_BYTES, FAILURES_SOURCE, interruptions, training_flops
 from shardwright.planner.traffic import traffic
 from shardwright.units import format_bytes_binary, format_seconds
 
 if TYPE_CHECKING:
-    from shardwright.planner.device import Device
-    from shardwright.planner.job import Job, Layout
+    from shardwright.planner.problem import Layout, Problem
     from shardwright.planner.step_time import StepTime
 
 KORTHIKANTI = "Korthikanti et al. 2022 (arXiv:2205.05198), section 4"
 ZERO = "Rajbhandari et al. 2019 (arXiv:1910.02054), section 5"
+KAPLAN = "Kaplan et al. 2020 (arXiv:2001.08361)"
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is explained: one layout of a job on devices, with its predicted time."""
+    """What is explained: one layout on so many devices."""
 
-    job: Job
+    problem: Problem
     layout: Layout
-    device: Device
     devices: int
-    time: StepTime | None = None
-    program: Program = SHARDWRIGHT
-    tokens: float | None = None
+    time: StepTime | None = None  # predicted; None: the layout does not fit
+    tokens: float | None = None  # of the whole run
 
     @property
     def microbatches(self) -> int:
-        return self.layout.microbatches(self.job)
+        return self.layout.microbatches(self.problem)
+
+    @property
+    def microbatch_tokens(self) -> int:
+        """Tokens of a microbatch on one rank."""
+        return self.layout.microbatch_rows * -(-self.problem.max_length // self.layout.axes.cp)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all devices; 0 where no time is predicted."""
+        return self.problem.global_batch_size * self.problem.max_length / self.time.total if self.time else 0.0
 
     @property
     def rules(self) -> Rules:
-        return rules(self.job, self.layout, self.program, self.microbatches)
+        return rules(self.problem, self.layout, self.microbatches)
 
     @cached_property
     def peak(self) -> Peak:
-        return short_peak(self.job, self.layout, self.program)
+        return short_peak(self.problem, self.layout)
+
+    @cached_property
+    def held(self) -> Holding:
+        """What the pipeline rank with the largest peak holds."""
+        return holding(self.problem, self.layout, self.peak.pipeline_rank)
+
+    @cached_property
+    def sizes(self) -> tuple[tensors.Activations, RankBytes]:
+        """Bytes on the same rank."""
+        return sized_rank(self.problem, self.layout, self.rules, self.held)
 
 
 def _gib(size: float) -> str:
     return format_bytes_binary(size, 2)
 
 
-def _memory(s: Subject) -> list[str]:
-    p = s.peak
+def _memory(s: Subject) -> Iterator[str]:
+    p, program = s.peak, s.problem.program
     where = f"pipeline rank {p.pipeline_rank}, {p.moment}" if s.layout.axes.pp > 1 else p.moment
-    lines = [f"peak = the largest sum over all moments of one update; it is at: {where}"]
-    lines += [f"  {name:<28}{_gib(size):>12}" for name, size in p.composition.items()]
-    lines.append(f"  {'allocated':<28}{_gib(p.allocated):>12}")
-    lines += [
-        f"  {'reserved besides':<28}{_gib(p.reserved - p.allocated):>12}  fragmentation, {s.program.fragmentation:.0%} of "
-        "all but model states, and room that gradients at rest keep  [published peaks: benchmarks/planner_validation.py]",
-        f"  {'CUDA context and libraries':<28}{_gib(s.program.context_bytes):>12}  [allowance]",
-        f"  {'on the device':<28}{_gib(p.device):>12}  of {_gib(s.device.memory_bytes)}",
-    ]
-    return lines
-
-
-def _parameters(s: Subject) -> list[str]:
-    rank = s.peak.pipeline_rank
-    blocks, first, last = holds(s.job, s.layout, rank)
-    rule, axes = s.rules, s.layout.axes
-    parts = rank_elements(s.job, s.layout, rule.degree, first >= 0, last >= 0)
-    sharded = rule.sharded
-    column = "shard" if sharded else "whole"
-    block, embedding, head = (getattr(part, column) for part in parts)
-    count = sum(blocks)
-    total = count * block + embedding + head
-    size = rule.master if s.program.engine == "torch" else rule.compute
-    dtype = s.job.master_dtype if s.program.engine == "torch" else s.job.param_dtype
-    over = f"tp {axes.tp}" + (f" and, along the first dim, {rule.degree} ranks (dp_shard x cp)" if sharded else "")
-    return [
-        f"{counts(s.job.shape).total:,} parameters; each divided by {over}, rounded up  [{ZERO}; fully_shard]",
-        f"pipeline rank {rank}: {count} blocks x {block:,} + embedding {embedding:,} + head {head:,} = {total:,} elements",
-        f"x {size} bytes ({dtype}) = {_gib(total * size)}",
-    ]
-
-
-def _gradients(s: Subject) -> list[str]:
-    rule, b = s.rules, rank_bytes(s.job, s.layout, s.program, s.peak.pipeline_rank)
-    if not rule.sharded:
-        return [
-            f"whole on every rank, always there: {_gib(b.always)} ({s.job.master_dtype})  [gradient_as_bucket_view]"
-        ]
-    lines = [f"reduced, they rest as shards in {s.job.master_dtype}: {_gib(b.at_rest)}"]
-    if rule.late:
-        whole = sum(b.blocks) * b.accumulated[0] + (b.accumulated[1] if b.first >= 0 else 0)
-        whole += b.accumulated[2] if b.last >= 0 else 0
-        lines.append(f"until the last microbatch they stay whole in {s.job.reduce_dtype}: {_gib(whole)}")
-    lines.append(
-        f"one unit on its way: {rule.compute} bytes as autograd made it + {rule.reduce} bytes to be reduced = "
-        f"{_gib(b.transient[0])}"
+    yield f"peak = the largest sum of memory over all moments of one update, reached at: {where}"
+    for name, size in (*p.composition.items(), ("allocated", p.allocated)):
+        yield f"  {name:<28}{_gib(size):>12}"
+    yield (
+        f"  {'reserved besides':<28}{_gib(p.reserved - p.allocated):>12}  fragmentation: {program.fragmentation:.0%} of all "
+        "but model states, and blocks of reduced gradients  [published peaks: benchmarks/planner_validation.py]"
     )
-    return lines
+    yield f"  {'CUDA context and libraries':<28}{_gib(program.context_bytes):>12}  [assumed]"
+    yield f"  {'on the device':<28}{_gib(p.device):>12}  of {_gib(s.problem.known_device.memory_bytes)}"
 
 
-def _optimizer(s: Subject) -> list[str]:
-    b = rank_bytes(s.job, s.layout, s.program, s.peak.pipeline_rank)
-    what = "two moments" if moments_of(s.job.optimizer) == 2 else "one momentum"
+def _parameters(s: Subject) -> Iterator[str]:
+    held, rule, axes = s.held, s.rules, s.layout.axes
+    parts = rank_elements(s.problem, s.layout, rule.degree, held.first >= 0, held.last >= 0)
+    block, embedding, head = (part.shard if rule.sharded else part.whole for part in parts)
+    count = sum(held.blocks)
+    total = count * block + embedding + head
+    over = f"tp {axes.tp}" + (f" and, along the first dim, {rule.degree} ranks (dp_shard x cp)" if rule.sharded else "")
+    yield f"{counts(s.problem.shape).total:,} parameters; each divided by {over}, rounded up  [{ZERO}; fully_shard]"
+    yield (
+        f"pipeline rank {s.peak.pipeline_rank}: {count} blocks x {block:,} + embedding {embedding:,} + head {head:,} = "
+        f"{total:,} elements"
+    )
+    yield f"x {rule.master} bytes ({s.problem.master_dtype}) = {_gib(total * rule.master)}"
+
+
+def _gradients(s: Subject) -> Iterator[str]:
+    rule, (_, b), stored = s.rules, s.sizes, s.problem.master_dtype
+    if not rule.sharded:
+        whole = _gib(b.states.gradients)
+        yield f"whole on every rank, during the whole update: {whole} ({stored})  [DDP's gradient_as_bucket_view]"
+        return
+    yield f"reduced gradients are kept as shards in {stored}: {_gib(b.at_rest)}"
+    if rule.late:
+        late = sum(s.held.blocks) * b.accumulated[0] + b.accumulated[1] + b.accumulated[2]
+        yield f"until the last microbatch, unreduced gradients stay whole in {s.problem.reduce_dtype}: {_gib(late)}"
+    yield (
+        f"the unit that is reduced: {rule.compute} bytes an element from autograd + {rule.reduce} bytes for the reduction = "
+        f"{_gib(b.sent[0])}"
+    )
+
+
+def _optimizer(s: Subject) -> Iterator[str]:
+    optimizer, dtype = optimizer_of(s.problem.optimizer), s.problem.master_dtype
+    what = "two moments" if optimizer.states == 2 else "one momentum"
+    if optimizer.matrix_states != optimizer.states:
+        what = "one momentum of a block's matrices, two moments of the rest,"
     shared = f"over {s.rules.degree} ranks" if s.rules.degree > 1 else "on every rank"
-    return [f"{s.job.optimizer}: {what} in {s.job.master_dtype} {shared}: {_gib(b.optimizer)}  [{ZERO}]"]
+    yield f"{s.problem.optimizer}: {what} in {dtype} {shared}: {_gib(s.sizes[1].states.optimizer)}  [{ZERO}]"
 
 
-def _activations(s: Subject) -> list[str]:
-    job, layout, axes = s.job, s.layout, s.layout.axes
-    width = DTYPE_BYTES[job.param_dtype]
-    tokens = layout.microbatch_rows * -(-job.max_length // axes.cp)
-    kept = kept_tensors(job.shape, s.program, width, job.attention, job.max_length, layout.recompute, axes.cp)
-    sp = layout.sequence_parallel and axes.tp > 1
-    lines = [
-        f"{layout.microbatch_rows} rows x {job.max_length} tokens / cp {axes.cp} = {tokens:,} tokens per microbatch and rank"
-    ]
-    for one in kept:
-        share = total_per_token((one,), axes.tp, sp, s.program.keeps_gathered)
-        cut = f" / {one.bytes_per_token / share:.0f}" if share != one.bytes_per_token else ""
-        lines.append(f"  {one.name:<28}{one.bytes_per_token:>12,.0f}{cut} bytes per token")
-    per_token = total_per_token(kept, axes.tp, sp, s.program.keeps_gathered)
-    b = rank_bytes(job, layout, s.program, s.peak.pipeline_rank)
-    coefficient = per_token / job.shape.hidden
-    lines += [
-        f"  a block keeps {per_token:,.0f} bytes per token = {coefficient:.1f} s b h with recompute {layout.recompute}  "
-        f"[{KORTHIKANTI}]",
-        f"  x {tokens:,} tokens = {_gib(b.activations.saved)} per block and microbatch; {sum(b.blocks)} blocks on this rank",
-        f"  in one block's backward besides: {_gib(b.activations.work)} (recomputed, and gradients of activations)",
-    ]
-    return lines
+def _activations(s: Subject) -> Iterator[str]:
+    problem, layout, axes, sizes = s.problem, s.layout, s.layout.axes, s.sizes[0]
+    split = (axes.tp, layout.sequence_parallel and axes.tp > 1, problem.program.keeps_gathered)
+    kept = tensors.kept_tensors(problem, layout.recompute, axes.cp)
+    yield (
+        f"{layout.microbatch_rows} rows x {problem.max_length} tokens / cp {axes.cp} = {s.microbatch_tokens:,} tokens per "
+        "microbatch and rank"
+    )
+    for tensor in kept:
+        share = tensors.total_per_token((tensor,), *split)
+        cut = f" / {tensor.bytes_per_token / share:.0f}" if share != tensor.bytes_per_token else ""
+        yield f"  {tensor.name:<28}{tensor.bytes_per_token:>12,.0f}{cut} bytes per token"
+    per_token = tensors.total_per_token(kept, *split)
+    yield (
+        f"  a block keeps {per_token:,.0f} bytes per token = {per_token / problem.shape.hidden:.1f} s b h with recompute "
+        f"{layout.recompute}  [{KORTHIKANTI}]"
+    )
+    yield (
+        f"  x {s.microbatch_tokens:,} tokens = {_gib(sizes.saved)} per block and microbatch; {sum(s.held.blocks)} blocks on "
+        "this rank"
+    )
+    yield (
+        f"  in the backward of one block, besides: {_gib(sizes.work)} (recomputed activations, and gradients of activations)"
+    )
 
 
-def _logits(s: Subject) -> list[str]:
-    job, layout = s.job, s.layout
-    b = rank_bytes(job, layout, s.program, layout.axes.pp - 1)
-    copies = loss_copies(s.program, DTYPE_BYTES[job.param_dtype], layout.axes.tp > 1, layout.axes.pp > 1)
-    logits = b.activations.logits
-    tokens = layout.microbatch_rows * -(-job.max_length // layout.axes.cp)
-    lines = [f"{tokens:,} tokens x {job.shape.vocab:,} vocabulary / tp {layout.axes.tp} = {logits:,.0f} logits"]
-    lines += [f"  {name:<34}{size:g} bytes" for name, size in copies]
-    total = sum(size for _, size in copies)
-    if in_chunks(job, s.program, logits, layout):
-        own = "gradients of hidden states and head, and the logits" if s.program.own else "fp32 copies"
-        lines.append(f"  made in chunks of tokens: {own} of a part at a time: {_gib(b.loss)} at once")
+def _logits(s: Subject) -> Iterator[str]:
+    problem, layout = s.problem, s.layout
+    copies, logits = tensors.loss_copies(problem, layout), tensors.local_logits(problem, layout)
+    loss = _gib(tensors.loss_bytes(problem, layout)[0])
+    yield (
+        f"{s.microbatch_tokens:,} tokens x {problem.shape.vocab:,} vocabulary / tp {layout.axes.tp} = {logits:,.0f} logits"
+    )
+    for name, size in copies:
+        yield f"  {name:<34}{size:g} bytes"
+    if tensors.in_chunks(problem, layout):
+        yield f"  computed in chunks of tokens; alive at once: gradients of hidden states and head, logits of one chunk: {loss}"
     else:
-        lines.append(f"  alive at once {total:g} bytes x {logits:,.0f} = {_gib(b.loss)}")
-    return lines
+        yield f"  alive at once {sum(size for _, size in copies):g} bytes x {logits:,.0f} = {loss}"
 
 
-def _traffic(s: Subject) -> list[str]:
-    lines = ["per update and device; a ring over N ranks sends (N - 1) / N of the tensor, an all-reduce twice that"]
-    for one in traffic(s.job, s.layout, 0, s.program):
-        factor = (
-            ""
-            if one.collective == "send"
-            else f" x {'2 x ' if one.collective == 'all-reduce' else ''}{one.size - 1}/{one.size}"
-        )
-        lines.append(
+def _traffic(s: Subject) -> Iterator[str]:
+    yield "per update and device; a rank of a ring of N sends (N - 1) / N of the tensor, in an all-reduce twice as much"
+    for one in traffic(s.problem, s.layout):
+        twice = "2 x " if one.collective == "all-reduce" else ""
+        factor = "" if one.collective == "send" else f" x {twice}{one.size - 1}/{one.size}"
+        yield (
             f"  {one.axis:<13}{one.collective:<15}{one.what:<28} {one.count:>7,.0f} x "
             f"{format_bytes_binary(one.payload_bytes)}{factor} = {_gib(one.sent_bytes)}"
         )
-    return lines
 
 
 _TIME = {
-    "compute": ("compute", "matrix products, attention, element-wise kernels  [planner/kernels.py]"),
-    "recompute": ("recompute", "what the backward pass runs again"),
-    "tensor": ("tensor", "tensor-parallel collectives that compute does not hide  [planner/network.py]"),
-    "context": ("context", "keys and values gathered along cp"),
-    "gathers": ("gathers", "parameters waited for, unit by unit: what does not fit under the unit before"),
-    "bubble": (
-        "bubble",
-        "idle time of the busiest pipeline rank, the action list played  [layout/pipeline_schedules.py]",
-    ),
-    "sends": ("sends", "activations between stages"),
-    "reduction": ("reduction", "gradients reduced and parameters gathered once per update"),
-    "optimizer_time": ("optimizer", "bytes the optimizer reads and writes / memory bandwidth"),
-    "fixed": ("fixed", "what an update costs besides: data, logging, synchronisation"),
+    "compute": "matrix products, attention and element-wise kernels  [planner/kernels.py]",
+    "recompute": "kernels that the backward pass runs again",
+    "tensor": "tensor-parallel collectives that no computation hides  [planner/network.py]",
+    "context": "gathers of keys and values over cp",
+    "gathers": "waits for gathered parameters: the part of a gather that outlasts the computation of the unit before",
+    "bubble": "waits of the busiest pipeline rank, by simulation of the schedule  [layout/pipeline_schedules.py]",
+    "sends": "activations sent between pipeline stages",
+    "reduction": "reduction of gradients, and gathers of parameters, once per update",
+    "optimizer_time": "bytes that the optimizer reads and writes / memory bandwidth; with Muon its gathers and products too",
+    "fixed": "data, logging and synchronization, once per update",
 }
+"""Parts of the time of an update, by field; `optimizer` is the field of its memory."""
 
 
-def _time_part(s: Subject, field: str) -> list[str]:
-    name, what = _TIME[field]
+def _time_part(s: Subject, field: str) -> Iterator[str]:
     if s.time is None:
-        return [f"{field}: n/a"]
-    seconds = getattr(s.time, name)
+        yield f"{field}: n/a"
+        return
+    seconds = getattr(s.time, field.removesuffix("_time"))
     per = f", {format_seconds(seconds / s.microbatches)} for each of {s.microbatches} microbatches" if seconds else ""
-    return [
-        f"{field:<15}{format_seconds(seconds) if seconds else '0':>9} of {format_seconds(s.time.total)}{per}: {what}"
-    ]
+    shown = format_seconds(seconds) if seconds else "0"
+    yield f"{field:<15}{shown:>9} of {format_seconds(s.time.total)}{per}: {_TIME[field]}"
 
 
-def _time(s: Subject) -> list[str]:
-    return [line for field in _TIME for line in _time_part(s, field)]
+def _time(s: Subject) -> Iterator[str]:
+    for field in _TIME:
+        yield from _time_part(s, field)
 
 
-def _utilisation(s: Subject, counts_recompute: bool) -> list[str]:
-    job, length = s.job, s.job.max_length
-    flops = model_flops(job.shape, job.attended)
-    lines = [
+def _utilisation(s: Subject, counts_recompute: bool) -> Iterator[str]:
+    problem, dtype = s.problem, s.problem.param_dtype
+    flops = model_flops(problem.shape, problem.attended)
+    yield (
         f"FLOPs per token: blocks {flops.blocks:.4g} + attention 12 L H d_h S = {flops.attention:.4g} "
-        f"(S {job.attended:,.0f}, full, not halved for causal) + head {flops.head:.4g} = {flops.total:.4g}; "
+        f"(S = {problem.attended:,.0f} keys, not halved for the causal mask) + head {flops.head:.4g} = {flops.total:.4g}; "
         "embedding lookup 0  [arch/flops.py]"
-    ]
+    )
     total = flops.total
     if counts_recompute:
-        # Selective recomputation keeps matrix products and attention: what it repeats has next to no FLOPs.
-        again = recompute_flops(job.shape, job.attended, "full") if s.layout.recompute == "full" else 0.0
+        # Selective recomputation keeps matrix products and attention: the kernels that it repeats have next to no FLOPs.
+        again = recompute_flops(problem.shape, problem.attended, "full") if s.layout.recompute == "full" else 0.0
         total += again
-        lines.append(f"+ recomputed ({s.layout.recompute}) {again:.4g} = {total:.4g}")
-    if s.time is None:
-        return lines
-    rate = job.global_batch_size * length / s.time.total
-    peak_flops = s.device.peak(job.param_dtype)
-    share = total * rate / (s.devices * peak_flops)
-    lines.append(
-        f"{job.global_batch_size:,} rows x {length:,} tokens / {s.time.total:.4g} s = {rate:,.0f} tokens/s of all devices"
-    )
-    lines.append(
-        f"{total:.4g} x {rate:,.0f} / ({s.devices:,} devices x {peak_flops:.4g} FLOP/s {job.param_dtype}) = {share:.1%}"
-    )
-    return lines
+        yield f"+ recomputed ({s.layout.recompute}) {again:.4g} = {total:.4g}"
+    if s.time is not None:
+        rate, peak_flops = s.tokens_per_second, problem.known_device.peak(dtype)
+        yield (
+            f"{problem.global_batch_size:,} rows x {problem.max_length:,} tokens / {s.time.total:.4g} s = {rate:,.0f} tokens/s "
+            "of all devices"
+        )
+        yield (
+            f"{total:.4g} x {rate:,.0f} / ({s.devices:,} devices x {peak_flops:.4g} FLOP/s {dtype}) = "
+            f"{total * rate / (s.devices * peak_flops):.1%}"
+        )
 
 
-def _training(s: Subject) -> list[str]:
+def _training(s: Subject) -> Iterator[str]:
     if s.time is None or s.tokens is None:
-        return ["training time needs the number of tokens (--tokens)"]
-    parameters = counts(s.job.shape).total
-    flops = training_flops(parameters, s.tokens)
-    rate = s.job.global_batch_size * s.job.max_length / s.time.total
-    return [
-        f"C = 6PD = 6 x {parameters:,} x {s.tokens:.4g} = {flops:.3g} FLOPs  [Kaplan et al. 2020 (arXiv:2001.08361)]",
-        f"{s.tokens:.4g} tokens / {rate:,.0f} tokens/s = {format_seconds(s.tokens / rate)}",
-    ]
+        yield "n/a: add --tokens, the number of tokens to train on"
+        return
+    parameters, rate = counts(s.problem.shape).total, s.tokens_per_second
+    yield f"C = 6PD = 6 x {parameters:,} x {s.tokens:.4g} = {training_flops(parameters, s.tokens):.3g} FLOPs  [{KAPLAN}]"
+    yield f"{s.tokens:.4g} tokens / {rate:,.0f} tokens/s = {format_seconds(s.tokens / rate)}"
 
 
-def _interruptions(s: Subject) -> list[str]:
-    nodes = max(1, s.devices // s.device.node.devices)
-    size = counts(s.job.shape).total * 12
+def _interruptions(s: Subject) -> Iterator[str]:
+    nodes = max(1, s.devices // s.problem.known_device.node.devices)
+    size = counts(s.problem.shape).total * CHECKPOINT_BYTES
     i = interruptions(s.devices, size, nodes)
-    return [
-        f"{FAILURES_SOURCE}: one in {format_seconds(i.mtbf_seconds)} on {s.devices:,} devices, {i.failures_per_day:.3g} a day",
-        f"checkpoint 12 bytes x parameters = {_gib(size)}, {nodes} nodes at 1 GB/s (assumed): {format_seconds(i.save_seconds)}",
-        f"interval = sqrt(2 x save x MTBF), Daly's higher order: {format_seconds(i.interval_seconds)}  [Young 1974; Daly 2006]",
-        f"effective training time {i.effective:.1%} with a restart of {format_seconds(i.restart_seconds)} (assumed)",
-    ]
+    yield (
+        f"one failure every {format_seconds(i.mtbf_seconds)} on {s.devices:,} devices, {i.failures_per_day:.3g} a day  "
+        f"[{FAILURES_SOURCE}]"
+    )
+    yield (
+        f"a checkpoint has {CHECKPOINT_BYTES} bytes x parameters = {_gib(size)}; {nodes} nodes write 1 GB/s each (assumed): "
+        f"{format_seconds(i.save_seconds)}"
+    )
+    yield (
+        f"a save every sqrt(2 x save x MTBF), with Daly's higher orders: {format_seconds(i.interval_seconds)}  "
+        "[Young 1974; Daly 2006]"
+    )
+    yield f"effective training time {i.effective:.1%}, with a restart of {format_seconds(i.restart_seconds)} (assumed)"
 
 
-def _part(field: str) -> Callable[[Subject], list[str]]:
-    return lambda subject: _time_part(subject, field)
-
-
-FIELDS: dict[str, Callable[[Subject], list[str]]] = {
+FIELDS: dict[str, Callable[[Subject], Iterator[str]]] = {
     "memory": _memory,
     "parameters": _parameters,
     "gradients": _gradients,
@@ -276,21 +277,20 @@ FIELDS: dict[str, Callable[[Subject], list[str]]] = {
     "logits": _logits,
     "traffic": _traffic,
     "time": _time,
-    **{field: _part(field) for field in _TIME},
-    "mfu": lambda s: _utilisation(s, counts_recompute=False),
-    "hfu": lambda s: _utilisation(s, counts_recompute=True),
+    **{field: partial(_time_part, field=field) for field in _TIME},
+    "mfu": partial(_utilisation, counts_recompute=False),
+    "hfu": partial(_utilisation, counts_recompute=True),
     "training": _training,
     "interruptions": _interruptions,
 }
 
 
-def explain(field: str | None, subject: Subject) -> list[str]:
-    """The lines of one field, or of all. Raises `ConfigError` with the nearest name for a field that is not known."""
+def explain(field: str | None, subject: Subject) -> Iterator[str]:
+    """The lines of one field, or of all fields. Raises `ConfigError` with the nearest name for an unknown field."""
     if field is not None and field not in FIELDS:
-        raise ConfigError(f"`{field}` is no field of the answer.", did_you_mean(field, FIELDS), "")
-    lines = []
-    for name in FIELDS if field is None else [field]:
-        if field is None and name in _TIME:
-            continue
-        lines += [f"{name}:", *(f"  {line}" for line in FIELDS[name](subject))]
-    return lines
+        raise ConfigError(
+            f"--explain {field}: plan has no such field.", did_you_mean(field, FIELDS), f"Fields: {', '.join(FIELDS)}."
+        )
+    for name in [name for name in FIELDS if name not in _TIME] if field is None else [field]:
+        yield f"{name}:"
+        yield from (f"  {line}" for line in FIELDS[name](subject))

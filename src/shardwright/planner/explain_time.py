@@ -12,13 +12,13 @@ from shardwright.planner.network import gather_line, group_of, ring_bandwidth, s
 from shardwright.units import format_bytes, format_flops, format_seconds
 
 if TYPE_CHECKING:
-    from shardwright.planner.job import Layout
+    from shardwright.planner.problem import Layout
     from shardwright.planner.step_time import Clock
 
 
 def _compute(clock: Clock, layout: Layout) -> Iterator[str]:
     """The products and the attention of one block: shapes, rates, and shares of the peak."""
-    problem, device, program, a = clock.job, clock.device, clock.software, layout.axes
+    problem, device, program, a = clock.problem, clock.device, clock.program, layout.axes
     s, e, dtype = problem.shape, device.efficiency, problem.param_dtype
     rows, length = layout.microbatch_rows, problem.max_length / a.cp
     peak, source = device.peak(dtype), device.sources.get("peak_flops", "hardware file")
@@ -56,7 +56,7 @@ def _compute(clock: Clock, layout: Layout) -> Iterator[str]:
 
 def _collectives(clock: Clock, layout: Layout) -> Iterator[str]:
     """One collective of each axis in use: ranks, steps, bytes, bandwidth."""
-    problem, device, a = clock.job, clock.device, layout.axes
+    problem, device, a = clock.problem, clock.device, layout.axes
     size, s, node, e = DTYPE_BYTES[problem.param_dtype], problem.shape, device.node, device.efficiency
 
     def line(name: str, ranks: int, stride: int, payload: float) -> str:
@@ -98,7 +98,7 @@ def time_lines(field: str | None, clock: Clock, layout: Layout) -> Iterator[str]
         yield from _collectives(clock, layout)
     if field in (None, "time", "bubble") and layout.axes.pp > 1:
         yield (
-            f"  {layout.schedule} on {layout.axes.pp} ranks x {layout.chunks} stages, {layout.microbatches(clock.job)} "
+            f"  {layout.schedule} on {layout.axes.pp} ranks x {layout.chunks} stages, {layout.microbatches(clock.problem)} "
             "microbatches: a simulation of the lists of layout/pipeline_schedules.py; with equal stages, each rank of 1F1B "
             "waits (p - 1)(F + B)"
         )

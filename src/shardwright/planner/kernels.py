@@ -20,67 +20,10 @@ from shardwright.arch.parameters import counts
 from shardwright.arch.shape import Shape
 from shardwright.dtypes import DTYPE_BYTES
 from shardwright.planner.device import Device
-from shardwright.planner.job import Attention, Recompute
+from shardwright.planner.problem import Attention, Recompute
+from shardwright.planner.program import Program
 
 HEAD_RAMP = 32
-
-
-@dataclass(frozen=True)
-class Software:
-    """What a training program does around the kernels: facts of the program, not of the device.
-
-    host_forward, host_backward: seconds the host needs to issue one block's kernels (and 1/2 of it for the
-    head): the floor of a block's time. host_tensor_parallel: added for each block and direction when tensor
-    parallelism is on. host_tensor_pipeline: added for each block, direction and tensor-parallel rank when a
-    pipeline crosses nodes. hidden_passes: reads and writes of a [M, D] tensor by norms, residuals, dropout
-    and rotary of one block in the forward pass (fused: about 10, eager: 30); the backward pass has twice as
-    many. mlp_passes: the same for [M, F]. element_bytes: what an element takes at least, however narrow it
-    is. attention_rate: speed of its flash kernels relative to FlashAttention-2 (the first generation: about
-    half). logits_bytes: bytes per logit moved by loss and its gradient. accumulate_bytes: per parameter and
-    microbatch, what adding the gradient into its buffer moves.
-    optimizer_bytes: per parameter this rank updates. overlap_data_parallel: gradients travel while the
-    backward pass of the last microbatch runs. overlap_tensor_parallel: fraction of the backward
-    tensor-parallel collectives hidden under weight gradients. overlap_slowdown: seconds that compute loses
-    for each second a collective runs beside it. bucket_bytes: gradients are reduced in pieces of so many
-    bytes (None: all at once). reduces_units: zero1 and zero2 reduce each unit instead (`fully_shard`).
-    units_in_order: zero1 and zero2 gather unit by unit under the forward pass (others: all at once, before it), and the
-    embedding, whose gradient is complete last, is reduced beside nothing. gather_passes, reduce_passes: reads and writes of
-    memory for each byte of a unit that is gathered, reduced, by the core that computes (a GPU's copies cost next to nothing);
-    tensor_passes: the same for what a tensor-parallel collective gathers or sums.
-    overlap_pipeline: sends between stages run beside compute. pipeline_seconds: fixed time of one send and
-    receive. overlap_pipeline_ddp: under a pipeline, ddp's gradients travel while the last microbatch's
-    backward pass runs (ours are reduced after it). pipeline_keeps_gathered: under a pipeline, zero2 and zero3
-    gather once per update and reduce once, as zero1 does (torch.distributed.pipelining does that to
-    `fully_shard` unless it is hidden from it, as ours is). update_seconds: fixed time of an update (data,
-    logging, gradient norm, host synchronisation).
-    """
-
-    name: str = "shardwright"
-    host_forward: float = 1.0e-3
-    host_backward: float = 1.0e-3
-    host_tensor_parallel: float = 0.4e-3
-    host_tensor_pipeline: float = 0.0
-    hidden_passes: float = 30.0
-    mlp_passes: float = 6.0
-    element_bytes: float = 0.0
-    attention_rate: float = 1.0
-    logits_bytes: float = 30.0
-    accumulate_bytes: float = 10.0
-    optimizer_bytes: float = 32.0
-    overlap_data_parallel: bool = True
-    overlap_tensor_parallel: float = 0.0
-    overlap_slowdown: float = 0.2
-    bucket_bytes: float | None = 25 * 2**20
-    reduces_units: bool = True
-    units_in_order: bool = False
-    tensor_passes: float = 0.0
-    gather_passes: float = 0.0
-    reduce_passes: float = 0.0
-    overlap_pipeline: bool = False
-    pipeline_seconds: float = 200e-6
-    overlap_pipeline_ddp: bool = False
-    pipeline_keeps_gathered: bool = False
-    update_seconds: float = 10e-3
 
 
 @dataclass(frozen=True)
@@ -174,7 +117,7 @@ def attention_seconds(
 @lru_cache(maxsize=4096)
 def block_time(
     device: Device,
-    software: Software,
+    program: Program,
     shape: Shape,
     rows: int,
     length: int,
@@ -202,12 +145,12 @@ def block_time(
         s.head_dim,
         dtype,
         attention,
-        software.attention_rate,
+        program.attention_rate,
     )
     size = DTYPE_BYTES[dtype]
-    hidden = m * s.hidden / (tp if sequence_parallel else 1) * software.hidden_passes
-    inner = m * s.ffn / tp * software.mlp_passes
-    element = (hidden + inner) * max(size, software.element_bytes) / (device.memory_bandwidth * e.bandwidth)
+    hidden = m * s.hidden / (tp if sequence_parallel else 1) * program.hidden_passes
+    inner = m * s.ffn / tp * program.mlp_passes
+    element = (hidden + inner) * max(size, program.element_bytes) / (device.memory_bandwidth * e.bandwidth)
     again = 0.0
     if recompute == "full":
         again = qkv_f + out_f + up_f + down_f + att_f + element
@@ -215,8 +158,8 @@ def block_time(
         # Products are kept; attention's core (when it is not flash) or the element-wise kernels are run
         # again.
         again = att_f if attention == "eager" else element
-    host_tp = software.host_tensor_parallel if tp > 1 else 0.0
-    host_f = software.host_forward + host_tp
+    host_tp = program.host_tensor_parallel if tp > 1 else 0.0
+    host_f = program.host_forward + host_tp
     return BlockTime(
         qkv_f + out_f + up_f + down_f,
         att_f,
@@ -226,19 +169,19 @@ def block_time(
         2 * element,
         again,
         host_f,
-        software.host_backward + host_tp + (host_f if recompute == "full" else 0.0),
+        program.host_backward + host_tp + (host_f if recompute == "full" else 0.0),
     )
 
 
 @lru_cache(maxsize=4096)
 def head_time(
-    device: Device, software: Software, shape: Shape, rows: int, length: int, tp: int, cp: int, dtype: str
+    device: Device, program: Program, shape: Shape, rows: int, length: int, tp: int, cp: int, dtype: str
 ) -> tuple[float, float]:
     """(forward, backward) seconds of final norm, head and loss of one microbatch."""
     m = rows * length / cp
     forward, backward = _products(device, m, shape.hidden, shape.vocab / tp, dtype)
-    logits = m * shape.vocab / tp * software.logits_bytes / (device.memory_bandwidth * device.efficiency.bandwidth)
-    return max(forward + logits / 2, software.host_forward / 2), max(backward + logits / 2, software.host_backward / 2)
+    logits = m * shape.vocab / tp * program.logits_bytes / (device.memory_bandwidth * device.efficiency.bandwidth)
+    return max(forward + logits / 2, program.host_forward / 2), max(backward + logits / 2, program.host_backward / 2)
 
 
 @lru_cache(maxsize=4096)

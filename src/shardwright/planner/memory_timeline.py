@@ -1,21 +1,34 @@
-"""Peak memory of one update: a timeline of what is alive when, and a closed form that gives its maximum.
+"""What is alive when, on one pipeline rank: counts without any size, and what they come to in bytes.
 
-The timeline walks a pipeline rank's action list block by block. The closed form looks only at the moments that can be the
-maximum: in the backward of each distinct state of the action list, the loss, the head, the first and last block that backward
-meets, the embedding; and the optimizer step. A test holds the two equal on random layouts.
+`alive` walks a rank's action list block by block. Everything else reads its counts: `timeline` gives bytes by category at every
+moment, `peak` the fullest moment, and `memory_peak.py` the peak of many layouts, from the moments that can be the fullest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from operator import mul
+from typing import NamedTuple
 
-from shardwright.layout.pipeline_schedules import Action, rank_actions, rank_stages
-from shardwright.planner.job import Job, Layout
-from shardwright.planner.peak import PeakModel
-from shardwright.planner.program import SHARDWRIGHT, Program
-from shardwright.planner.rank_bytes import RankBytes, rank_bytes, stage_saved
+from shardwright.layout.pipeline_schedules import Action, rank_actions
+from shardwright.planner.activations import Activations, activation_bytes
+from shardwright.planner.problem import Layout, Problem
+from shardwright.planner.rank_bytes import (
+    BLOCK,
+    EMBEDDING,
+    HEAD,
+    LOSS,
+    STEP,
+    Holding,
+    Parts,
+    RankBytes,
+    Rules,
+    holding,
+    rank_bytes,
+    rank_elements,
+    rules,
+)
 
 PARTS = (
     "parameters",
@@ -31,8 +44,157 @@ PARTS = (
 )
 
 
-@dataclass(frozen=True)
-class Moment:
+class Alive(NamedTuple):
+    """One moment as counts: first of `Activations`, in the same order, then of gradients."""
+
+    saved: int  # blocks whose activations are kept
+    boundaries: int  # inputs of stages
+    heads: int  # activations of final norm and head
+    losses: int  # what losses keep from forward to backward
+    deferred: int  # blocks whose weight gradients are still to come
+    work: int  # 1 in the backward of a block
+    forward: int  # 1 in the forward of a block
+    loss: int  # 1 in the backward of the loss
+    loss_after: int  # 1 in the backward of the head
+    waiting_blocks: int  # units whose gradients wait for the last microbatch
+    waiting_embeddings: int
+    waiting_heads: int
+    reduced_blocks: int  # units whose gradients are reduced
+    reduced_embeddings: int
+    reduced_heads: int
+    sends: int  # 1 where a unit's gradient and what is reduced of it are both there
+    place: int  # BLOCK, EMBEDDING, HEAD, LOSS or STEP: what is gathered
+
+    @property
+    def waiting(self) -> tuple[int, int, int]:
+        return self[9:12]
+
+    @property
+    def reduced(self) -> tuple[int, int, int]:
+        return self[12:15]
+
+
+class _Walk:
+    """The state of a rank while its action list is walked. Its methods yield (what is done, where, what is alive)."""
+
+    def __init__(self, held: Holding, microbatches: int, late: bool, ends: bool) -> None:
+        self.held, self.count, self.late, self.ends = held, microbatches, late, ends
+        self.saved = self.boundaries = self.heads = self.deferred = 0
+        self.done = [0] * len(held.blocks)  # microbatches whose weight gradients a stage has made
+        self.waiting, self.reduced = [0, 0, 0], [0, 0, 0]
+        self.met: set[tuple[object, ...]] = set()
+
+    def now(
+        self,
+        place: int,
+        saved: int = 0,
+        own: int = 0,
+        head: int = 0,
+        work: int = 0,
+        forward: int = 0,
+        loss: int = 0,
+        after: int = 0,
+        sends: int = 0,
+    ) -> Alive:
+        """What is alive, with so many blocks of the microbatch that is worked on; own: 1 for its boundary."""
+        kept = (self.saved + saved, self.boundaries + own, self.heads + head, self.heads, self.deferred)
+        return Alive._make((*kept, work, forward, loss, after, *self.waiting, *self.reduced, sends, place))
+
+    def _flight(self, chunk: int, change: int) -> None:
+        self.saved += change * self.held.blocks[chunk]
+        self.boundaries += change
+        self.heads += change * (chunk == self.held.last)
+
+    def _gradients(self, chunk: int, unit: int, count: int = 1) -> None:
+        """Gradients of so many units have been made: they are reduced, or wait for the last microbatch."""
+        first, last = self.done[chunk] == 0, self.done[chunk] == self.count - 1
+        if self.late and not last:
+            self.waiting[unit] += count * first
+        elif self.late or first:
+            self.waiting[unit] -= count * self.late
+            self.reduced[unit] += count
+
+    def repeats(self, chunk: int, kind: str) -> bool:
+        """Passes an action that finds what an earlier one has found: the steady phase repeats, and makes no new gradients."""
+        if not self.ends or kind == "F" or (kind != "I" and not 0 < self.done[chunk] < self.count - 1):
+            return False
+        found = (kind, chunk, self.saved, self.boundaries, self.heads, self.deferred, *self.waiting, *self.reduced)
+        if found not in self.met:
+            self.met.add(found)
+            return False
+        if kind != "W":
+            self._flight(chunk, -1)
+        self.deferred += self.held.blocks[chunk] * {"I": 1, "B": 0, "W": -1}[kind]
+        self.done[chunk] += kind != "I"
+        return True
+
+    def forward(self, chunk: int) -> Iterator[tuple[str, str, Alive]]:
+        # A forward has no more than the backward that follows.
+        for block in range(0 if self.ends else self.held.blocks[chunk]):
+            yield "forward", f"block {block}", self.now(BLOCK, block + 1, 1, forward=1)
+        self._flight(chunk, 1)
+
+    def backward(self, chunk: int, whole: bool) -> Iterator[tuple[str, str, Alive]]:
+        """whole: the gradients of weights too, which are sent; else they are put off."""
+        self._flight(chunk, -1)
+        blocks = self.held.blocks[chunk]
+        if chunk == self.held.last:
+            yield "loss", "", self.now(LOSS, blocks, 1, 1, loss=1)
+            yield "backward", "head", self.now(HEAD, blocks, 1, 1, after=1, sends=whole)
+            if whole:
+                self._gradients(chunk, HEAD)
+        # In between, what is alive grows or shrinks evenly.
+        walked = sorted({0, blocks - 1} if self.ends else range(blocks), reverse=True)
+        for block, below in zip(walked, [*walked[1:], -1]):
+            yield "backward", f"block {block}", self.now(BLOCK, block + 1, 1, work=1, sends=whole)
+            if whole:
+                self._gradients(chunk, BLOCK, block - below)
+        if not whole:
+            self.deferred += blocks
+            return
+        if chunk == self.held.first:
+            yield "backward", "embedding", self.now(EMBEDDING, own=1, sends=1)
+            self._gradients(chunk, EMBEDDING)
+        self.done[chunk] += 1
+
+    def weights(self, chunk: int) -> Iterator[tuple[str, str, Alive]]:
+        yield "weight gradients", "", self.now(BLOCK, sends=1)
+        self.deferred -= self.held.blocks[chunk]
+        self._gradients(chunk, BLOCK, self.held.blocks[chunk])
+        for unit, holder in ((EMBEDDING, self.held.first), (HEAD, self.held.last)):
+            if chunk == holder:
+                self._gradients(chunk, unit)
+        self.done[chunk] += 1
+
+
+def alive(
+    walked: Sequence[Action], held: Holding, microbatches: int, late: bool, ends: bool = False
+) -> Iterator[tuple[Action | None, str, str, Alive]]:
+    """(action, what it does, where, what is alive) of every moment of one update, in the steady state of training.
+
+    The optimizer step, without an action, comes last. late: see `Rules`. ends: only moments that can be the fullest: of the
+    backward pass the first and the last block of a stage, no forward, and nothing twice.
+    """
+    walk = _Walk(held, microbatches, late, ends)
+    chunk_of = {stage: chunk for chunk, stage in enumerate(held.stages)}
+    for action in walked:
+        chunk, kind = chunk_of[action.stage], action.kind
+        if walk.repeats(chunk, kind):
+            continue
+        moments = walk.forward(chunk) if kind == "F" else walk.weights(chunk) if kind == "W" else None
+        for what, where, now in moments or walk.backward(chunk, kind == "B"):
+            yield action, what, where, now
+    yield None, "optimizer step", "", walk.now(STEP)
+
+
+def walked_actions(layout: Layout, microbatches: int, rank: int) -> tuple[Action, ...]:
+    """The action list of one pipeline rank; without a pipeline, forward and backward in turn."""
+    if layout.axes.pp == 1:
+        return tuple(Action(0, kind, index) for index in range(microbatches) for kind in "FB")
+    return rank_actions(layout.schedule or "1f1b", layout.axes.pp, layout.chunks, microbatches, rank)
+
+
+class Moment(NamedTuple):
     """One moment of an update on one pipeline rank: its name, and the bytes of each of `PARTS`."""
 
     label: str
@@ -43,215 +205,95 @@ class Moment:
         return sum(self.alive)
 
 
-@dataclass(frozen=True)
-class Peak:
-    """The fullest moment of the fullest rank.
-
-    allocated: bytes of tensors. reserved: with the allocator's fragmentation. device: with the CUDA context, to be compared
-    with the device's memory. composition: bytes by name, at that moment, largest first.
-    """
-
-    allocated: float
-    reserved: float
-    device: float
-    pipeline_rank: int
-    moment: str
-    composition: dict[str, float]
+def cast_bytes(rule: Rules, parts: Parts) -> tuple[float, float]:
+    """Bytes of the casts of a block's and the head's weights; see `activation_bytes`."""
+    return (rule.compute * parts[BLOCK].whole, rule.compute * parts[HEAD].whole) if rule.casts else (0.0, 0.0)
 
 
-def walked_actions(layout: Layout, microbatches: int, rank: int) -> tuple[Action, ...]:
-    """The action list of one pipeline rank; without a pipeline, forward and backward in turn."""
-    if layout.axes.pp == 1:
-        return tuple(Action(0, kind, index) for index in range(microbatches) for kind in "FB")
-    return rank_actions(layout.schedule or "1f1b", layout.axes.pp, layout.chunks, microbatches, rank)
-
-
-class _Walk:
-    """The state of a rank while its action list is walked."""
-
-    def __init__(self, b: RankBytes, microbatches: int, ends: bool) -> None:
-        self.b, self.count, self.ends = b, microbatches, ends
-        stages = len(b.blocks)
-        self.alive, self.deferred = [0] * stages, [0] * stages
-        self.weights = [0] * stages
-        # Units of each stage whose gradients exist: reduced, and put off.
-        self.reduced = [[0, 0, 0] for _ in range(stages)]
-        self.waiting = [[0, 0, 0] for _ in range(stages)]
-
-    def moment(
-        self,
-        label: str,
-        activations: float,
-        *,
-        gathered: float = 0.0,
-        unreduced: float = 0.0,
-        work: float = 0.0,
-        loss: float = 0.0,
-    ) -> Moment:
-        b = self.b
-        gradients, put_off = b.always, 0.0
-        for reduced, waiting in zip(self.reduced, self.waiting):
-            gradients += sum(map(mul, reduced, b.resting))
-            put_off += sum(map(mul, waiting, b.accumulated))
-        later = sum(map(mul, self.deferred, b.blocks)) * b.activations.deferred
-        parts = (b.parameters, b.optimizer, gradients, gathered)
-        return Moment(label, (*parts, unreduced + put_off, activations, later, work, loss, b.buffers))
-
-    def in_flight(self) -> float:
-        return sum(count * stage_saved(self.b, chunk) for chunk, count in enumerate(self.alive))
-
-    def gradient(self, chunk: int, place: int) -> None:
-        """One unit's gradient has been made: it is reduced, or it waits for the last microbatch."""
-        limit = self.b.blocks[chunk] if place == 0 else 1
-        if self.b.late and self.weights[chunk] < self.count - 1:
-            self.waiting[chunk][place] = min(self.waiting[chunk][place] + 1, limit)
-        else:
-            self.waiting[chunk][place] = max(self.waiting[chunk][place] - 1, 0)
-            self.reduced[chunk][place] = min(self.reduced[chunk][place] + 1, limit)
-
-    def forward(self, chunk: int, name: str) -> Iterator[Moment]:
-        b, a = self.b, self.b.activations
-        base = self.in_flight()
-        for block in range(b.blocks[chunk] - 1 if self.ends else 0, b.blocks[chunk]):
-            kept = base + a.boundary + (block + 1) * a.saved
-            gathered = b.gathered[0]
-            yield self.moment(f"forward of {name}, block {block}", kept, gathered=gathered, work=a.forward)
-        self.alive[chunk] += 1
-
-    def backward(self, chunk: int, kind: str, name: str) -> Iterator[Moment]:
-        b, a, n = self.b, self.b.activations, self.b.blocks[chunk]
-        self.alive[chunk] -= 1
-        base = self.in_flight() + a.boundary
-        saved, reduces = a.saved, kind == "B"
-        sending = b.transient if reduces else (0.0, 0.0, 0.0, 0.0)
-        if chunk == b.last:
-            kept = base + n * saved + a.head
-            yield self.moment(f"loss of {name}", kept, loss=b.loss, gathered=b.gathered[3])
-            yield self.moment(
-                f"backward of {name}, head",
-                kept,
-                loss=b.loss_after,
-                gathered=b.gathered[2],
-                unreduced=sending[2],
-            )
-            if reduces:
-                self.gradient(chunk, 2)
-        for block in reversed(range(n)):
-            if block in (0, n - 1) or not self.ends:
-                yield self.moment(
-                    f"backward of {name}, block {block}",
-                    base + (block + 1) * saved,
-                    gathered=b.gathered[0],
-                    unreduced=sending[0],
-                    work=a.work,
-                )
-            if reduces:
-                self.gradient(chunk, 0)
-        if chunk == b.first and reduces:
-            yield self.moment(f"backward of {name}, embedding", base, gathered=b.gathered[1], unreduced=sending[1])
-            self.gradient(chunk, 1)
-        if kind == "I":
-            self.deferred[chunk] += 1
-        else:
-            self.weights[chunk] += 1
-
-    def weight(self, chunk: int, name: str) -> Iterator[Moment]:
-        b = self.b
-        gathered = b.gathered[0]
-        yield self.moment(f"weight gradients of {name}", self.in_flight(), gathered=gathered, unreduced=b.transient[0])
-        self.deferred[chunk] -= 1
-        for _ in range(b.blocks[chunk]):
-            self.gradient(chunk, 0)
-        for place, holder in ((1, b.first), (2, b.last)):
-            if chunk == holder:
-                self.gradient(chunk, place)
-        self.weights[chunk] += 1
-
-
-def timeline(
-    job: Job,
-    layout: Layout,
-    rank: int = 0,
-    program: Program = SHARDWRIGHT,
-    stage_blocks: tuple[int, ...] | None = None,
-    ends: bool = False,
-) -> Iterator[Moment]:
-    """Every moment of one update on pipeline rank `rank`, in order, in the steady state of training.
-
-    ends: of the blocks of a stage only those where what is alive can be most, the first and the last: in between it grows
-    or shrinks evenly.
-    """
-    microbatches = layout.microbatches(job)
-    b = rank_bytes(job, layout, program, rank, stage_blocks)
-    walk = _Walk(b, microbatches, ends)
-    pp = layout.axes.pp
-    own = (0,) if pp == 1 else rank_stages(layout.schedule or "1f1b", pp, layout.chunks, rank)
-    for stage, kind, index in walked_actions(layout, microbatches, rank):
-        name = f"microbatch {index}" if pp == 1 else f"microbatch {index}, stage {stage}"
-        chunk = own.index(stage)
-        if kind == "F":
-            yield from walk.forward(chunk, name)
-        elif kind == "W":
-            yield from walk.weight(chunk, name)
-        else:
-            yield from walk.backward(chunk, kind, name)
-    end = walk.moment("optimizer step", 0.0, work=b.step)
-    # Nothing is gathered any more.
-    yield Moment(end.label, tuple(0.0 if part == "gathered parameters" else x for part, x in zip(PARTS, end.alive)))
-
-
-def _reserved(moment: Moment, total: float, at_rest: float, program: Program) -> float:
-    """What the allocator reserves for a moment: states and all gradients at rest, and the rest with fragmentation."""
-    parameters, optimizer, gradients, *_, buffers = moment.alive
-    states = parameters + optimizer + buffers
-    moving = total - states - gradients
-    always = gradients if at_rest == 0 else at_rest
-    return states + always + (1 + program.fragmentation) * moving
-
-
-def peak(
-    job: Job,
-    layout: Layout,
-    program: Program = SHARDWRIGHT,
-    *,
-    ranks: Iterable[int] | None = None,
-    stage_blocks: tuple[int, ...] | None = None,
-    ends: bool = False,
-) -> Peak:
-    """The fullest moment over all pipeline ranks (or those named), with what is alive at it. ends: see `timeline`."""
-    fullest: tuple[float, int, Moment] = (0.0, 0, Moment("nothing", ()))
-    reserved = 0.0
-    for rank in range(layout.axes.pp) if ranks is None else ranks:
-        at_rest = rank_bytes(job, layout, program, rank, stage_blocks).at_rest
-        for moment in timeline(job, layout, rank, program, stage_blocks, ends):
-            total = moment.total
-            if total > fullest[0]:
-                fullest = (total, rank, moment)
-            reserved = max(reserved, _reserved(moment, total, at_rest, program))
-    allocated, rank, moment = fullest
-    parts = sorted(zip(PARTS, moment.alive), key=lambda part: -part[1])
-    return Peak(
-        allocated=allocated,
-        reserved=reserved,
-        device=reserved + program.context_bytes,
-        pipeline_rank=rank,
-        moment=moment.label,
-        composition={name: size for name, size in parts if size > 0},
+def _bytes_of(now: Alive, sizes: Activations, b: RankBytes) -> tuple[float, ...]:
+    """The bytes of each of `PARTS` at a moment."""
+    saved, boundary, head, kept, deferred, work, forward, loss, after = map(mul, now, sizes)
+    states, step = b.states, b.step if now.place == STEP else 0.0
+    return (
+        states.parameters,
+        states.optimizer,
+        states.gradients + sum(map(mul, now.reduced, b.resting)),
+        b.gathered[now.place],
+        now.sends * b.sent[now.place] + sum(map(mul, now.waiting, b.accumulated)),
+        saved + boundary + head + kept,
+        deferred,
+        work + forward + step,
+        loss + after,
+        states.buffers,
     )
 
 
-def short_peak(job: Job, layout: Layout, program: Program = SHARDWRIGHT) -> Peak:
-    """`peak`, walking only the pipeline ranks that can be the fullest and as many microbatches as reach the steady state.
+def sized_rank(problem: Problem, layout: Layout, rule: Rules, held: Holding) -> tuple[Activations, RankBytes]:
+    """The bytes of what `alive` counts on a rank that holds `held`."""
+    # The last stage's head alone decides the casts of a head: other ranks count none.
+    heads = rank_elements(problem, layout, 1, first=False, last=True)
+    parts = rank_elements(problem, layout, rule.degree, held.first >= 0, held.last >= 0)
+    sizes = activation_bytes(problem, layout, cast_bytes(rule, heads))
+    return sizes, rank_bytes(problem, layout, rule, sum(held.blocks), parts)
 
-    Whole rounds, so that interleaved schedules keep their shape; GPipe has no steady state.
+
+def timeline(
+    problem: Problem,
+    layout: Layout,
+    rank: int = 0,
+    stage_blocks: tuple[int, ...] | None = None,
+    *,
+    microbatches: int = 0,
+    ends: bool = False,
+) -> Iterator[Moment]:
+    """Every moment of one update on pipeline rank `rank`, in order.
+
+    stage_blocks: see `holding`. microbatches: to walk, where not all; ends: see `alive`.
     """
-    pp, microbatches = layout.axes.pp, layout.microbatches(job)
-    rounds = max(1, microbatches // pp)
-    few = microbatches // rounds * min(rounds, 3)
-    if pp == 1:
-        few = min(microbatches, 3)
-    elif layout.schedule == "gpipe":
-        few = microbatches
-    rows = layout.microbatch_rows * layout.axes.data_ranks * few
-    ranks = PeakModel(job, program).ranks(layout)
-    return peak(replace(job, global_batch_size=rows), layout, program, ranks=ranks, ends=True)
+    rule, held = rules(problem, layout, layout.microbatches(problem)), holding(problem, layout, rank, stage_blocks)
+    sizes, b = sized_rank(problem, layout, rule, held)
+    count = microbatches or layout.microbatches(problem)
+    for action, what, where, now in alive(walked_actions(layout, count, rank), held, count, rule.late, ends):
+        label = what
+        if action is not None:
+            label += f" of microbatch {action.microbatch}" + (f", stage {action.stage}" if layout.axes.pp > 1 else "")
+        yield Moment(label + (where and f", {where}"), _bytes_of(now, sizes, b))
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The fullest moment of the fullest rank."""
+
+    allocated: float  # bytes of tensors
+    reserved: float  # bytes with the allocator's fragmentation
+    device: float  # bytes with the CUDA context, to be compared with the device's memory
+    pipeline_rank: int
+    moment: str
+    composition: dict[str, float]  # bytes by name of `PARTS` at that moment, largest first
+
+
+def peak(
+    problem: Problem,
+    layout: Layout,
+    *,
+    ranks: Iterable[int] | None = None,
+    stage_blocks: tuple[int, ...] | None = None,
+    microbatches: int = 0,
+    ends: bool = False,
+) -> Peak:
+    """The fullest moment over all pipeline ranks, or over `ranks`, with what is alive at it; the rest: see `timeline`."""
+    fullest, at, most = Moment("nothing", ()), 0, 0.0
+    rule, reserved, extra = rules(problem, layout, layout.microbatches(problem)), 0.0, problem.program.fragmentation
+    for rank in range(layout.axes.pp) if ranks is None else ranks:
+        at_rest = sized_rank(problem, layout, rule, holding(problem, layout, rank, stage_blocks))[1].at_rest
+        for moment in timeline(problem, layout, rank, stage_blocks, microbatches=microbatches, ends=ends):
+            total = moment.total
+            if total > most:
+                fullest, at, most = moment, rank, total
+            parameters, optimizer, gradients, *_, buffers = moment.alive
+            # Reserved are states and all gradients at rest, and the rest with fragmentation.
+            states = parameters + optimizer + buffers
+            reserved = max(reserved, states + (at_rest or gradients) + (1 + extra) * (total - states - gradients))
+    parts = sorted(zip(PARTS, fullest.alive), key=lambda part: -part[1])
+    composition = {name: size for name, size in parts if size > 0}
+    return Peak(most, reserved, reserved + problem.program.context_bytes, at, fullest.label, composition)

@@ -13,12 +13,12 @@ from shardwright.arch.parameters import counts
 from shardwright.dtypes import DTYPE_BYTES
 from shardwright.layout.axes import Axes
 from shardwright.layout.pipeline_schedules import rank_stages
-from shardwright.planner.job import Job, Layout, Recompute
-from shardwright.planner.kernels import Software, block_time, embedding_time, head_time
+from shardwright.planner.kernels import block_time, embedding_time, head_time
 from shardwright.planner.network import all_reduce_seconds, gather_seconds, group_of
+from shardwright.planner.problem import Layout, Problem, Recompute
 
 if TYPE_CHECKING:
-    from shardwright.planner.device import Device
+    pass
 
 
 class BlockSeconds(NamedTuple):
@@ -72,23 +72,24 @@ def rank_kinds(
 
 
 class RankClock:
-    """Times blocks and pipeline ranks of `job` on `device` under `software`; `Clock` adds the rest of an
+    """Times blocks and pipeline ranks of `problem` on its device under its program; `Clock` adds the rest of an
     update.
     """
 
-    def __init__(self, job: Job, device: Device, software: Software) -> None:
-        self.job, self.device, self.software = job, device, software
+    def __init__(self, problem: Problem) -> None:
+        self.problem, self.device, self.program = problem, problem.known_device, problem.program
+        device = self.device
         self._blocks: dict[tuple, BlockSeconds] = {}
         self._edges: dict[tuple, tuple[float, float, float, float]] = {}
         self._rank_seconds: dict[tuple, list[RankSeconds]] = {}
         self._parameters: dict[tuple[int, RankKind], tuple[float, float]] = {}
-        number = counts(job.shape)
+        number = counts(problem.shape)
         self._block_split, self._block_whole = number.block_split, number.block_whole
         self._embedding = number.embedding + number.positions
         self._head = number.head + number.final_norm
-        self._tied_head = number.embedding if job.shape.tied else 0
-        self._size = DTYPE_BYTES[job.param_dtype]
-        self._reduce_size = DTYPE_BYTES[job.reduce_dtype]
+        self._tied_head = number.embedding if problem.shape.tied else 0
+        self._size = DTYPE_BYTES[problem.param_dtype]
+        self._reduce_size = DTYPE_BYTES[problem.reduce_dtype]
         self._speed = device.memory_bandwidth * device.efficiency.bandwidth
 
     def _block_key(self, layout: Layout) -> tuple:
@@ -115,22 +116,22 @@ class RankClock:
         return found
 
     def _block(self, layout: Layout, crosses: bool) -> BlockSeconds:
-        job, device, a, s, software = self.job, self.device, layout.axes, self.job.shape, self.software
+        problem, device, a, s, program = self.problem, self.device, layout.axes, self.problem.shape, self.program
         time = block_time(
             device,
-            software,
+            program,
             s,
             layout.microbatch_rows,
-            job.max_length,
+            problem.max_length,
             a.tp,
             a.cp,
             layout.sequence_parallel,
             layout.recompute,
-            job.attention,
-            job.param_dtype,
-            job.attended,
+            problem.attention,
+            problem.param_dtype,
+            problem.attended,
         )
-        tokens = layout.microbatch_rows * job.max_length / a.cp
+        tokens = layout.microbatch_rows * problem.max_length / a.cp
         tp = group_of(a.tp, 1, device.node.devices)
         payload = tokens * s.hidden * self._size
         again = layout.recompute == "full"
@@ -142,15 +143,15 @@ class RankClock:
         else:
             tp_f = tp_b = 2 * all_reduce_seconds(device, tp, payload)
         if a.tp > 1:
-            copied = payload * software.tensor_passes / self._speed
+            copied = payload * program.tensor_passes / self._speed
             tp_f, tp_b = tp_f + 4 * copied, tp_b + 6 * copied
-        tp_b = (tp_b + again * tp_f) * (1 - software.overlap_tensor_parallel)
+        tp_b = (tp_b + again * tp_f) * (1 - program.overlap_tensor_parallel)
         # Context parallel gathers K and V of the whole row; backward gathers them again and scatters their
         # gradients.
-        kv = layout.microbatch_rows * job.max_length * 2 * s.kv_width / a.tp * self._size
+        kv = layout.microbatch_rows * problem.max_length * 2 * s.kv_width / a.tp * self._size
         cp_f = gather_seconds(device, group_of(a.cp, a.tp, device.node.devices), kv)
         cp_b = cp_f * (2 + again)
-        host = software.host_tensor_pipeline * a.tp if a.tp > 1 and crosses else 0.0
+        host = program.host_tensor_pipeline * a.tp if a.tp > 1 and crosses else 0.0
         forward = max(time.matmul + time.attention + time.elementwise + tp_f + cp_f, time.host_forward + host)
         backward = (
             time.backward_matmul + time.backward_attention + time.backward_elementwise + time.recompute + tp_b + cp_b
@@ -172,10 +173,14 @@ class RankClock:
         key = (a.tp, a.cp, layout.microbatch_rows)
         found = self._edges.get(key)
         if found is None:
-            job, rows = self.job, layout.microbatch_rows
-            head = head_time(self.device, self.software, job.shape, rows, job.max_length, a.tp, a.cp, job.param_dtype)
-            embedding = embedding_time(self.device, job.shape, rows, job.max_length, a.tp, a.cp, job.param_dtype)
-            payload = rows * job.max_length / a.cp * job.shape.hidden * self._size
+            problem, rows = self.problem, layout.microbatch_rows
+            head = head_time(
+                self.device, self.program, problem.shape, rows, problem.max_length, a.tp, a.cp, problem.param_dtype
+            )
+            embedding = embedding_time(
+                self.device, problem.shape, rows, problem.max_length, a.tp, a.cp, problem.param_dtype
+            )
+            payload = rows * problem.max_length / a.cp * problem.shape.hidden * self._size
             one = gather_seconds(self.device, group_of(a.tp, 1, self.device.node.devices), payload)
             found = self._edges[key] = (head[0] + one, head[1] + one, embedding[0] + one, embedding[1] + one)
         return found
@@ -202,7 +207,7 @@ class RankClock:
             forward, backward = forward + head_f, backward + head_b
         edge, parameters = self.parameters(layout.axes.tp, kind)
         if not self._each_microbatch(layout):
-            backward += parameters * self.software.accumulate_bytes / self._speed
+            backward += parameters * self.program.accumulate_bytes / self._speed
         return RankSeconds(number, first, n, forward, backward, n * b.weights, edge, parameters)
 
     def _ranks_key(self, layout: Layout, stage_blocks: tuple[int, ...]) -> tuple:
@@ -221,4 +226,4 @@ class RankClock:
         """Whether units are gathered and reduced at every microbatch: zero3, but not where a pipeline keeps
         them.
         """
-        return layout.data_parallel == "zero3" and (layout.axes.pp == 1 or not self.software.pipeline_keeps_gathered)
+        return layout.data_parallel == "zero3" and (layout.axes.pp == 1 or not self.program.pipeline_keeps_gathered)

@@ -13,12 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import inf, log
 from operator import itemgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from shardwright.planner.bounds import Bounded, Bounds
 from shardwright.planner.data_parallel_time import Window, exposed
-from shardwright.planner.job import Job, Layout
-from shardwright.planner.program import SHARDWRIGHT, Program
+from shardwright.planner.problem import Layout, Problem
 from shardwright.planner.space import (
     ON_DEVICE,
     PREFETCH,
@@ -35,10 +34,6 @@ from shardwright.planner.space import (
     variants,
 )
 from shardwright.planner.step_time import StepTime
-
-if TYPE_CHECKING:
-    from shardwright.planner.device import Device
-    from shardwright.planner.kernels import Software
 
 SHARDED = ("zero1", "zero2", "zero3", "hsdp")
 BAND = 1.02
@@ -77,7 +72,7 @@ class Found:
 
     best: dict[str, Choice] = field(default_factory=dict)
     rejected: dict[str, Rejection] = field(default_factory=dict)
-    refused: dict[str, int] = field(default_factory=dict)
+    illegal: dict[str, int] = field(default_factory=dict)
     considered: int = 0
     timed: int = 0
 
@@ -103,18 +98,10 @@ def complexity(layout: Layout) -> int:
 
 
 class Search(Bounds):
-    """Searches the layouts of a job on a number of equal devices."""
+    """Searches the layouts of a problem on a number of equal devices."""
 
-    def __init__(
-        self,
-        job: Job,
-        device: Device,
-        devices: int,
-        software: Software,
-        program: Program = SHARDWRIGHT,
-        kinds: tuple[str, ...] = ON_DEVICE,
-    ) -> None:
-        super().__init__(job, device, devices, software, program)
+    def __init__(self, problem: Problem, devices: int, kinds: tuple[str, ...] = ON_DEVICE) -> None:
+        super().__init__(problem, devices)
         self.kinds, self.found = kinds, Found()
         self._fastest, self._seconds = inf, dict[str, float]()
         self._lean: dict[tuple[Cell, str], bool] = {}
@@ -125,11 +112,11 @@ class Search(Bounds):
 
     def run(self) -> Found:
         """Fills `found` and returns it."""
-        found, layers = self.found, self.job.shape.layers
-        legal, found.refused = shells(self.job, self.devices)
+        found, layers = self.found, self.problem.shape.layers
+        legal, found.illegal = shells(self.problem, self.devices)
         alive: list[tuple[float, Shell]] = []
         for shell in legal:
-            rows = self.job.global_batch_size // shell.data
+            rows = self.problem.global_batch_size // shell.data
             found.considered += count_layouts(rows, shell.data, shell.cp, shell.pp, layers)
             alive.append((self.shell_bound(shell), shell))
         alive.sort(key=lambda entry: entry[0])
@@ -161,7 +148,10 @@ class Search(Bounds):
                 if family in self.found.best:
                     continue
                 known = rejected.get(family)
-                if known is not None and known.device_bytes <= self.states(shell, kind) + self.program.context_bytes:
+                if (
+                    known is not None
+                    and known.device_bytes <= self.states(shell, kind).mean + self.program.context_bytes
+                ):
                     continue
                 least = self._least(shell, kind)
                 if least is not None and (known is None or least[1] < known.device_bytes):
@@ -190,7 +180,7 @@ class Search(Bounds):
 
         zero3 needs least of all kinds on the device.
         """
-        if self.states(shell, kind) + self.program.context_bytes > self.capacity:
+        if self.states(shell, kind).mean + self.program.context_bytes > self.capacity:
             return False
         if self._family(shell, kind) in self._seconds:
             return True
@@ -203,7 +193,8 @@ class Search(Bounds):
 
     def _shell(self, shell: Shell, kinds: list[str]) -> None:
         left = self.capacity - self.program.context_bytes
-        room = {kind: left - self.states(shell, kind) for kind in kinds}
+        states = {kind: self.states(shell, kind) for kind in kinds}
+        room = {kind: left - floor.first for kind, floor in states.items()}
         families = {kind: self._family(shell, kind) for kind in kinds}
         too_many: dict[tuple[object, ...], int] = {}
         for bound in self.bounded(shell, max(room.values()), max(map(self._limit, families.values()))):
@@ -211,7 +202,11 @@ class Search(Bounds):
             open_kinds = [kind for kind in kinds if seconds < self._limit(families[kind])]
             if not open_kinds:
                 break
-            open_kinds = [kind for kind in open_kinds if bound.kept <= room[kind] and kind in kinds_of(cell)]
+            open_kinds = [
+                kind
+                for kind in open_kinds
+                if bound.kept + bound.first_blocks * states[kind].first_block <= room[kind] and kind in kinds_of(cell)
+            ]
             for kind in open_kinds:
                 # What does not fit with fewer rows, or with more recomputed, does not fit with more; as long
                 # as there are more microbatches than ranks, so that the pipeline is full.
@@ -231,7 +226,7 @@ class Search(Bounds):
         data = self.devices // (tp * cp * pp)
         shell = Shell(tp, cp, pp, data)
         best: Choice | None = None
-        for bound in sorted(map(self.bound, cells(self.job, shell)), key=itemgetter(0)):
+        for bound in sorted(map(self.bound, cells(self.problem, shell)), key=itemgetter(0)):
             cell = bound.cell
             wanted = kind in kinds_of(cell) and schedule in (None, cell.schedule)
             if not wanted or (best and bound.seconds >= best.seconds):
@@ -274,7 +269,7 @@ class Search(Bounds):
         cell, clock = bound.cell, self.clock
         shell = cell.shell
         every = splits(shell.data, shell.cp, kind)
-        if not every or kind not in SHARDED or not clock.software.reduces_units:
+        if not every or kind not in SHARDED or not clock.program.reduces_units:
             return every
         found, quickest = self._transfers_of(cell, kind)
         left = best - bound.seconds
@@ -285,7 +280,7 @@ class Search(Bounds):
             return [split for split, one in zip(every, found) if clock.least_once(*known, one[0]) < left]
         # The waits of the microbatches, and of those that pass while the pipeline fills.
         left /= (cell.microbatches + (shell.pp - 1) / cell.chunks) * bound.worst.blocks
-        layers, block = self.job.shape.layers // (shell.pp * cell.chunks), bound.block
+        layers, block = self.problem.shape.layers // (shell.pp * cell.chunks), bound.block
         window = Window(1, layers, layers > 1, block.forward, block.backward, clock.slowdown)
         if exposed(window, *quickest) >= left:
             return ()

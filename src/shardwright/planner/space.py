@@ -1,4 +1,4 @@
-"""The search space: every legal layout of a job on a number of devices, and why the other layouts are not legal.
+"""The search space: every legal layout of a problem on a number of devices, and why the other layouts are not legal.
 
 A shell is the sizes of tp, cp and pp; a cell is a shell with schedule, microbatch and recomputation. The layouts of a cell
 differ in data parallelism only, which changes neither kernels nor pipeline: it only adds time, so the time of the cell without
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from shardwright.layout.axes import Axes
 from shardwright.layout.combinations import FULLY_SHARD, SPLIT_BACKWARD, excluded
 from shardwright.layout.pipeline_schedules import legality
-from shardwright.planner.job import Job, Layout, Recompute
+from shardwright.planner.problem import Layout, Problem, Recompute
 
 if TYPE_CHECKING:
     from shardwright.arch.shape import Shape
@@ -77,27 +77,29 @@ def tensor_reason(shape: Shape, tp: int) -> str:
     return next(reasons, "")
 
 
-def shells(job: Job, devices: int) -> tuple[list[Shell], dict[str, int]]:
+def shells(problem: Problem, devices: int) -> tuple[list[Shell], dict[str, int]]:
     """The legal shells, and how many shells each reason refuses."""
     legal: list[Shell] = []
-    refused: Counter[str] = Counter()
+    illegal: Counter[str] = Counter()
     for tp in divisors(devices):
-        if tensor_reason(job.shape, tp):
-            refused["tp_size must divide the heads, the key and value heads, and the width of the MLP"] += 1
+        if tensor_reason(problem.shape, tp):
+            illegal["tp_size must divide the heads, the key and value heads, and the width of the MLP"] += 1
             continue
         for cp in divisors(devices // tp):
-            if cp > 1 and job.max_length % (2 * cp):
-                refused["2 x cp_size must divide max_length"] += 1
+            if cp > 1 and problem.max_length % (2 * cp):
+                illegal["2 x cp_size must divide max_length"] += 1
                 continue
             for pp in divisors(devices // (tp * cp)):
                 data = devices // (tp * cp * pp)
-                if pp > job.shape.layers:
-                    refused[f"pp_size is larger than the number of blocks, {job.shape.layers}"] += 1
-                elif job.global_batch_size % data:
-                    refused[f"the number of data ranks must divide the {job.global_batch_size} rows of an update"] += 1
+                if pp > problem.shape.layers:
+                    illegal[f"pp_size is larger than the number of blocks, {problem.shape.layers}"] += 1
+                elif problem.global_batch_size % data:
+                    illegal[
+                        f"the number of data ranks must divide the {problem.global_batch_size} rows of an update"
+                    ] += 1
                 else:
                     legal.append(Shell(tp, cp, pp, data))
-    return legal, refused
+    return legal, illegal
 
 
 @lru_cache(maxsize=65536)
@@ -119,23 +121,28 @@ def recomputations(schedule: Schedule | None) -> tuple[Recompute, ...]:
     return tuple(kind for kind in RECOMPUTE if schedule is None or not excluded({schedule, kind}))
 
 
-def cells(job: Job, shell: Shell) -> Iterator[Cell]:
+def cells(problem: Problem, shell: Shell) -> Iterator[Cell]:
     """Every cell of a shell."""
-    rows = job.global_batch_size // shell.data
+    rows = problem.global_batch_size // shell.data
     for microbatch in divisors(rows):
         count = rows // microbatch
-        for schedule, chunks in schedules(shell.pp, job.shape.layers, count):
+        for schedule, chunks in schedules(shell.pp, problem.shape.layers, count):
             for recompute in recomputations(schedule):
                 yield Cell(shell, schedule, chunks, microbatch, count, recompute)
 
 
+@lru_cache(maxsize=65536)
+def _kinds(schedule: Schedule | None, data: int, cp: int) -> tuple[str, ...]:
+    if schedule in SPLIT_WEIGHTS:
+        return ("ddp",)
+    if data * cp == 1:
+        return ("ddp", "offload")
+    return KINDS if data > 1 else WITHOUT_HSDP
+
+
 def kinds_of(cell: Cell) -> tuple[str, ...]:
     """The data-parallel kinds of a cell's layouts. With one rank to shard over there is only ddp, and offload."""
-    if cell.schedule in SPLIT_WEIGHTS:
-        return ("ddp",)
-    if cell.shell.data * cell.shell.cp == 1:
-        return ("ddp", "offload")
-    return KINDS if cell.shell.data > 1 else WITHOUT_HSDP
+    return _kinds(cell.schedule, cell.shell.data, cell.shell.cp)
 
 
 @lru_cache(maxsize=65536)
@@ -179,19 +186,17 @@ def variants(cell: Cell, kind: str) -> Iterator[Layout]:
 
 
 @lru_cache(maxsize=65536)
+def _layouts_of(schedule: Schedule | None, data: int, cp: int) -> int:
+    sharded = len(UNITS) * len(PREFETCH)
+    choices = {kind: 1 if kind in ("ddp", "zero1", "zero2") else sharded for kind in _kinds(schedule, data, cp)}
+    return len(recomputations(schedule)) * sum(len(splits(data, cp, kind)) * n for kind, n in choices.items())
+
+
+@lru_cache(maxsize=65536)
 def count_layouts(rows: int, data: int, cp: int, pp: int, layers: int) -> int:
     """How many layouts a shell has, units and prefetch included, with so many rows per data rank."""
-    total = 0
-    choices = len(UNITS) * len(PREFETCH)
-    splits = len(divisors(data)) - (cp == 1)
-    for microbatch in divisors(rows):
-        for schedule, _ in schedules(pp, layers, rows // microbatch):
-            if schedule in SPLIT_WEIGHTS:
-                kinds = 1
-            elif data * cp == 1:
-                kinds = 1 + choices
-            else:
-                # ddp; zero1, zero2 and zero3 with and without resharding for each split; offload.
-                kinds = 1 + splits * (2 + 2 * choices) + choices
-            total += kinds * len(recomputations(schedule))
-    return total
+    return sum(
+        _layouts_of(schedule, data, cp)
+        for microbatch in divisors(rows)
+        for schedule, _ in schedules(pp, layers, rows // microbatch)
+    )

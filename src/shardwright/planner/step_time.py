@@ -1,6 +1,6 @@
 """Seconds of one update, part by part: kernels, exposed collectives, pipeline, optimizer.
 
-`Clock` holds what does not change between layouts (job, device, software) and keeps the times that layouts
+`Clock` holds what does not change between layouts (the problem) and keeps the times that layouts
 share, so that the search can ask for tens of thousands of layouts a second.
 """
 
@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from shardwright.dtypes import DTYPE_BYTES
 from shardwright.layout.pipeline_schedules import actions, legality, stage_rank
 from shardwright.planner.data_parallel_time import DataParallelClock
+from shardwright.planner.kernels import matmul_seconds
 from shardwright.planner.network import send_seconds
+from shardwright.planner.optimizer import NEWTON_SCHULZ_STEPS, block_matrices, optimizer_of
 from shardwright.planner.pipeline_simulator import StageSeconds, play
+from shardwright.planner.problem import Layout, Problem
 from shardwright.planner.rank_time import RankKind, RankSeconds
 
 if TYPE_CHECKING:
-    from shardwright.planner.device import Device
-    from shardwright.planner.job import Job, Layout
-    from shardwright.planner.kernels import Software
+    from shardwright.arch.shape import ParameterGroup
 
 PLAYED_ACTIONS = 2500
 """Longer action lists are played with fewer microbatches and continued at the pace of the busiest rank."""
@@ -70,18 +72,20 @@ def idle_rounds(pp: int, chunks: int, microbatches: int) -> float:
 
 
 class Clock(DataParallelClock):
-    """Predicts the time of an update of `job` on `device` under `software` for any layout."""
+    """Predicts the time of an update of `problem` for any layout."""
 
-    def __init__(self, job: Job, device: Device, software: Software) -> None:
-        super().__init__(job, device, software)
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
         self._played: dict[tuple, float] = {}
         self._alone: dict[tuple, Alone] = {}
+        self._optimizer_of, self._master_size = optimizer_of(problem.optimizer), DTYPE_BYTES[problem.master_dtype]
+        self._orthogonal: dict[tuple[int, int, ParameterGroup], float] = {}
 
     def alone(self, layout: Layout, stage_blocks: tuple[int, ...]) -> Alone:
         """The time of one update without what the data-parallel axes and the optimizer add; `stage_blocks` says how many
         blocks each pipeline stage holds.
         """
-        k = layout.microbatches(self.job)
+        k = layout.microbatches(self.problem)
         key = (k, *self._ranks_key(layout, stage_blocks))
         found = self._alone.get(key)
         if found is not None:
@@ -102,7 +106,7 @@ class Clock(DataParallelClock):
         turn: float,
     ) -> StepTime:
         """The time of one update that rank `worst` sets, which waits `gathers` seconds at every microbatch."""
-        k = layout.microbatches(self.job)
+        k = layout.microbatches(self.problem)
         bubble = sends = 0.0
         if layout.axes.pp > 1:
             bubble, sends = self._pipeline(layout, ranks, worst, gathers, turn)
@@ -119,7 +123,7 @@ class Clock(DataParallelClock):
             sends,
             0.0,
             0.0,
-            self.software.update_seconds,
+            self.program.update_seconds,
         )
 
     def step(self, layout: Layout, stage_blocks: tuple[int, ...]) -> StepTime:
@@ -131,19 +135,19 @@ class Clock(DataParallelClock):
                 zip(ranks, waits), key=lambda pair: pair[0].forward + pair[0].backward + pair[1].microbatch
             )
             time = self._parts(layout, ranks, worst, wait.microbatch, turn)
-        shard = layout.axes.dp_shard * layout.axes.cp if layout.data_parallel != "ddp" else 1
+        shards = layout.axes.dp_shard * layout.axes.cp if layout.data_parallel != "ddp" else 1
         return time._replace(
             reduction=max(wait.update for wait in waits),
-            optimizer=self._optimizer(layout, max(rank.parameters for rank in ranks) / shard),
+            optimizer=max([self._optimizer(layout, rank.blocks, rank.parameters, shards) for rank in ranks]),
         )
 
     def send(self, layout: Layout) -> float:
         """Seconds of one send between stages."""
         a = layout.axes
-        tokens = layout.microbatch_rows * self.job.max_length / a.cp
-        payload = tokens * self.job.shape.hidden * self._size / (a.tp if layout.sequence_parallel else 1)
+        tokens = layout.microbatch_rows * self.problem.max_length / a.cp
+        payload = tokens * self.problem.shape.hidden * self._size / (a.tp if layout.sequence_parallel else 1)
         inner = a.world_size // a.pp
-        return send_seconds(self.device, inner >= self.device.node.devices, payload) + self.software.pipeline_seconds
+        return send_seconds(self.device, inner >= self.device.node.devices, payload) + self.program.pipeline_seconds
 
     def _pipeline(
         self,
@@ -162,7 +166,7 @@ class Clock(DataParallelClock):
         stage is waited for. For equal stages this is what `timed` gets by playing the lists.
         """
         schedule, chunks, pp = layout.schedule, layout.chunks, layout.axes.pp
-        microbatches = layout.microbatches(self.job)
+        microbatches = layout.microbatches(self.problem)
         whole = worst.forward + worst.backward + gathers
         if schedule == "zero_bubble":
             idle = sum(r.number * (r.forward + r.backward - 2 * r.weights) for r in ranks) + worst.weights * max(
@@ -182,7 +186,7 @@ class Clock(DataParallelClock):
     def sends(self, pp: int, chunks: int, microbatches: int) -> int:
         """Sends of one update that are waited for."""
         steps = 2 * (pp - 1)
-        return steps if self.software.overlap_pipeline else steps + 2 * (microbatches - 1) * chunks
+        return steps if self.program.overlap_pipeline else steps + 2 * (microbatches - 1) * chunks
 
     def _turn(self, layout: Layout, stage_blocks: tuple[int, ...]) -> float:
         """Seconds of a microbatch on a rank of several stages, if each turn took as long as the longest one.
@@ -204,7 +208,7 @@ class Clock(DataParallelClock):
     def timed(self, layout: Layout, stage_blocks: tuple[int, ...]) -> StepTime:
         """The time of one update with the pipeline's action lists played, not in closed form."""
         closed = self.step(layout, stage_blocks)
-        a, k, chunks = layout.axes, layout.microbatches(self.job), layout.chunks
+        a, k, chunks = layout.axes, layout.microbatches(self.problem), layout.chunks
         if a.pp == 1 or layout.schedule is None:
             return closed
         schedule, played = layout.schedule, k
@@ -235,9 +239,30 @@ class Clock(DataParallelClock):
             StageSeconds(r.forward + wait, r.backward + wait - r.weights, r.weights) for r, wait in zip(stages, waits)
         ]
 
-    def _optimizer(self, layout: Layout, local_parameters: float) -> float:
+    def _optimizer(self, layout: Layout, blocks: int, parameters: float, shards: int) -> float:
+        """Seconds of the optimizer step on a pipeline rank, whose states are divided over `shards` ranks."""
         if layout.offload == "params":
             # Gradients travel to the host and weights back; the host updates them at its own memory
             # bandwidth, which moves about four times as many bytes as travel.
-            return local_parameters * 4 * 2 * self._reduce_size / self.device.host_bandwidth
-        return local_parameters * self.software.optimizer_bytes / self._speed
+            return parameters / shards * 4 * 2 * self._reduce_size / self.device.host_bandwidth
+        moved = parameters * self._optimizer_of.moved
+        if not self._optimizer_of.orthogonalises:
+            return moved / shards / self._speed
+        matrices = block_matrices(self.problem.shape)
+        elements = blocks * sum(group.numel for group in matrices) / layout.axes.tp
+        moved += elements * (self._optimizer_of.matrix_moved - self._optimizer_of.moved)
+        orthogonal = blocks * sum(self._orthogonalising(layout.axes.tp, shards, group) for group in matrices)
+        return moved / shards / self._speed + orthogonal
+
+    def _orthogonalising(self, tp: int, shards: int, group: ParameterGroup) -> float:
+        """Seconds of gathering one matrix and of making it orthogonal, on every rank alike (`train/muon.py`)."""
+        found = self._orthogonal.get((tp, shards, group))
+        if found is None:
+            parts, dtype = tp if group.split else 1, "fp64" if self._master_size == 8 else "bf16"
+            r, c = sorted(group.size)
+            found = self._gather(shards, tp).seconds(group.numel * self._master_size / parts)
+            found += self._gather(parts, 1).seconds(group.numel * self._master_size)
+            products = ((r, r, c), (r, r, r), (r, c, r))
+            once = sum(matmul_seconds(self.device, *product, dtype) for product in products)
+            found = self._orthogonal[tp, shards, group] = found + NEWTON_SCHULZ_STEPS * once
+        return found

@@ -8,24 +8,23 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from shardwright.arch.model_shape import Inventory, built_by, shape_of_model
+from shardwright.arch.model_shape import Inventory, shape_of_model
 from shardwright.arch.shape import generic_shape
-from shardwright.errors import ConfigError, ExitCode
+from shardwright.dtypes import DTYPE_BYTES
+from shardwright.errors import ConfigError, ExitCode, did_you_mean
 from shardwright.planner.advice import first_to_test
 from shardwright.planner.answer import answer, describe, layout_keys, layout_name
 from shardwright.planner.hardware import find_device
-from shardwright.planner.job import Job
-from shardwright.planner.of_run import loss_of
-from shardwright.planner.own_software import own_software
-from shardwright.planner.program import SHARDWRIGHT, SHARDWRIGHT_COMPILED
+from shardwright.planner.problem import problem_of_flags, shape_of_run
 from shardwright.planner.search import Choice, Search
 from shardwright.planner.show import bar, keys_line, layout_table, parts_line, text
 from shardwright.planner.space import KINDS, ON_DEVICE, tensor_reason
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # planning by flags loads no pydantic
     from shardwright.arch.shape import Shape
+    from shardwright.config.schema import RunFile
 
 PACKED = (
     "Rows are packed, and attention is counted over whole rows: more than their documents need. Give --document-length, which "
@@ -58,50 +57,31 @@ class Request:
     compiled: bool = False
     offload: bool = False
     overrides: tuple[str, ...] = ()
-    inventory: Inventory | None = (
-        None  # builds a model that is not read from its config.json; None: no model can be built
-    )
+    inventory: Inventory | None = None  # builds a model that is not read from its config.json; None: cannot be built
 
 
-def _generic(request: Request, layers: int) -> Shape:
-    hidden, heads, vocab = request.hidden, request.heads, request.vocab
-    if hidden is None or heads is None or vocab is None:
-        sizes = {"--hidden": hidden, "--heads": heads, "--vocab": vocab}
-        missing = ", ".join(name for name, value in sizes.items() if value is None)
-        raise ConfigError(f"--layers needs {missing} too.", "These sizes together give the shape of the model.")
-    return generic_shape(
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        vocab=vocab,
-        ffn=request.ffn,
-        kv_heads=request.kv_heads,
-        gated=request.gated,
-        tied=False,
-        biases=False,
-    )
-
-
-def _shape(request: Request, run: Any) -> Shape:
+def _shape(request: Request, run: RunFile | None) -> Shape:
+    sizes = {name: getattr(request, name) for name in ("layers", "hidden", "heads", "vocab")}
     if request.layers is not None:
-        return _generic(request, request.layers)
-    name = request.model or (run.model.model_name_or_path if run else None)
-    if name is None:
-        raise ConfigError(
-            "No model is given.",
-            "",
-            "Give a run file, --model (a known model, a config.json or its directory), or --layers --hidden --heads --vocab.",
-        )
-    if request.model or run is None:
-        return shape_of_model(name, request.inventory, {"attn_implementation": "eager"})
-    return shape_of_model(name, request.inventory, built_by(run.model.model_dump()))
+        missing = ", ".join(f"--{name}" for name, size in sizes.items() if size is None)
+        if missing:
+            raise ConfigError(f"--layers needs {missing} too.", "These sizes together give the shape of the model.")
+        rest = {name: getattr(request, name) for name in ("ffn", "kv_heads", "gated")}
+        return generic_shape(**sizes, **rest, tied=False, biases=False)
+    if request.model is not None:
+        return shape_of_model(request.model, request.inventory, {"attn_implementation": "eager"})
+    if run is not None:
+        return shape_of_run(run, request.inventory)
+    raise ConfigError(
+        "No model is given.",
+        "",
+        "Give a run file, --model (a known model, a config.json or its directory), or --layers --hidden --heads --vocab.",
+    )
 
 
-def make_search(request: Request) -> tuple[Search, Any]:
-    """The search of a request, and its run file if there is one. Raises `ConfigError` for what is missing or
-    unknown.
-    """
-    run = None
+def make_search(request: Request) -> tuple[Search, RunFile | None]:
+    """The search of a request, and its run file if there is one. Raises `ConfigError` for missing and unknown values."""
+    run: RunFile | None = None
     if request.run_file is not None:
         from shardwright.config.load import load_run_file, parse_overrides
         from shardwright.layout.legality import check_settings
@@ -126,36 +106,25 @@ def make_search(request: Request) -> tuple[Search, Any]:
             raise ConfigError(f"{key} = {value}, but must be at least 1.")
     if request.document_length is not None and request.document_length <= 0:
         raise ConfigError(f"--document-length {request.document_length}, but must be above 0.")
-    precision = run.precision if run else None
-    on_cpu = bool(run and run.hardware.device == "cpu")
+    devices, dtypes = needed.pop("devices") or 0, ("param_dtype", "reduce_dtype", "master_dtype")
+    for name in dtypes:
+        dtype = getattr(request, name)
+        known = [known for known in DTYPE_BYTES if known.startswith(("fp", "bf"))]
+        if dtype is not None and dtype not in known:
+            raise ConfigError(f"--{name.replace('_', '-')} {dtype} is not known.", "", did_you_mean(dtype, known))
+    on_cpu = run is not None and run.hardware.device == "cpu"
     device = find_device(request.device or ("cpu" if on_cpu else "h100-sxm-80gb"))
-    job = Job(
-        _shape(request, run),
-        int(needed["max_length"] or 0),
-        int(needed["global_batch_size"] or 0),
-        param_dtype=request.param_dtype or (precision.param_dtype if precision else "bf16"),
-        reduce_dtype=request.reduce_dtype or (precision.reduce_dtype if precision else "fp32"),
-        master_dtype=request.master_dtype or (precision.master_dtype if precision else "fp32"),
-        optimizer=run.training.optimizer if run else "adamw",
-        attention="eager" if run and run.model.attn_implementation == "eager" else "flash",
-        loss=loss_of(run) if run else "auto",
-        packed=request.document_length is not None or bool(run and run.data.batching == "pack"),
-        document_length=request.document_length,
-        device_kind=device.kind,
-    )
-    compiled = request.compiled or bool(run and run.memory.compile)
-    software = own_software(job.device_kind, compiled)
-    program = SHARDWRIGHT_COMPILED if compiled else SHARDWRIGHT
-    offload = request.offload or bool(run and run.memory.cpu_offload != "none")
-    kinds = KINDS if offload else ON_DEVICE
-    return Search(job, device, int(needed["devices"] or 0), software, program, kinds), run
+    given = {**needed, **{name: getattr(request, name) for name in (*dtypes, "document_length")}}
+    problem = problem_of_flags(_shape(request, run), device, run, request.compiled, given)
+    offload = request.offload or (run is not None and run.memory.cpu_offload != "none")
+    return Search(problem, devices, KINDS if offload else ON_DEVICE), run
 
 
 def named(search: Search, name: str) -> Choice | None:
     """The fastest layout of this name that fits; None when none fits. Raises `ConfigError` when the name is not legal here."""
     from shardwright.layout.names import parse_layout
 
-    keys, job = parse_layout(name), search.job
+    keys, problem = parse_layout(name), search.problem
     tp, cp, pp = (keys.get(f"{axis}_size", 1) for axis in ("tp", "cp", "pp"))
     replicate, kind = keys.get("dp_replicate_size"), keys.get("data_parallel", "zero3")
     if replicate and kind == "zero3":
@@ -165,13 +134,13 @@ def named(search: Search, name: str) -> Choice | None:
         raise ConfigError(
             f"`{name}` needs a multiple of {taken} devices, not {search.devices}.", "", "Change --devices or a size."
         )
-    reason = tensor_reason(job.shape, tp)
+    reason = tensor_reason(problem.shape, tp)
     if reason:
         raise ConfigError(f"`{name}`: {reason}.", "Each rank must hold whole heads and equal columns.")
     data = search.devices // (tp * cp * pp)
-    if job.global_batch_size % data:
+    if problem.global_batch_size % data:
         raise ConfigError(
-            f"`{name}`: the {job.global_batch_size} rows of an update cannot be divided over {data} data ranks.",
+            f"`{name}`: the {problem.global_batch_size} rows of an update cannot be divided over {data} data ranks.",
             "The batch is part of the objective.",
         )
     return search.only(tp, cp, pp, kind, replicate, keys.get("pp_schedule"))
@@ -211,17 +180,14 @@ def _explain(search: Search, field: str, tokens: float | None, write: Callable[[
     else:
         rejections = [(r.device_bytes, r.layout) for r in found.rejected.values() if r.layout is not None]
         if not rejections:
-            raise ConfigError("No layout is legal.", "; ".join(found.refused), "Change the devices or the batch.")
+            raise ConfigError("No layout is legal.", "; ".join(found.illegal), "Change the devices or the batch.")
         layout, time = min(rejections, key=itemgetter(0))[1], None
+    lines = list(explain(name, Subject(search.problem, layout, search.devices, time, tokens)))
+    if choice is None:
         write("Nothing fits. These lines are about the layout that needs least memory.")
     write(f"{layout_name(layout)}: " + " ".join(f"{key} {value}" for key, value in layout_keys(layout).items()))
-    subject = Subject(
-        search.job, layout, search.device, search.devices, time=time, program=search.program, tokens=tokens
-    )
-    for line in explain(name, subject):
+    for line in (*lines, *(f"  {line}" for line in time_lines(name, search.clock, layout))):
         write(line)
-    for line in time_lines(name, search.clock, layout):
-        write(f"  {line}")
     return ExitCode.DONE if choice is not None else ExitCode.NOTHING_FITS
 
 

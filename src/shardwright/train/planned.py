@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from shardwright.arch.model_shape import built_by, shape_of_model
 from shardwright.arch.shape import Shape
 from shardwright.config.schema import RunFile
 from shardwright.errors import ShardwrightError
 from shardwright.layout.axes import Axes
 from shardwright.layout.traffic import Traffic
 from shardwright.models.parameter_inventory import inventory
+from shardwright.planner.estimate import estimate
 from shardwright.planner.hardware import find_device
-from shardwright.planner.memory_timeline import short_peak
-from shardwright.planner.of_run import job_of, layout_of
-from shardwright.planner.own_software import own_software
-from shardwright.planner.program import SHARDWRIGHT, SHARDWRIGHT_COMPILED
-from shardwright.planner.step_time import Clock
-from shardwright.planner.traffic import Place, own_stages, traffic
+from shardwright.planner.problem import layout_of, problem_of, shape_of_run
+from shardwright.planner.traffic import Place, traffic
 
 
 @dataclass(frozen=True)
@@ -37,9 +33,8 @@ class Planned:
 
 def shape_of(run: RunFile) -> Shape | None:
     """The model's shape as the planner sees it; None for a model that it cannot read."""
-    section = built_by(run.model.model_dump())
     try:
-        return shape_of_model(run.model.model_name_or_path, lambda _: inventory(run.model), section)
+        return shape_of_run(run, lambda _: inventory(run.model))
     except ShardwrightError:
         return None
 
@@ -51,21 +46,16 @@ def plan_of(
 
     device: torch's type, None for that of the run file. hardware: a name of the catalogue or a hardware file, for the time.
     """
-    job = replace(job_of(run, shape, device), loss="chunked" if chunked else "full")
-    layout = layout_of(run, axes, device)
-    program = SHARDWRIGHT_COMPILED if run.memory.compile else SHARDWRIGHT
-    found = short_peak(job, layout, program)
-    seconds, parts, idle = None, {}, None
-    if hardware is not None:
-        clock = Clock(job, find_device(hardware), own_software(job.device_kind, run.memory.compile))
-        time = clock.timed(layout, own_stages(shape, axes.pp * layout.chunks))
-        seconds, parts = time.total, {name: part for name, part in time._asdict().items() if part}
-        idle = time.bubble / time.total
-    return Planned(found.allocated, found.composition, found.moment, seconds, parts, idle)
+    problem = problem_of(run, shape, device, find_device(hardware) if hardware else None)
+    found = estimate(replace(problem, loss="chunked" if chunked else "full"), layout_of(run, axes, device))
+    peak, time = found.peak, found.time
+    parts = {name: part for name, part in time._asdict().items() if part} if time else {}
+    seconds, idle = (time.total, time.bubble / time.total) if time else (None, None)
+    return Planned(peak.allocated, peak.composition, peak.moment, seconds, parts, idle)
 
 
 def traffic_of(run: RunFile, axes: Axes, shape: Shape, rank: int) -> tuple[Traffic, ...]:
     """What rank `rank` sends in the forward and backward passes of an update."""
     at, ddp = axes.coordinates(rank), run.parallelism.data_parallel == "ddp"
     place = Place(at["tp"], 0 if ddp else at["dp_shard"] * axes.cp + at["cp"])
-    return traffic(job_of(run, shape), layout_of(run, axes), at["pp"], place=place)
+    return traffic(problem_of(run, shape), layout_of(run, axes), at["pp"], place)

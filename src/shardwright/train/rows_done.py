@@ -1,4 +1,4 @@
-"""How many rows a checkpoint has done, and how a run goes on with the rows that are not done yet."""
+"""How many rows a checkpoint has done, and how a run continues with the rows that are not done yet."""
 
 from __future__ import annotations
 
@@ -13,15 +13,13 @@ from shardwright.config.schema import RunFile
 from shardwright.data.order import Cursor, Order, Stretch, stretches_of
 from shardwright.data.streaming.rows import StreamOrder
 
-_ONCE, _AGAIN = (
-    "none of its rows comes again or is passed over",
-    "some rows may come again or be passed over",
-)
+_ONCE = "none of its rows comes again or is passed over"
+_AGAIN = "some rows may come again or be passed over"
 
 
 @dataclass(frozen=True)
 class SavedPosition:
-    """Where a checkpoint stands. fingerprint: of the rows. settings: of the run that wrote it, by dotted keys."""
+    """Where a checkpoint stands in the data. fingerprint: of the rows. settings: of the run that wrote it, by dotted keys."""
 
     update: int
     cursor: Cursor | None
@@ -30,13 +28,13 @@ class SavedPosition:
 
     @staticmethod
     def of(manifest: Manifest, config: str) -> SavedPosition:
-        """What a manifest and a saved run file say."""
+        """From the manifest and the saved run file."""
         return SavedPosition(manifest.update, manifest.cursor, manifest.data_fingerprint, read_settings(config))
 
     def counted(self, rows: int, run: RunFile) -> Cursor:
         """A cursor for a checkpoint that was written without one: its updates times its batch size are done.
 
-        run: for settings that its run file does not know.
+        run: gives the settings that the saved run file lacks.
         """
         own = {"training": run.training, "data": run.data}
 
@@ -58,17 +56,17 @@ def accepts_other_data(run: RunFile) -> bool:
 
 
 def resume_rows(order: Order, saved: SavedPosition, run: RunFile, fingerprint: str) -> list[str]:
-    """Lets `order` begin after the rows that are done; returns what has changed for rows and the length, in lines.
+    """Lets `order` begin after the rows that are done; returns lines about changed rows and a changed length.
 
-    fingerprint: of this run's rows. Raises `CheckpointError` where a stream holds something else there than it did, unless
-    that is accepted.
+    fingerprint: of this run's rows. Raises `CheckpointError` where a stream holds other data at its cursor than before, unless
+    other data is accepted.
     """
     if isinstance(order, StreamOrder):
-        order.seek(saved.update, _place(saved.cursor), accepts_other_data(run))
+        order.seek(saved.update, _stream_cursor(saved.cursor), accepts_other_data(run))
         length = saved.settings.get("training.max_steps")
         return [*_of_stream(order, saved, run), *_of_length(length, order, run)]
     cursor, other = saved.cursor or saved.counted(order.rows, run), saved.fingerprint != fingerprint
-    if stream := _place(cursor):  # how many rows are done is all that it says of these
+    if stream := _stream_cursor(cursor):  # of a stream's cursor only the number of rows holds here
         cursor, other = {"rows": stream["position"], "stretches": []}, True
     order.seek(saved.update, cursor, other)
     before = next(iter(stretches_of(cursor)[-1:]), None)
@@ -78,8 +76,8 @@ def resume_rows(order: Order, saved: SavedPosition, run: RunFile, fingerprint: s
     return [*rows, *_of_length(before.updates if before else None, order, run)]
 
 
-def _place(cursor: Cursor | None) -> Cursor | None:
-    """The cursor, where it is that of a stream."""
+def _stream_cursor(cursor: Cursor | None) -> Cursor | None:
+    """The cursor if it belongs to a stream, else None."""
     return cursor if cursor is not None and "place" in cursor else None
 
 
@@ -102,7 +100,7 @@ def _other_order(again: int) -> str:
 
 
 def _of_stream(order: StreamOrder, saved: SavedPosition, run: RunFile) -> Iterator[str]:
-    cursor, settings = _place(saved.cursor), saved.settings
+    cursor, settings = _stream_cursor(saved.cursor), saved.settings
     if cursor is None:
         yield "The stream is read from its beginning: the checkpoint was trained on other data."
         return

@@ -1,4 +1,4 @@
-"""The request to stop: signals set a flag, and the loop asks for it between updates."""
+"""Stop signals: a signal sets a flag, which the training loop reads between updates."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from shardwright.mesh.cluster_environment import stop_signals
 class StopFlag:
     """Set by SIGTERM, SIGUSR1, SIGHUP or SIGINT; the second SIGINT raises `KeyboardInterrupt`.
 
-    A signal may reach one rank only, so a rank never acts on its own flag: the ranks agree by a reduction in the update
-    and stop after the same one. Made in the main thread. `close` restores the handlers; it is a context manager too.
+    A signal may reach one rank only, so a rank never acts on its own flag: the ranks reduce their flags in each update and stop
+    after the same update. Made in the main thread. A context manager; `close` restores the handlers.
     """
 
     def __init__(self) -> None:
         self.signal_name: str | None = None
-        """The first signal, and `date` when it came; None while there was none."""
+        """The first signal, None before; `date`: when it came."""
         self.date: str | None = None
         self._interrupts = 0
         numbers = stop_signals()
         self._before = {number: signal.signal(number, self._receive) for number in numbers}
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)  # the launcher holds them back until here
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)  # the launcher starts ranks with these signals blocked
 
     @property
     def requested(self) -> bool:
@@ -38,7 +38,7 @@ class StopFlag:
             raise KeyboardInterrupt
 
     def close(self) -> None:
-        """Puts back the handlers that were there before."""
+        """Restores the handlers of before."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
 

@@ -24,7 +24,7 @@ from shardwright.mesh.object_collectives import broadcast_object, gather_objects
 from shardwright.mesh.process_group import Connection, connect
 from shardwright.models.build import quiet_transformers
 from shardwright.planner.answer import layout_name
-from shardwright.planner.of_run import layout_of
+from shardwright.planner.problem import layout_of
 from shardwright.torch_private import second_store
 from shardwright.train.exhausted import explaining_exhaustion
 from shardwright.train.exported import export_arguments, export_directory, export_model
@@ -35,13 +35,13 @@ from shardwright.train.signals import StopFlag
 from shardwright.train.update import UpdateEngine
 
 WATCHDOG_SECONDS = 5
-"""How much longer than a phase a collective may take: the watchdog, which can name the rank, comes first."""
+"""How much longer than a phase a collective may take, so that the hang report comes before the collective's time-out."""
 
 
 def run_rank(loaded: Loaded, alone: bool = False) -> int:
     """Trains as one rank of the group that the environment names; returns the exit code.
 
-    alone: no process of ours has started the ranks and printed the lines about the run.
+    alone: torchrun or Slurm has started the ranks, so no launcher of ours has checked and described the run.
     """
     run, hardware = loaded.run, loaded.run.hardware
     quiet_transformers()
@@ -77,9 +77,9 @@ def run_rank(loaded: Loaded, alone: bool = False) -> int:
 
 @contextmanager
 def _own_directory(loaded: Loaded, place: RankInfo) -> Iterator[None]:
-    """`output_dir` belongs to this job: our launcher holds it for its ranks, else rank 0 does. Collective.
+    """Holds the lock of `output_dir`: our launcher holds it for its ranks, else rank 0 does. Collective.
 
-    Where hosts may have disks of their own, the first rank of each holds the one that it sees.
+    Where hosts may have disks of their own, the first rank of each host holds the lock of the directory that it sees.
     """
     run = loaded.run
     directory, shared = Path(run.checkpoint.output_dir), run.checkpoint.storage == "shared"
@@ -106,7 +106,7 @@ def _own_directory(loaded: Loaded, place: RankInfo) -> Iterator[None]:
 
 
 def _describe(loaded: Loaded, engine: UpdateEngine, connection: Connection, console: Console) -> None:
-    """Says what is about to run; saves the resolved run file with the origin of every value, and the environment."""
+    """Prints what runs; saves the resolved run file with the origin of every value, and the environment."""
     output_dir = Path(loaded.run.checkpoint.output_dir)
     output_dir.mkdir(parents=True, exist_ok=True)
     (output_dir / "config.yaml").write_text(loaded.to_yaml(origins=True), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Reductions of `fully_shard` that return at once: the same sums as its own, wide, in a fixed order, and few at a time.
+"""Reductions of `fully_shard` that return at once: the same sums as its own, in float32, in a fixed order, and few at a time.
 
 Against one process of plain torch they stand in test_parity.py and test_precision.py; what they send in test_traffic.py.
 """
@@ -109,9 +109,9 @@ def in_flight(loaded: Loaded) -> tuple[int, int, Counter[str]]:
     ):
         engine.forward_backward(batches_for(engine, 0))
     kinds = Counter[str]()
-    for call, count in recorder.calls.items():
-        if call.axis == "dp_shard":
-            kinds[call.collective] += count
+    for sent in recorder.traffic():
+        if sent.axis == "dp_shard":
+            kinds[sent.collective] += int(sent.count)
     return max(counts), len(counts), kinds
 
 

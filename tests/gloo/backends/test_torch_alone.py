@@ -77,7 +77,7 @@ def on_torch_alone() -> Found:
         engine = make_engine(LAYOUTS["hsdp2 zero3"])
         with CommunicationRecorder(axis_of_groups(engine.mesh)) as recorder:
             engine.forward_backward(batches_for(engine, 0, length=LENGTH))
-        counts = [count for call, count in recorder.calls.items() if call.collective == "all-reduce" and call.size > 1]
+        counts = [int(sent.count) for sent in recorder.traffic() if sent.collective == "all-reduce"]
         imported = [name for name, module in sys.modules.items() if name.startswith(GLOO) and module is not None]
         return Found(outcomes, sum(counts), imported)
 

@@ -34,7 +34,7 @@ from shardwright.checkpoint.resume import find_checkpoint
 from shardwright.layout.names import with_layout
 from shardwright.measure.live_memory import LiveMemory
 from shardwright.planner.host import host_bytes
-from shardwright.planner.of_run import job_of, layout_of
+from shardwright.planner.problem import layout_of, problem_of
 from shardwright.tools.drill.disk import fill, small_disk
 from shardwright.train.loop import Trainer
 
@@ -242,7 +242,7 @@ def _staged(directory: Path) -> dict[str, tuple[int, int, int, int]]:
             trainer = Trainer(loaded, engine, Data(engine), Console(quiet=True))  # type: ignore[arg-type]
             rises = [_rise(trainer, live, update) for update in (1, 2)]
         shape = shape_from_config(engine.module.config.to_dict())
-        planned = host_bytes(job_of(loaded.run, shape), layout_of(loaded.run, engine.axes)).save
+        planned = host_bytes(problem_of(loaded.run, shape), layout_of(loaded.run, engine.axes)).save
         found[name] = (*rises, trainer.checkpoints.saver.staging_bytes, planned)
     return found
 

@@ -21,7 +21,7 @@ from shardwright.layout.legality import check_run
 from shardwright.layout.traffic import Traffic
 from shardwright.measure.communication import CommunicationRecorder, compare_traffic
 from shardwright.mesh.device_mesh import axis_of_groups
-from shardwright.planner.of_run import job_of, layout_of
+from shardwright.planner.problem import layout_of, problem_of
 from shardwright.planner.traffic import Place, traffic
 
 pytestmark = [pytest.mark.gloo, pytest.mark.slow]
@@ -101,10 +101,10 @@ def _shape(loaded: Loaded) -> Shape:
 @pytest.mark.parametrize("name", CASES)
 def test_predicted_is_recorded(name: str, ranks: list[dict[str, Recorded]]) -> None:
     run, ddp = CASES[name].run, CASES[name].run.parallelism.data_parallel == "ddp"
-    job, layout = job_of(run, _shape(CASES[name])), layout_of(run, check_run(CASES[name], 4))
+    problem, layout = problem_of(run, _shape(CASES[name])), layout_of(run, check_run(CASES[name], 4))
     for rank in ranks:
         (stage, place), recorded = rank[name]
-        rows = compare_traffic(traffic(job, layout, stage, place=place), recorded, buckets=ddp)
+        rows = compare_traffic(traffic(problem, layout, stage, place=place), recorded, buckets=ddp)
         assert rows
         assert [row for row in rows if not row.equal] == [], (stage, place)
 

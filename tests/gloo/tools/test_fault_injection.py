@@ -118,7 +118,7 @@ def judged(plants: list[tuple[str, str, str]], directory: Path) -> dict[tuple[st
                 options |= {"data.train": [str(_weighted_rows(directory))], "data.validation": []}
             run = load_run_file(f"examples/{name}.yaml", options).run
             adjusted = adjust(run, dtype="fp64", data_ranks=2, device="cpu", updates=2)
-            record, _, training = run_reference(adjusted.run, adjusted.changes, directory / example, 2)
+            record, training = run_reference(adjusted.run, adjusted.changes, directory / example, 2)
             references[example] = record, adjusted, training
         for index, (example, layout, fault) in enumerate(plants):
             _, adjusted, training = references[example]

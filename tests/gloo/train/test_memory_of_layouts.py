@@ -1,4 +1,4 @@
-"""MemoryPeak memory of tensors, measured on gloo ranks, beside what the planner says, under every way to split.
+"""Peak memory of tensors, measured on gloo ranks, beside what the planner says, under every way to split.
 
 Known-fault rows: A109 (peaks by phase), A112 (gradients at rest).
 """
@@ -19,8 +19,8 @@ from shardwright.config.load import Loaded
 from shardwright.layout.legality import check_run
 from shardwright.layout.names import with_layout
 from shardwright.measure.live_memory import LiveMemory, MemoryPeak
-from shardwright.planner.memory_timeline import short_peak
-from shardwright.planner.of_run import job_of, layout_of
+from shardwright.planner.memory_peak import short_peak
+from shardwright.planner.problem import layout_of, problem_of
 
 pytestmark = [pytest.mark.gloo, pytest.mark.slow]
 RANKS, LENGTH, VOCABULARY = 4, 64, 1024
@@ -83,7 +83,7 @@ def planned(name: str) -> Any:
     run = loaded(name).run
     config = json.loads((Path(LLAMA) / "config.json").read_text()) | SIZES
     layout = layout_of(run, check_run(loaded(name), RANKS), "cpu")
-    return short_peak(job_of(run, shape_from_config(config), "cpu"), layout)
+    return short_peak(problem_of(run, shape_from_config(config), "cpu"), layout)
 
 
 @pytest.mark.parametrize("name", EVERY)

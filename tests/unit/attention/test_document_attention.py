@@ -31,8 +31,8 @@ from shardwright.layout.legality import check_run
 from shardwright.layout.size_rules import chunks
 from shardwright.models import build_model
 from shardwright.models.build import check_own_attention
-from shardwright.parallel.context.documents import as_one_row, as_rows, document_blocks
-from shardwright.tools.check.force_float64 import Float64Throughout
+from shardwright.parallel.context.shard import as_one_row, as_rows, document_blocks
+from shardwright.tools.check.force_float64 import ForceFloat64
 
 CPU = torch.device("cpu")
 WIDTH = 12
@@ -61,7 +61,7 @@ def drawn(seed: int, rows: int = 5, width: int = WIDTH) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
-def test_narrow_gradients_are_no_worse_than_torchs(kv_heads: int) -> None:
+def test_bf16_gradients_are_no_worse_than_torchs(kv_heads: int) -> None:
     """In bf16 on a CPU backward computes in float32: outputs are torch's, gradients as near to float64's or nearer."""
     torch.manual_seed(0)
     drawn = [torch.randn(3, heads, 50, 16) for heads in (4, kv_heads, kv_heads)]
@@ -91,9 +91,9 @@ def test_narrow_gradients_are_no_worse_than_torchs(kv_heads: int) -> None:
     assert all(
         own <= 1.05 * other and own <= tolerance.in_norm(2, torch.bfloat16) for own, other in zip(mine[1:], theirs[1:])
     ), errors
-    wide = run(torch.float64, lambda q, k, v: Attention.apply(q, k, v, 0.25, True).transpose(1, 2))
+    own = run(torch.float64, lambda q, k, v: Attention.apply(q, k, v, 0.25, True).transpose(1, 2))
     bound = tolerance.mixed(50, 50, 16)
-    assert all((a - b).abs().max() <= bound * b.abs().max() for a, b in zip(wide, exact))
+    assert all((a - b).abs().max() <= bound * b.abs().max() for a, b in zip(own, exact))
 
 
 def test_spans_positions_and_groups() -> None:
@@ -345,7 +345,7 @@ def test_documents_reach_attention_in_these_families(family: str, tmp_path: Path
     model.double()  # some routers are kept in float32
     rows = packed(ROWS)
     ids = torch.randint(2, 60, rows.documents.shape)
-    with torch.no_grad(), Float64Throughout():  # else norms and routers round to float32
+    with torch.no_grad(), ForceFloat64():  # else norms and routers round to float32
         alone = {(r, s): model(input_ids=ids[r : r + 1, s:e], use_cache=False).logits[0] for r, s, e in rows.spans}
         isolate_documents(model)
         named = {"position_ids": rows.position_ids, "documents": rows, "use_cache": False}
@@ -472,7 +472,7 @@ def test_options_that_do_not_go_with_packing(overrides: dict[str, Any], message:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
-def test_rows_of_one_document_take_the_wide_backward(family: str) -> None:
+def test_rows_of_one_document_take_the_float32_backward(family: str) -> None:
     """A model that attends by sdpa does in bf16 on a CPU, with the same logits; a mask is left to Transformers."""
     config = FAMILIES[family]()
     torch.manual_seed(0)

@@ -14,16 +14,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.data_runs import EOS, run_over, written
+from tests.data_runs import ready as prepared
 from tests.places import EXAMPLES
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from shardwright.config import RunFile, load_run_file
+from shardwright.config import load_run_file
 from shardwright.data.encode import token_weights, with_whole_offsets
 from shardwright.data.prepare import Prepared, prepare
 from shardwright.data.tokenizer import load_tokenizer
 from shardwright.errors import ConfigError, DataError
 
-EOS = 256
 PROMPT = "{% if add_generation_prompt %}<assistant>{% endif %}"
 PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>\n{% endfor %}" + PROMPT
 MARKED = (
@@ -54,19 +55,9 @@ def ready(directory: Path, records: list[dict[str, Any]], template: str | None =
     (tokenizer / "chat_template.jinja").unlink(missing_ok=True)
     if template is not None:
         (tokenizer / "chat_template.jinja").write_text(template)
-    (directory / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    model = {"model_name_or_path": str(EXAMPLES / "tiny"), "tokenizer_name_or_path": str(tokenizer), "init": "random"}
-    run = RunFile.model_validate(
-        {
-            "model": model,
-            "data": {"train": [str(directory / "data.jsonl")], "max_length": 512, "num_proc": 1} | data,
-            "training": {"max_steps": 1, "global_batch_size": 1},
-            "checkpoint": {"output_dir": str(directory / "runs" / "a")},
-        }
-    )
-    found = prepare(run)
-    assert found is not None
-    return found
+    written(directory / "data.jsonl", *records)
+    model = {"tokenizer_name_or_path": str(tokenizer)}
+    return prepared(run_over(directory, model=model, **{"max_length": 512} | data))
 
 
 def documents(found: Prepared) -> list[tuple[bytes, list[tuple[bytes, float]]]]:

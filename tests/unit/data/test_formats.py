@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
-from tests.places import EXAMPLES
+from tests.data_runs import ready, run_over, written
 
 from shardwright.config import RunFile
-from shardwright.data.formats import find_format
-from shardwright.data.prepare import Prepared, prepare
+from shardwright.config.schema import Data, Format
+from shardwright.data import formats
+from shardwright.data.formats import FORMATS, Completion, Sample, find_format
+from shardwright.data.prepare import prepare
+from shardwright.data.records import text_of
 from shardwright.errors import ConfigError, DataError
 
 TALK = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -21,29 +23,10 @@ TEMPLATE = (
 )
 
 
-def run_file(directory: Path, **changes: Any) -> RunFile:
-    """A run file over `directory`, with the tiny tokenizer and a template; `changes` go into the section data."""
+def run_file(directory: Path, **data: Any) -> RunFile:
+    """A run file over a.jsonl with a template; `data` goes into the section data."""
     (directory / "template.jinja").write_text(TEMPLATE)
-    model = {"model_name_or_path": str(EXAMPLES / "tiny"), "init": "random"} | changes.pop("model", {})
-    return RunFile.model_validate(
-        {
-            "model": model,
-            "data": {"train": [str(directory / "a.jsonl")], "max_length": 64, "num_proc": 1} | changes,
-            "training": {"max_steps": 1, "global_batch_size": 1},
-            "checkpoint": {"output_dir": str(directory / "runs" / "a")},
-        }
-    )
-
-
-def written(path: Path, *records: dict[str, Any]) -> Path:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
-
-
-def ready(run: RunFile) -> Prepared:
-    found = prepare(run)
-    assert found is not None
-    return found
+    return run_over(directory, **{"train": [str(directory / "a.jsonl")], "max_length": 64} | data)
 
 
 @pytest.mark.parametrize(
@@ -66,6 +49,24 @@ def test_the_columns_say_the_format(record: dict[str, Any], form: str, tmp_path:
         find_format(str(both), data)
     assert find_format(str(both), run_file(tmp_path, format=form).data) == form
     assert find_format(str(both), run_file(tmp_path, text_column="text2").data) == "text"
+
+
+def test_a_format_is_one_entry_of_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run file knows the names of the table, and an entry suffices for a file whose columns it recognises."""
+    assert set(get_args(Format)) == {"auto", *FORMATS}
+
+    def read(record: dict[str, Any], data: Data, where: str) -> Sample:
+        return Completion(text_of(record, "question", where), text_of(record, "answer", where))
+
+    monkeypatch.setitem(FORMATS, "qa", formats.Format(("question", "answer"), read, ("id",), ("completion_only_loss",)))
+    written(tmp_path / "a.jsonl", {"question": "ab", "answer": "c", "id": 3})
+    found = ready(run_file(tmp_path, completion_only_loss=True))
+    assert found.formats == ["qa"] and not any("nothing reads" in line for line in found.notices)
+    assert found.table.documents.weights is not None
+    assert found.table.documents.weights.tolist() == [0, 0, 1, 1], "ab is given, c and the end are trained"
+    assert ready(run_file(tmp_path, max_length=3)).counts["truncated_documents"] == 1
+    with pytest.raises(ConfigError, match=r"data.append_eos has no effect here. data.train holds qa"):
+        prepare(run_file(tmp_path, append_eos=False))
 
 
 def test_unknown_columns_are_named(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.places import EXAMPLES
+from tests.data_runs import ready, run_over
 
 from shardwright.config import RunFile
 from shardwright.data.mixture import Mixture
@@ -66,19 +66,12 @@ def test_a_run_passes_its_sources_as_their_weights_say(tmp_path: Path) -> None:
             str(tmp_path / "b.jsonl"),
             {"path": str(tmp_path / "none.jsonl"), "weight": 3},
         ]
-        return RunFile.model_validate(
-            {
-                "model": {"model_name_or_path": str(EXAMPLES / "tiny"), "init": "random"},
-                "data": {"train": train, "num_proc": 1} | data,
-                "training": {"num_train_epochs": 4, "global_batch_size": 3},
-                "checkpoint": {"output_dir": str(tmp_path / "runs" / "a")},
-            }
-        )
+        training = {"num_train_epochs": 4, "global_batch_size": 3}
+        return run_over(tmp_path, training=training, train=train, **data)
 
     def epochs(run_file: RunFile) -> tuple[Prepared, list[Counter[str]]]:
         """The documents of each of the four epochs, in which order they come."""
-        found = prepare(run_file)
-        assert found is not None
+        found = ready(run_file)
         order = make_order(run_file, found)
         rows = np.concatenate([order.update_rows(update) for update in range(order.total_updates)])
         seen = []

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.data_runs import EOS, ready, run_over, written
 from tests.places import EXAMPLES
 from tests.started import LIMIT, environment
 
@@ -23,28 +24,12 @@ from shardwright.data.prepare import Prepared, prepare
 from shardwright.data.tokenizer import load_tokenizer
 from shardwright.errors import ConfigError, DataError
 
-EOS = 256  # the tiny tokenizer: token = byte of UTF-8, and one end token
-
 
 def run_file(directory: Path, texts: list[str] | None = None, **data: Any) -> RunFile:
     """A run file over `texts`, one per line of data.jsonl; `data` goes into the section data."""
-    model = data.pop("model", {})
     if texts is not None:
-        (directory / "data.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return RunFile.model_validate(
-        {
-            "model": {"model_name_or_path": str(EXAMPLES / "tiny"), "init": "random"} | model,
-            "data": {"train": [str(directory / "data.jsonl")], "max_length": 8, "num_proc": 1} | data,
-            "training": {"max_steps": 1, "global_batch_size": 1},
-            "checkpoint": {"output_dir": str(directory / "runs" / "a")},
-        }
-    )
-
-
-def ready(run: RunFile) -> Prepared:
-    found = prepare(run)
-    assert found is not None
-    return found
+        written(directory / "data.jsonl", *({"text": text} for text in texts))
+    return run_over(directory, **{"max_length": 8} | data)
 
 
 def rows(found: Prepared) -> list[list[int]]:

@@ -30,8 +30,8 @@ from shardwright.layout.legality import check_run
 from shardwright.layout.loss import chunk_tokens, loss_chunk_tokens
 from shardwright.loss.chunked_loss import (
     ChunkedHead,
-    How,
     LossChunks,
+    LossOptions,
     Targets,
     chunked_cross_entropy_sum,
     find_loss_chunks,
@@ -44,7 +44,9 @@ from shardwright.parallel.apply import check_model
 
 P, D, V = 37, 16, 101
 ROUNDING = tolerance.mixed(P, D, V)
-NARROW = tolerance.positive(P, V, dtype=torch.float32)  # logits are given; their softmax and the sum are in float32
+BF16_ROUNDING = tolerance.positive(
+    P, V, dtype=torch.float32
+)  # logits are given; their softmax and the sum are in float32
 CAP = (Step("divide", 3.0), Step("tanh"), Step("multiply", 3.0))
 CPU = torch.device("cpu")
 
@@ -72,7 +74,9 @@ def tensors(dtype: torch.dtype, bias: bool, masked: int = 3) -> tuple[Tensor, Te
     return x, w, b, labels
 
 
-def compared(dtype: torch.dtype, bias: bool, weights: Tensor | None, chunk: int, how: How, labels: Any = None) -> float:
+def compared(
+    dtype: torch.dtype, bias: bool, weights: Tensor | None, chunk: int, how: LossOptions, labels: Any = None
+) -> float:
     """The largest difference of loss and gradients of (loss / 7), each relative to its largest value."""
     x, w, b, own = tensors(dtype, bias)
     labels = own if labels is None else labels
@@ -96,7 +100,7 @@ def test_gradients_in_float64(recompute: bool, steps: Any, bias: bool, weighted:
     """A06 A08: loss and gradients of hidden states, head and bias; chunks of 1, an odd number, one more than all."""
     weights = torch.rand(P, generator=torch.Generator().manual_seed(2)) if weighted else None
     for chunk in (1, 5, P + 1):
-        assert compared(torch.float64, bias, weights, chunk, How(steps, recompute)) <= ROUNDING
+        assert compared(torch.float64, bias, weights, chunk, LossOptions(steps, recompute)) <= ROUNDING
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -109,12 +113,12 @@ def test_chunks_without_targets(recompute: bool) -> None:
         assert not fixed or any(first == end for first, end, _ in targets.chunks)
         if fixed:
             assert [sent for *_, sent in targets.chunks] == [5] * 7 + [2], "every position once, whatever is masked"
-        loss = chunked_cross_entropy_sum(x, w, b, targets, How(recompute=recompute))
+        loss = chunked_cross_entropy_sum(x, w, b, targets, LossOptions(recompute=recompute))
         right = plain(x, w, b, labels, None, ())
         for ours, theirs in zip(torch.autograd.grad(loss, [x, w, b]), torch.autograd.grad(right, [x, w, b])):  # type: ignore[list-item]
             assert (ours - theirs).abs().max() <= ROUNDING * theirs.abs().max()
     none = Targets.of(torch.full((P,), -100), None, 5, CPU, fixed=False)
-    loss = chunked_cross_entropy_sum(x, w, b, none, How(recompute=recompute))
+    loss = chunked_cross_entropy_sum(x, w, b, none, LossOptions(recompute=recompute))
     assert loss.item() == 0.0
     assert not any(g.any() for g in torch.autograd.grad(loss, [x, w, b]))  # type: ignore[list-item]
 
@@ -129,7 +133,7 @@ def test_filled_up_to_shapes_that_come_again(multiple: int, filled: int, weighte
     weights = torch.rand(P, dtype=torch.float64) if weighted else None
     targets = Targets.of(labels, weights, 10, CPU, False, multiple)
     assert len(targets.labels) == filled
-    loss = chunked_cross_entropy_sum(x, w, b, targets, How())
+    loss = chunked_cross_entropy_sum(x, w, b, targets, LossOptions())
     right = plain(x, w, b, labels, weights, ())
     assert abs(loss - right) <= ROUNDING * abs(right)
     for ours, theirs in zip(torch.autograd.grad(loss, [x, w, b]), torch.autograd.grad(right, [x, w, b])):  # type: ignore[list-item]
@@ -141,15 +145,15 @@ def test_bf16_against_float64() -> None:
     summed in float32 over chunks, so that many chunks are as exact as one."""
     x, w, _, labels = tensors(torch.bfloat16, False)
     right = plain(x, w, None, labels, None, ())
-    wide = F.cross_entropy(F.linear(x, w).double(), labels, ignore_index=-100, reduction="sum")
-    assert abs(right - wide) <= NARROW * wide
+    exact_loss = F.cross_entropy(F.linear(x, w).double(), labels, ignore_index=-100, reduction="sum")
+    assert abs(right - exact_loss) <= BF16_ROUNDING * exact_loss
     logits = F.linear(x, w).detach().double().requires_grad_()
     loss = F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
     exact = torch.autograd.grad(loss, logits)[0].t() @ x.detach().double()
     errors = {}
     for chunk in (1, P):
-        loss = chunked_cross_entropy_sum(x, w, None, Targets.of(labels, None, chunk, CPU, fixed=False), How())
-        assert loss.dtype == torch.float32 and abs(loss - wide) <= NARROW * wide
+        loss = chunked_cross_entropy_sum(x, w, None, Targets.of(labels, None, chunk, CPU, fixed=False), LossOptions())
+        assert loss.dtype == torch.float32 and abs(loss - exact_loss) <= BF16_ROUNDING * exact_loss
         errors[chunk] = (torch.autograd.grad(loss, w)[0].double() - exact).norm() / exact.norm()
     assert errors[1] < 1.5 * errors[P] and errors[P] <= tolerance.in_norm(1, torch.bfloat16)
 
@@ -158,11 +162,11 @@ def test_only_what_is_asked_for() -> None:
     """A frozen head gets no gradient, and evaluation makes none at all."""
     x, w, _, labels = tensors(torch.float64, False)
     targets = Targets.of(labels, None, 5, CPU, fixed=False)
-    (chunked_cross_entropy_sum(x, w.detach(), None, targets, How())).backward()
+    (chunked_cross_entropy_sum(x, w.detach(), None, targets, LossOptions())).backward()
     assert x.grad is not None and w.grad is None
     with torch.no_grad():
-        assert not chunked_cross_entropy_sum(x, w, None, targets, How()).requires_grad
-    loss = chunked_cross_entropy_sum(x, w, None, targets, How())
+        assert not chunked_cross_entropy_sum(x, w, None, targets, LossOptions()).requires_grad
+    loss = chunked_cross_entropy_sum(x, w, None, targets, LossOptions())
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="handed out already"):
         loss.backward()
@@ -222,14 +226,14 @@ def test_other_uses_of_logits_are_refused_by_name(change: Any, message: str) -> 
     model = built(LlamaConfig(**SIZES))
     forward = model.forward
     model.forward = lambda **kwargs: SimpleNamespace(logits=change(forward(**kwargs).logits))
-    with pytest.raises(ModelError, match=f"The loss of LlamaForCausalLM cannot be made in chunks: .*({message})"):
+    with pytest.raises(ModelError, match=f"The loss of LlamaForCausalLM cannot be computed in chunks: .*({message})"):
         steps_behind_head(model, find_parts(model))
     values = {"model.model_name_or_path": "m", "data.train": ["a"], "training.max_steps": 1,
               "training.global_batch_size": 1}  # fmt: skip
     long = load_run_file(None, {**values, "data.max_length": 2**20}).run
     found = find_loss_chunks(model, find_parts(model), long, "cpu")
     assert found.tokens == 0 and "loss on whole logits (The loss of LlamaForCausalLM" in found.describe()
-    with pytest.raises(ModelError, match="cannot be made in chunks"):
+    with pytest.raises(ModelError, match="cannot be computed in chunks"):
         asked = load_run_file(None, {**values, "memory.loss_chunk_tokens": 8}).run
         find_loss_chunks(model, find_parts(model), asked, "cpu")
 

@@ -28,7 +28,7 @@ def test_ends_are_gathered_once() -> None:
     """The embedding is not read by backward, norm and head stay between forward and backward; blocks are neither."""
     llama = model("llama")
     units = shard_units(llama, find_parts(llama), "block")
-    assert [(unit.looked_up, unit.ends) for unit in units] == [
+    assert [(unit.is_lookup, unit.is_last) for unit in units] == [
         (True, False),
         (False, False),
         (False, False),
@@ -45,10 +45,10 @@ def test_an_embedding_of_its_own_is_gathered_for_backward(replaced: str) -> None
     else:
         plain = llama.model.embed_tokens.forward
         llama.model.embed_tokens.forward = lambda ids: plain(ids)
-    assert not shard_units(llama, find_parts(llama), "block")[0].looked_up
+    assert not shard_units(llama, find_parts(llama), "block")[0].is_lookup
 
 
 def test_tied_embeddings_stay_in_the_root() -> None:
     tied = model("llama_tied")
     units = shard_units(tied, find_parts(tied), "block")
-    assert not any(unit.looked_up for unit in units) and len(units) <= 3
+    assert not any(unit.is_lookup for unit in units) and len(units) <= 3

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import csv
+import sys
 from typing import Any
 from weakref import finalize
 
 import pytest
 import torch
 import transformers
-from tests.places import REFERENCE
+from tests.places import REFERENCE, ROOT
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.arch.config_json import shape_from_config
 from shardwright.arch.known_models import known_shape
-from shardwright.planner.activations import block_kept, kept_tensors, loss_copies, total_per_token
-from shardwright.planner.program import MEGATRON_2022, SHARDWRIGHT
+from shardwright.planner.activations import kept_tensors, loss_copies, total_per_token
+from shardwright.planner.problem import Layout, Problem
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from published_programs import MEGATRON_2022
 
 torch.set_num_threads(1)
+DTYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 ROWS, TOKENS, GIB = 2, 128, 2**30
 LLAMA = {"hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 4, "num_key_value_heads": 2}
 CASES: dict[str, dict[str, Any]] = {
@@ -79,7 +85,7 @@ def test_a_block_keeps_what_autograd_saves(kind: str, dtype: torch.dtype, attent
     measured = (kept_bytes(kind, 2, dtype, attention) - kept_bytes(kind, 1, dtype, attention)) / (ROWS * TOKENS)
     shape = shape_from_config(config_of(kind, 1).to_dict())
     how: Any = "flash" if attention == "sdpa" else "eager"
-    kept = block_kept(shape, SHARDWRIGHT, dtype.itemsize, how, TOKENS)
+    kept = kept_tensors(Problem(shape, TOKENS, 1, DTYPES[dtype], attention=how))
     # tolerance: what the plan leaves out is under a hundredth
     assert sum(one.bytes_per_token for one in kept) == pytest.approx(measured, rel=0.01)
 
@@ -130,7 +136,7 @@ def test_every_copy_of_the_logits_is_counted(dtype: torch.dtype) -> None:
     large, small = 50_000, 100
     measured = peak_of_loss(128, large, dtype) - peak_of_loss(64, large, dtype)
     measured -= peak_of_loss(128, small, dtype) - peak_of_loss(64, small, dtype)
-    planned = sum(size for _, size in loss_copies(SHARDWRIGHT, dtype.itemsize, split=False, pipelined=False))
+    planned = sum(size for _, size in loss_copies(Problem(known_shape("gpt2"), 8, 8, DTYPES[dtype]), Layout()))
     # tolerance: a rule of thumb for the allocator's rounding
     assert planned * 64 * (large - small) == pytest.approx(measured, rel=0.15)
 
@@ -138,7 +144,7 @@ def test_every_copy_of_the_logits_is_counted(dtype: torch.dtype) -> None:
 def korthikanti(tp: int, sequence_parallel: bool, recompute: Any, name: str = "megatron-22b") -> float:
     """Bytes per token and block by this module, in Megatron-LM of 2022."""
     shape = known_shape(name)
-    kept = kept_tensors(shape, MEGATRON_2022, 2, "eager", 2048, recompute)
+    kept = kept_tensors(Problem(shape, 2048, 1, "fp16", attention="eager", program=MEGATRON_2022), recompute)
     return total_per_token(kept, tp, sequence_parallel, keeps_gathered=False)
 
 

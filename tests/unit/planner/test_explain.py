@@ -13,7 +13,7 @@ from shardwright.layout.axes import Axes
 from shardwright.planner.examples import ideal_states, worked_examples
 from shardwright.planner.explain import FIELDS, Subject, explain
 from shardwright.planner.hardware import find_device
-from shardwright.planner.job import Job, Layout
+from shardwright.planner.problem import Layout, Problem
 
 TEXT = "\n".join(worked_examples())
 
@@ -60,15 +60,15 @@ def test_all_54_cells_of_the_zero_table() -> None:
 
 def test_every_field_explains_itself() -> None:
     """Field by field on a sharded layout; the states are those of arithmetic by hand."""
-    job = Job(known_shape("llama-3-8b"), 8192, 64)
-    subject = Subject(job, Layout(Axes(dp_shard=8), "zero3"), find_device("h100-sxm-80gb"), 8)
+    problem = Problem(known_shape("llama-3-8b"), 8192, 64, device=find_device("h100-sxm-80gb"))
+    subject = Subject(problem, Layout(Axes(dp_shard=8), "zero3"), 8)
     for field in FIELDS:
-        assert len(explain(field, subject)) >= 2, field
+        assert len(list(explain(field, subject))) >= 2, field
     assert "x 4 bytes (fp32) = 3.74 GiB" in "\n".join(explain("parameters", subject))
     assert "two moments in fp32 over 8 ranks: 7.48 GiB" in "\n".join(explain("optimizer", subject))
-    assert len(explain(None, subject)) > 30
+    assert len(list(explain(None, subject))) > 30
 
 
 def test_a_field_that_is_not_known_is_refused() -> None:
     with pytest.raises(ConfigError, match="Did you mean `memory`"):
-        explain("memry", Subject(Job(known_shape("gpt2"), 1024, 8), Layout(), find_device("h100-sxm-80gb"), 1))
+        list(explain("memry", Subject(Problem(known_shape("gpt2"), 1024, 8), Layout(), 1)))

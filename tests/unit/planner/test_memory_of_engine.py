@@ -24,10 +24,9 @@ from shardwright.backends import facts
 from shardwright.config.load import load_run_file
 from shardwright.data.loader import Microbatch, UpdateBatch
 from shardwright.layout.axes import Axes, resolve_axes
-from shardwright.planner.block_bytes import activation_key, block_bytes
-from shardwright.planner.job import Job, Layout
+from shardwright.planner.activations import activation_key, block_bytes
 from shardwright.planner.memory_timeline import peak
-from shardwright.planner.program import SHARDWRIGHT
+from shardwright.planner.problem import Layout, Problem
 from shardwright.train.update import UpdateEngine
 
 torch.set_num_threads(1)
@@ -128,8 +127,8 @@ def test_the_peak_is_that_of_the_engine(model: str, kind: Any, recompute: Any, d
     """Within 1% (statistics of norms and rotary tables are left out), and at the same moment: the loss's backward."""
     live = measured(model, kind, recompute, dtype, microbatches)
     config = json.loads((EXAMPLES / model / "config.json").read_text()) | SIZES[model]
-    job = Job(shape_from_config(config), 128, RANKS * ROWS * microbatches, dtype)
-    found = peak(job, Layout(Axes(dp_shard=RANKS), kind, ROWS, recompute=recompute))
+    problem = Problem(shape_from_config(config), 128, RANKS * ROWS * microbatches, dtype)
+    found = peak(problem, Layout(Axes(dp_shard=RANKS), kind, ROWS, recompute=recompute))
     # tolerance: what is planned of a peak, to a hundredth
     assert found.allocated == pytest.approx(live.most, rel=0.01)
     assert found.moment.startswith("loss") and "log_softmax_backward" in live.at
@@ -144,8 +143,8 @@ def test_short_rows_peak_in_the_backward_of_a_block(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(facts, "GLOO_FACTS", replace(facts.GLOO_FACTS, float32_backward=0))
     live = measured("tiny", "zero3", "full", "bf16", 2, tokens=16)
     config = json.loads((EXAMPLES / "tiny" / "config.json").read_text()) | SIZES["tiny"]
-    job = Job(shape_from_config(config), 16, RANKS * ROWS * 2, "bf16")
-    found = peak(job, Layout(Axes(dp_shard=RANKS), "zero3", ROWS, recompute="full"))
+    problem = Problem(shape_from_config(config), 16, RANKS * ROWS * 2, "bf16")
+    found = peak(problem, Layout(Axes(dp_shard=RANKS), "zero3", ROWS, recompute="full"))
     assert 1.0 <= found.allocated / live.most <= 1.1
     assert found.moment.startswith("backward") and "log_softmax_backward" not in live.at
 
@@ -155,8 +154,8 @@ def test_attention_in_float32_counts_in_the_backward_of_a_block() -> None:
     shape = shape_from_config(json.loads((EXAMPLES / "tiny" / "config.json").read_text()) | SIZES["tiny"])
 
     def work(device_kind: Any, tokens: int) -> float:
-        job = Job(shape, tokens, 8, "bf16", device_kind=device_kind)
-        return block_bytes(job, SHARDWRIGHT, activation_key(Layout(Axes(), "ddp", 1))).work
+        problem = Problem(shape, tokens, 8, "bf16", device_kind=device_kind)
+        return block_bytes(problem, activation_key(Layout(Axes(), "ddp", 1))).work
 
     more = 4 * 4 * (shape.query_width + shape.kv_width) + 2 * 2 * shape.hidden
     less = 2 * (3 * shape.ffn + 2 * shape.hidden)

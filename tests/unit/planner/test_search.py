@@ -6,13 +6,12 @@ import pytest
 
 from shardwright.arch.known_models import known_shape
 from shardwright.arch.shape import generic_shape
-from shardwright.planner.advice import first_to_test, path_of, what_would_fit, will_not_fix
+from shardwright.planner.advice import approach_of, first_to_test, remaining_limits, what_would_fit
 from shardwright.planner.answer import answer
 from shardwright.planner.hardware import find_device
-from shardwright.planner.job import Job
-from shardwright.planner.memory_timeline import short_peak
-from shardwright.planner.own_software import EAGER
-from shardwright.planner.rank_bytes import planned_stages
+from shardwright.planner.memory_peak import short_peak
+from shardwright.planner.problem import Problem
+from shardwright.planner.rank_bytes import blocks_per_stage
 from shardwright.planner.search import FAR, Search
 from shardwright.planner.space import (
     ON_DEVICE,
@@ -30,7 +29,7 @@ from shardwright.planner.space import (
 
 
 def make(model: str, devices: int, length: int, batch: int, device: str = "h100-sxm-80gb") -> Search:
-    return Search(Job(known_shape(model), length, batch), find_device(device), devices, EAGER)
+    return Search(Problem(known_shape(model), length, batch, device=find_device(device)), devices)
 
 
 @pytest.mark.parametrize(
@@ -48,11 +47,11 @@ def test_equals_brute_force(model: str, devices: int, length: int, batch: int, d
     search = make(model, devices, length, batch, device)
     found = search.run()
     other = make(model, devices, length, batch, device)
-    legal, _ = shells(other.job, devices)
+    legal, _ = shells(other.problem, devices)
     best: dict[str, float] = {}
     for shell in legal:
-        for cell in cells(other.job, shell):
-            blocks = planned_stages(other.job.shape, shell.pp * cell.chunks)
+        for cell in cells(other.problem, shell):
+            blocks = blocks_per_stage(other.problem.shape, shell.pp * cell.chunks)
             for kind in set(kinds_of(cell)) & set(ON_DEVICE):
                 family = f"{kind}+{shell.family}" if shell.family else kind
                 for layout in variants(cell, kind):
@@ -70,38 +69,38 @@ def test_equals_brute_force(model: str, devices: int, length: int, batch: int, d
 
 
 def test_considered_counts_every_layout_once() -> None:
-    job = Job(known_shape("llama-3.2-1b"), 4096, 8)
-    legal, _ = shells(job, 8)
+    problem = Problem(known_shape("llama-3.2-1b"), 4096, 8)
+    legal, _ = shells(problem, 8)
     total = 0
     for shell in legal:
         seen = set()
-        for cell in cells(job, shell):
+        for cell in cells(problem, shell):
             for kind in kinds_of(cell):
                 for layout in variants(cell, kind):
                     choices = len(UNITS) * len(PREFETCH) if layout.data_parallel == "zero3" else 1
                     seen.add(layout)
                     total += choices
         assert len(seen) == len(set(seen))
-    assert total == sum(count_layouts(8 // s.data, s.data, s.cp, s.pp, job.shape.layers) for s in legal)
+    assert total == sum(count_layouts(8 // s.data, s.data, s.cp, s.pp, problem.shape.layers) for s in legal)
 
 
 def test_all_layouts_keep_the_objective_and_use_all_devices() -> None:
-    job = Job(known_shape("llama-3-8b"), 8192, 24)
-    legal, refused = shells(job, 12)
-    assert any("rows of an update" in reason for reason in refused) or all(24 % s.data == 0 for s in legal)
+    problem = Problem(known_shape("llama-3-8b"), 8192, 24)
+    legal, illegal = shells(problem, 12)
+    assert any("rows of an update" in reason for reason in illegal) or all(24 % s.data == 0 for s in legal)
     for shell in legal:
         assert shell.tp * shell.cp * shell.pp * shell.data == 12
-        for cell in cells(job, shell):
+        for cell in cells(problem, shell):
             assert cell.microbatch_rows * cell.microbatches * shell.data == 24
             for kind in kinds_of(cell):
                 for layout in variants(cell, kind):
                     assert layout.axes.world_size == 12
-                    assert layout.microbatches(job) == cell.microbatches
+                    assert layout.microbatches(problem) == cell.microbatches
 
 
 def test_heads_are_never_cut() -> None:
     shape = generic_shape(layers=4, hidden=768, heads=12, kv_heads=4, vocab=100, ffn=3072)
-    assert {shell.tp for shell in shells(Job(shape, 1024, 64), 64)[0]} == {1, 2, 4}
+    assert {shell.tp for shell in shells(Problem(shape, 1024, 64), 64)[0]} == {1, 2, 4}
 
 
 def test_fsdp_first_for_70b_on_64() -> None:
@@ -110,14 +109,14 @@ def test_fsdp_first_for_70b_on_64() -> None:
     assert a.fits and a.path == "fsdp" and a.first is not None
     assert a.first.keys["parallelism.data_parallel"] == "zero3" and a.first.device_bytes <= a.capacity_bytes
     assert 0.25 < a.first.mfu < 0.6
-    assert {r.family for r in a.refused} >= {"ddp", "zero1", "zero2"}
+    assert {r.family for r in a.rejected} >= {"ddp", "zero1", "zero2"}
     assert any("padding" in line for line in a.limits)
 
 
 def test_ddp_first_when_a_useful_batch_fits() -> None:
     search = make("llama-3.2-1b", 8, 2048, 64)
     first = first_to_test(search, search.run())
-    assert first is not None and path_of(first.layout) == "ddp"
+    assert first is not None and approach_of(first.layout) == "ddp"
 
 
 def test_context_parallel_enters_for_long_rows() -> None:
@@ -126,14 +125,14 @@ def test_context_parallel_enters_for_long_rows() -> None:
 
 
 def test_rows_are_not_split_where_plain_fsdp_is_close() -> None:
-    """The fastest zero3 layout of this job splits rows over two ranks; the simpler one is within a quarter of
+    """The fastest zero3 layout of this problem splits rows over two ranks; the simpler one is within a quarter of
     it.
     """
     search = make("llama-3-70b", 16, 8192, 64, "mi300x-192gb")
     found = search.run()
     assert found.best["zero3"].layout.axes.cp == 2
     first = first_to_test(search, found)
-    assert first is not None and first.layout.axes.cp == 1 and path_of(first.layout) == "fsdp"
+    assert first is not None and first.layout.axes.cp == 1 and approach_of(first.layout) == "fsdp"
     assert first.seconds < 1.25 * found.best["zero3"].seconds
 
 
@@ -149,7 +148,7 @@ def test_nothing_fits_and_what_would() -> None:
 
 def test_a_unit_that_does_not_fit_is_said() -> None:
     shape = generic_shape(layers=2, hidden=65536, heads=512, vocab=1000, ffn=262144)
-    search = Search(Job(shape, 1024, 8), find_device("rtx4090-24gb"), 8, EAGER)
+    search = Search(Problem(shape, 1024, 8, device=find_device("rtx4090-24gb")), 8)
     assert not search.run().best
     assert next(what_would_fit(search)).startswith("Even one unit does not fit")
 
@@ -158,8 +157,8 @@ def test_long_sequence_activations_are_named_as_not_fixed() -> None:
     search = make("llama-3-8b", 8, 8192, 64)
     first = first_to_test(search, search.run())
     assert first is not None
-    peak = short_peak(search.job, first.layout, search.program)
-    lines = list(will_not_fix(search, first, peak.composition, peak.allocated))
+    peak = short_peak(search.problem, first.layout)
+    lines = list(remaining_limits(search, first, peak.composition, peak.allocated))
     assert any(line.startswith("Activations: ") and "FSDP does not divide activations" in line for line in lines)
 
 
@@ -167,7 +166,7 @@ def test_a_shown_peak_is_within_the_device() -> None:
     for model, devices, length, batch in (("llama-3-70b", 64, 4096, 128), ("llama-3.1-8b", 64, 131072, 64)):
         search = make(model, devices, length, batch)
         for choice in search.run().best.values():
-            peak = short_peak(search.job, choice.layout, search.program)
+            peak = short_peak(search.problem, choice.layout)
             assert peak.device == pytest.approx(choice.device_bytes), choice.layout
             assert choice.device_bytes <= search.capacity
 
@@ -186,8 +185,8 @@ def test_405b_on_16384_considers_every_layout() -> None:
 def test_no_bound_is_above_a_layout(model: str, devices: int, rows: int) -> None:
     """Of shells, of cells, and of the splits of the data axis: what the search leaves out is slower than it asks for."""
     search = make(model, devices, 4096, rows, "h100-sxm-80gb")
-    for shell in shells(search.job, devices)[0]:
-        for cell in list(cells(search.job, shell))[::7]:
+    for shell in shells(search.problem, devices)[0]:
+        for cell in list(cells(search.problem, shell))[::7]:
             bound, blocks = search.bound(cell), search.stage_blocks(cell)
             for kind in set(kinds_of(cell)) & set(ON_DEVICE):
                 for split in splits(shell.data, shell.cp, kind):

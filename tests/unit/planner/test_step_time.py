@@ -16,13 +16,15 @@ from shardwright.layout.axes import Axes
 from shardwright.layout.pipeline_schedules import legality, split_blocks
 from shardwright.planner.device import Device
 from shardwright.planner.hardware import find_device
-from shardwright.planner.job import Job, Layout
-from shardwright.planner.kernels import Software, attention_seconds, block_time, matmul_seconds
+from shardwright.planner.kernels import attention_seconds, block_time, matmul_seconds
 from shardwright.planner.network import RankGroup, gather_seconds
+from shardwright.planner.problem import Layout, Problem
+from shardwright.planner.program import Program
 from shardwright.planner.step_time import Clock, StepTime
 
 H100 = find_device("h100-sxm-80gb")
-IDEAL = Software(
+IDEAL = Program(
+    "ideal",
     bucket_bytes=None,
     reduces_units=False,
     host_forward=0,
@@ -32,7 +34,6 @@ IDEAL = Software(
     mlp_passes=0,
     logits_bytes=0,
     accumulate_bytes=0,
-    optimizer_bytes=0,
     overlap_slowdown=0,
     pipeline_seconds=0,
     update_seconds=0,
@@ -56,10 +57,11 @@ def ideal_device() -> Device:
 
 
 def time_of(
-    layout: Layout, batch: int, *, device: Device = H100, software: Software = IDEAL, length: int = 4096
+    layout: Layout, batch: int, *, device: Device = H100, program: Program = IDEAL, length: int = 4096
 ) -> StepTime:
-    job = Job(SHAPE, length, batch)
-    return Clock(job, device, software).step(layout, split_blocks(SHAPE.layers, layout.axes.pp * layout.chunks))
+    problem = Problem(SHAPE, length, batch)
+    blocks = split_blocks(SHAPE.layers, layout.axes.pp * layout.chunks)
+    return Clock(replace(problem, device=device, program=program)).step(layout, blocks)
 
 
 def test_product_law() -> None:
@@ -119,13 +121,13 @@ def test_zero3_exposes_what_does_not_fit_under_compute() -> None:
     """Prefetch hides a block's gather under the block before, and none without it. The ends are always exposed:
     embedding and head, the first gather of a pass, and what leaves last.
     """
-    job, shard = Job(SHAPE, 512, 8), RankGroup(8, 8)
+    problem, shard = Problem(SHAPE, 512, 8), RankGroup(8, 8)
     block = counts(SHAPE).block * 2.0
     gather, reduce = gather_seconds(H100, shard, block), gather_seconds(H100, shard, 2 * block)
     b = block_time(H100, IDEAL, SHAPE, 1, 512, 1, 1, False, "none", "flash", "bf16", 512)
     edge = counts(SHAPE).embedding + counts(SHAPE).final_norm
     ends = gather_seconds(H100, shard, edge * 2.0) + gather_seconds(H100, shard, edge * 4.0)
-    clock = Clock(job, H100, IDEAL)
+    clock = Clock(replace(problem, device=H100, program=IDEAL))
     layout = Layout(Axes(dp_shard=8), "zero3", 1, sequence_parallel=False)
     hidden = clock.step(layout, (32,)).gathers
     assert hidden == pytest.approx(
@@ -139,19 +141,21 @@ def test_zero3_exposes_what_does_not_fit_under_compute() -> None:
 
 
 def test_ddp_exposes_what_does_not_fit_under_the_last_backward() -> None:
-    job = Job(SHAPE, 4096, 64)
-    clock = Clock(job, H100, IDEAL)
+    problem = Problem(SHAPE, 4096, 64)
+    clock = Clock(replace(problem, device=H100, program=IDEAL))
     few = clock.step(Layout(Axes(dp_shard=64), "ddp", 1), (32,))
     whole = clock.step(Layout(Axes(dp_shard=8), "ddp", 1), (32,))
     assert few.reduction > 0 and whole.reduction > 0
-    late = Clock(job, H100, replace(IDEAL, overlap_data_parallel=False)).step(Layout(Axes(dp_shard=8), "ddp", 1), (32,))
+    late = Clock(replace(problem, device=H100, program=replace(IDEAL, overlap_data_parallel=False))).step(
+        Layout(Axes(dp_shard=8), "ddp", 1), (32,)
+    )
     volume = counts(SHAPE).total * 4.0
     assert late.reduction == pytest.approx(2 * gather_seconds(H100, RankGroup(8, 8), volume))
 
 
 def test_host_time_is_a_floor() -> None:
     slow = replace(IDEAL, host_forward=1.0, host_backward=2.0)
-    t = time_of(Layout(Axes(), "ddp", 1), 4, software=slow)
+    t = time_of(Layout(Axes(), "ddp", 1), 4, program=slow)
     # tolerance: latencies are left out
     assert t.total == pytest.approx(4 * (32 * 3.0 + 0.5 + 1.0), rel=1e-3)
 
@@ -176,13 +180,13 @@ def test_closed_form_equals_the_played_pipeline_for_equal_stages(
     times.
     """
     shape = replace(SHAPE, vocab=8)  # embedding and head too small to make the end stages heavier
-    software = replace(IDEAL, hidden_passes=20)
+    program = replace(IDEAL, hidden_passes=20)
     blocks = split_blocks(32, pp * chunks, 0.0)
     kinds = ("ddp",) if schedule in ("zero_bubble", "zbv") else ("ddp", "zero1", "zero2", "zero3")
     for microbatches in (1, 2, 3, 4, 5, 7, 8, 9, 14, 15, 16, 24):
         if legality(schedule, pp, chunks, microbatches):  # type: ignore[arg-type]
             continue
-        clock = Clock(Job(shape, 2048, 2 * microbatches), H100, software)
+        clock = Clock(replace(Problem(shape, 2048, 2 * microbatches), device=H100, program=program))
         for tp, kind in product((1, 2, 4), kinds):
             layout = Layout(Axes(pp=pp, dp_shard=2, tp=tp), kind, 1, schedule, chunks)  # type: ignore[arg-type]
             closed, played = clock.step(layout, blocks), clock.timed(layout, blocks)
@@ -191,8 +195,8 @@ def test_closed_form_equals_the_played_pipeline_for_equal_stages(
 
 
 def test_offload_pays_for_every_gather() -> None:
-    job = Job(SHAPE, 4096, 16)
-    clock = Clock(job, H100, IDEAL)
+    problem = Problem(SHAPE, 4096, 16)
+    clock = Clock(replace(problem, device=H100, program=IDEAL))
     on = clock.step(Layout(Axes(dp_shard=2), "zero3", 1, prefetch=0, offload="params"), (32,))
     off = clock.step(Layout(Axes(dp_shard=2), "zero3", 1, prefetch=0), (32,))
     moved = 8 * counts(SHAPE).total * (2 + 4) + 8 * 32 * counts(SHAPE).block * 2
@@ -204,12 +208,14 @@ def test_offload_pays_for_every_gather() -> None:
 def test_attention_of_packed_rows_works_within_documents() -> None:
     """Rows of 4,096 in documents of 512: an eighth of the attention, all else as before; FLOPs of MFU likewise."""
     layout = Layout(Axes(), "ddp", 1)
-    rows, documents = Job(SHAPE, 4096, 8), Job(SHAPE, 4096, 8, document_length=512)
+    rows, documents = Problem(SHAPE, 4096, 8), Problem(SHAPE, 4096, 8, document_length=512)
     device = ideal_device()
     device = replace(device, efficiency=replace(device.efficiency, attention_forward=1.0, attention_backward=1.0))
-    whole, packed = (Clock(job, device, IDEAL).step(layout, (32,)) for job in (rows, documents))
+    whole, packed = (
+        Clock(replace(problem, device=device, program=IDEAL)).step(layout, (32,)) for problem in (rows, documents)
+    )
     flops = attention_forward_flops(SHAPE, 4096, causal=True) * 4096
     one = flops / 989.4e12 * (1 + 2.5)  # flash makes the scores again in its backward pass
     assert whole.compute - packed.compute == pytest.approx(8 * one * (1 - 512 / 4096))
     assert whole._replace(compute=0) == packed._replace(compute=0)
-    assert Job(SHAPE, 4096, 8, document_length=9000).attended == rows.attended == 4096
+    assert Problem(SHAPE, 4096, 8, document_length=9000).attended == rows.attended == 4096

@@ -100,15 +100,15 @@ def test_stalled_runs_are_found_by_measurements_alone() -> None:
     """
     rows = [row for row in all_rows() if row.source == "nanotron"]
     for row in (row for row in rows if row.excluded == STALLED):
-        slot = row.measured_seconds / (row.layout.microbatches(row.job) + row.layout.axes.pp - 1)
+        slot = row.measured_seconds / (row.layout.microbatches(row.problem) + row.layout.axes.pp - 1)
         twins = [
             other.measured_seconds
-            / (other.layout.microbatches(other.job) + other.layout.axes.pp - 1)
+            / (other.layout.microbatches(other.problem) + other.layout.axes.pp - 1)
             * other.layout.axes.pp
             / row.layout.axes.pp
             for other in rows
-            if (other.job.shape, other.layout.axes.tp, other.layout.microbatch_rows)
-            == (row.job.shape, row.layout.axes.tp, row.layout.microbatch_rows)
+            if (other.problem.shape, other.layout.axes.tp, other.layout.microbatch_rows)
+            == (row.problem.shape, row.layout.axes.tp, row.layout.microbatch_rows)
             and (other.layout.axes.pp > 1) == (row.layout.axes.pp > 1)
         ]
         assert min(twins) < slot / 2 and min(twins) < slot - 0.3
@@ -117,19 +117,19 @@ def test_stalled_runs_are_found_by_measurements_alone() -> None:
 def test_shapes_of_the_rows_have_the_published_parameters() -> None:
     seen = {}
     for row in all_rows():
-        seen.setdefault((row.source, row.job.shape), row)
+        seen.setdefault((row.source, row.problem.shape), row)
     for (source, shape), row in seen.items():
         if source == "nanotron":
             # tolerance: published in billions to one digit
             assert counts(shape).total / 1e9 == pytest.approx(float(row.label.split("B")[0]), abs=0.05)
     published = {int(r["params"]) for r in planner_rows._read("mosaicml.csv")}
-    mine = {counts(row.job.shape).total for row in all_rows() if row.source == "mosaicml"}
+    mine = {counts(row.problem.shape).total for row in all_rows() if row.source == "mosaicml"}
     # tolerance: published to three digits
     assert all(min(abs(m - p) / p for p in published) < 0.005 for m in mine)
 
 
 def test_nanotron_cuts_stages_by_weights() -> None:
-    shape = next(row.job.shape for row in nanotron_rows() if row.label.startswith("1.34B"))
+    shape = next(row.problem.shape for row in nanotron_rows() if row.label.startswith("1.34B"))
     # 16 blocks of 67 M and a head of 268 M, four blocks' worth: 20 in all.
     assert nanotron_stages(shape, 2) == (11, 5) and nanotron_stages(shape, 1) == (16,)
     assert all(sum(nanotron_stages(shape, stages)) == 16 for stages in (2, 4, 8))

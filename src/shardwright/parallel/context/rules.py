@@ -76,6 +76,6 @@ def _check_ring(call: AttentionCall, run: RunFile) -> None:
     if window is not None and window < length and run.parallelism.cp_attention == "ring":
         raise ModelError(
             f"`{call.module}` has a sliding window of {window} of {length} tokens.",
-            "The ring knows no windows.",
+            "Ring attention has no windows.",
             "Set parallelism.cp_attention to all_gather.",
         )

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwright.backends.tp_collectives import Peers, fill_in, take_piece
+from shardwright.backends.tp_collectives import Peers, pad_to_whole, slice_of_rank
 from shardwright.config.schema import Model
 from shardwright.errors import ModelError
 from shardwright.layout.pipeline_schedules import head_blocks, split_blocks
@@ -102,14 +102,14 @@ class Stage(nn.Module):
 
     def forward(self, x: Tensor, **arguments: Any) -> Any:
         if self.peers is not None and not self.is_first:
-            x = fill_in(x, 1, self.peers)
+            x = pad_to_whole(x, 1, self.peers)
         arguments["input_ids" if self.is_first else "inputs_embeds"] = x
         if self.is_last:
             return self.part(**arguments)
         base: Any = self.part.base_model
         hidden: Tensor = base(**arguments)[0]
         if self.peers is not None:
-            hidden = take_piece(hidden, 1, self.peers)
+            hidden = slice_of_rank(hidden, 1, self.peers)
         # a view cannot be detached in place, which zero-bubble schedules do
         return hidden.clone() if is_view(hidden) else hidden.contiguous()
 

@@ -19,9 +19,9 @@ from shardwright.config.schema import RunFile
 from shardwright.errors import ModelError, did_you_mean
 from shardwright.layout.axes import Axes
 from shardwright.layout.size_rules import check_tensor
+from shardwright.models.dropout import has_dropout
 from shardwright.models.model_parts import Parts
-from shardwright.parallel.tensor.styles import fan
-from shardwright.parallel.tensor.tp_rng import drops
+from shardwright.parallel.tensor.styles import features
 
 ALIASES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
 VOCABULARY = "vocabulary"
@@ -105,7 +105,7 @@ def _shape_of(config: Any) -> Any:
 
 def _check_compiled(model: nn.Module, run: RunFile) -> None:
     """Refuses dropout in compiled blocks: they switch random streams inside, which a graph does not carry."""
-    if run.memory.compile and drops(model):
+    if run.memory.compile and has_dropout(model):
         raise ModelError(
             f"{type(model).__name__} has dropout, with memory.compile and tp_size = {run.parallelism.tp_size}.",
             "Masks of divided tensors come from another random stream, which torch.compile cannot switch to.",
@@ -173,13 +173,13 @@ def check_plan(model: nn.Module, parts: Parts, plan: Mapping[str, str], tp_size:
         if style == SUMMED:
             continue
         if style in (EMBEDDING, VOCABULARY):
-            rows = module.num_embeddings if isinstance(module, nn.Embedding) else fan(module)[1]
+            rows = module.num_embeddings if isinstance(module, nn.Embedding) else features(module)[1]
             if -(-rows // tp_size) * (tp_size - 1) >= rows:
                 raise ModelError(
                     f"{name} has {rows} rows, of which tp_size = {tp_size} ranks would leave one without any."
                 )
             continue
-        inputs, outputs = fan(module)
+        inputs, outputs = features(module)
         size, word = (outputs, "output") if style in COLUMN else (inputs, "input")
         if size % tp_size:
             raise ModelError(

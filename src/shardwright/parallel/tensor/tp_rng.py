@@ -9,7 +9,7 @@ the same again.
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwright.models.initialization import seed_generators
 
@@ -17,8 +17,8 @@ _ODD = 0x9E3779B97F4A7C15
 """Times a rank, an odd number changes the low bits too, which are all that the CPU generator uses."""
 
 
-class Streams:
-    """Switches the generators of one rank between both streams; calls that change nothing do nothing."""
+class RNGStreams:
+    """Switches the generators of one rank between the two streams. A call for the current stream has no effect."""
 
     def __init__(self, rank: int, device_type: str) -> None:
         self._rank = rank
@@ -43,12 +43,3 @@ class Streams:
         torch.set_rng_state(on_cpu)
         if self._device is not None:
             self._device.set_rng_state(on_device)
-
-
-def drops(module: nn.Module) -> bool:
-    """Whether `module` drops anything in training: an `nn.Dropout`, or a probability that an attribute is named after."""
-    for part in module.modules():
-        named = (v for k, v in vars(part).items() if "drop" in k and isinstance(v, float))
-        if (isinstance(part, nn.Dropout) and part.p > 0.0) or any(p > 0.0 for p in named):
-            return True
-    return False

@@ -37,7 +37,7 @@ RECORDED_UPDATES = 10
 
 @dataclass
 class CountedBatches:
-    """The batches of a loop's updates, in order, and what they hold."""
+    """The batches of a loop's updates, in order, with their counts."""
 
     batches: list[UpdateBatch] = field(default_factory=list)
 
@@ -85,7 +85,7 @@ class LayoutLoop:
         return None if self.result is None else self.result.loss
 
     def about(self) -> dict[str, Any]:
-        """What `bench.json` says of the layout beside its measurements."""
+        """Entries of `bench.json` beside the measurements."""
         planned = asdict(self.planned) if self.planned is not None else None
         return {"axes": asdict(self.axes), "build_seconds": self.build_seconds, "planned": planned}
 
@@ -139,10 +139,10 @@ class LayoutLoop:
         if directory is not None:
             path = directory / f"{self.name.replace(':', '-')}-rank{dist.get_rank()}.json"
         dist.barrier()
-        with profiled(self.device, self._groups, path) as found:
+        with profiled(self.device, self._groups, PROFILED_UPDATES, path) as found:
             for _ in range(PROFILED_UPDATES):
                 self.update()
-        return found[0].per(PROFILED_UPDATES)
+        return found[0]
 
     def measuring_seconds(self) -> list[float]:
         """Seconds of rank 0 in which `train` would have recorded and printed each of some updates. Collective.

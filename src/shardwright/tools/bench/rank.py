@@ -26,14 +26,14 @@ from shardwright.tools.bench.timing import take_turns
 
 @dataclass(frozen=True)
 class Spec:
-    """What the ranks of a bench are told."""
+    """The task of the ranks of a bench."""
 
     layouts: dict[str, str]
     """Name -> run, as `Loaded.to_json` writes the run."""
     peers: tuple[str, ...]
     """Names of `bench.peers`."""
     warmup: int
-    """Updates of each loop before those that are timed, beside those for memory and traffic."""
+    """Warm-up updates of each loop, beside the updates for memory and traffic."""
     updates: int
     """Timed updates of each loop."""
     hardware: str | None

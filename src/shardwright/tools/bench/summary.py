@@ -1,4 +1,4 @@
-"""From what ranks measured to the entries of `bench.json`: one for each layout and peer. Plain data, no torch.
+"""From the ranks' measurements to the entries of `bench.json`, one for each layout and peer. Plain data, no torch.
 
 An entry: name, kind (layout or peer), proven (None for a peer), step_seconds and targets_per_s of each timed update and their
 statistics, mfu, hfu, loss_off (of the last timed update, relative to the first loop's), peak_bytes and memory of the
@@ -14,8 +14,8 @@ from typing import Any
 
 from shardwright.layout.axes import Axes
 from shardwright.measure.bottleneck import UpdateTimes, find_bottleneck
-from shardwright.planner.job import Layout
 from shardwright.planner.memory_timeline import walked_actions
+from shardwright.planner.problem import Layout
 from shardwright.tools.bench.timing import Spread, ratio, slowest
 from shardwright.train.anomaly import slow_rank
 
@@ -82,7 +82,7 @@ def _each(rank: Mapping[str, Any], key: str) -> list[float]:
 
 
 def _rank(rank: Mapping[str, Any], step_seconds: float) -> Json:
-    """What a rank did itself and what it waited for, to see stragglers; scaled as in `_communication`."""
+    """Times of own work and of waits of a rank, which show stragglers; scaled as in `_communication`."""
     traced = rank["traced"]
     scale = step_seconds / traced["seconds"] if traced else 0.0
     return {

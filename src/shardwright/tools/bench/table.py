@@ -1,4 +1,4 @@
-"""The table of a bench, and the lines below it."""
+"""The table of a bench, and the lines below the table."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def lines_below(entries: Sequence[Entry], measuring: Sequence[float], peak: Mapp
             for kind, one in kinds.items():
                 yield (
                     f"{entry['name']}: {kind} over {axis} {format_seconds(one['seconds'])} an update, "
-                    f"{format_seconds(one['exposed_seconds'])} of it exposed."
+                    f"{format_seconds(one['exposed_seconds'])} exposed."
                 )
     for entry in entries:
         if entry["kind"] == "layout" and len(entry["ranks"]) > 1:

@@ -16,14 +16,14 @@ from shardwright.config.load import Loaded
 from shardwright.config.output_paths import check_writable_directory, check_writable_file
 from shardwright.console import say
 from shardwright.errors import CheckFailed, ConfigError, ExitCode, ShardwrightError
-from shardwright.launch import inside_a_launcher, run_workers
+from shardwright.launch import refuse_launcher, run_workers
 from shardwright.layout.legality import check_run
 from shardwright.layout.names import with_layout
 from shardwright.measure import clock
 from shardwright.measure.bottleneck import Bottleneck
 from shardwright.mesh.process_group import device_kind
 from shardwright.planner.hardware import find_device
-from shardwright.planner.of_run import job_of, layout_of
+from shardwright.planner.problem import layout_of, problem_of
 from shardwright.tools.bench.peers import check_peers, kind_of_peer, possible_peers
 from shardwright.tools.bench.rank import Spec
 from shardwright.tools.bench.summary import entry, schedule_of
@@ -56,22 +56,17 @@ class Request:
 
 
 def run_bench(loaded: Loaded, request: Request) -> int:
-    """Prints what was measured and writes it below `checkpoint.output_dir`; the exit code.
+    """Prints the measurements and writes them below `checkpoint.output_dir`; the exit code.
 
-    0; 3 where a layout does not train the same objective (it is not timed); 1 where ranks fail.
+    0; 3 where a layout does not train the same objective and so is not timed; 1 where ranks fail.
     """
     console = Console(highlight=False)
-    if inside_a_launcher():
-        raise ConfigError(
-            "`bench` was started under a launcher.",
-            "It starts its own ranks.",
-            "Call it once, without torchrun or srun.",
-        )
+    refuse_launcher("bench")
     output = Path(loaded.run.checkpoint.output_dir)
     runs, peers = _refused_or_prepared(loaded, request, output, console)
     codes = check_layouts(loaded, ",".join(runs), request.ranks, console)
     for name in (name for name, code in codes.items() if code):
-        say(console, f"{name} is not timed: it does not train the same objective.")
+        say(console, f"{name} is not timed: {name} does not train the same objective.")
     runs = {name: run for name, run in runs.items() if codes[name] == ExitCode.DONE}
     if not runs:
         raise CheckFailed("No layout trains the same objective.", "", "See what `check` found above.")
@@ -165,7 +160,7 @@ def _measured(
 def _ranks_started(
     runs: dict[str, Loaded], peers: list[str], request: Request, device: str, output: Path
 ) -> dict[str, Any]:
-    """What the ranks of one start measured."""
+    """Starts ranks once and returns their measurements."""
     with tempfile.TemporaryDirectory(prefix="bench-", dir=output) as scratch:
         result, path = Path(scratch) / "result.json", Path(scratch) / "spec.json"
         texts = {name: run.to_json() for name, run in runs.items()}
@@ -225,7 +220,7 @@ def _schedule(loaded: Loaded, ranks: int) -> list[list[list[Any]]]:
     if shape is None:
         return []
     layout = layout_of(loaded.run, check_run(loaded, ranks))
-    return schedule_of(layout, layout.microbatches(job_of(loaded.run, shape)))
+    return schedule_of(layout, layout.microbatches(problem_of(loaded.run, shape)))
 
 
 def _finished(

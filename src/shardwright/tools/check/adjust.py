@@ -63,7 +63,7 @@ def adjust(
     if dtype == "fp64" and run.memory.compile and (module := float32_inside(run.model)):
         run = run.model_copy(update={"memory": run.memory.model_copy(update={"compile": False})})
         lines.append(
-            f"memory.compile is off: {module} computes in float32 whatever the dtype, and a compiled block sums it in another "
+            f"memory.compile is off: {module} computes in float32 whatever the dtype, and a compiled block sums in another "
             "order (3e-7 of a gradient, measured). `--dtype run` compares compiled blocks."
         )
     changes = Changes(vocabulary=vocabulary)
@@ -115,7 +115,7 @@ def _limits() -> Limits:
 
 
 def _fitting(run: RunFile, data_ranks: int, updates: int, records: int) -> tuple[RunFile, int | None, list[str]]:
-    """(run, vocabulary for ids if it was shrunk, lines): first fewer and shorter rows, then a smaller model."""
+    """(run, size of a shrunk vocabulary or None, lines): first fewer and shorter rows, then a smaller model."""
     config, limits = _config(run), _limits()
     size, lines = _size(run, config), []
     reason = limits.exceeded(size, data_ranks, updates, records)
@@ -158,7 +158,7 @@ def _accumulating(run: RunFile, data_ranks: int) -> tuple[RunFile, list[str]]:
         return run, [
             "Each rank has one microbatch of one row: accumulation is not shown. Raise training.global_batch_size."
         ]
-    # not as many microbatches as ranks, where there is a choice: a wrong factor then tells which of the two it is
+    # another number than the ranks, where there is a choice: a wrong factor then shows which of the two numbers it is
     sizes = [size for size in range(share - 1, 0, -1) if share % size == 0]
     rows = next((size for size in sizes if share // size != data_ranks), sizes[0])
     training = t.model_copy(update={"per_device_train_batch_size": rows})

@@ -33,7 +33,7 @@ def batch_invariance(engine: UpdateEngine, batch: UpdateBatch) -> BatchInvarianc
     """Runs some rows of `batch` in three ways; dropout of the model is off from then on. Collective."""
     microbatch = _of_unequal_rows(batch.microbatches)
     silence_dropout(engine.module)
-    engine.module.train()  # statistics over a batch are those of training
+    engine.module.train()  # batch statistics as in training
     count = len(microbatch.input_ids)
     rows = [_changed(microbatch, lambda t, _, own=slice(row, row + 1): t[own], row) for row in range(count)]
     sums = [engine.loss_sum(microbatch), torch.stack([engine.loss_sum(row) for row in rows]).sum()]

@@ -32,7 +32,7 @@ from shardwright.models.dropout import silence_dropout
 from shardwright.models.model_parts import canonical_name
 from shardwright.tools.check.batch_invariance import batch_invariance
 from shardwright.tools.check.fault_injection import plant
-from shardwright.tools.check.force_float64 import float64_throughout
+from shardwright.tools.check.force_float64 import force_float64
 from shardwright.tools.check.gather import whole_on_first_rank
 from shardwright.tools.check.record import MicrobatchNote, Record, Scalars
 from shardwright.tools.check.rows import Changes, CheckedRows
@@ -47,7 +47,7 @@ REDUCED_BYTES = 16 * 2**20
 
 @dataclass(frozen=True)
 class CandidateSpec:
-    """What a rank is told."""
+    """The task of the ranks for one candidate."""
 
     run: dict[str, Any]
     """Resolved sections of the run file."""
@@ -70,7 +70,7 @@ SPECS = TypeAdapter(list[CandidateSpec])
 
 
 class Recorder:
-    """Writes what an engine does to a record. Collective: every rank makes one; rank 0 holds and writes whole tensors."""
+    """Writes an engine's updates to a record. Collective: each rank has a recorder; rank 0 gathers and writes whole tensors."""
 
     def __init__(self, engine: UpdateEngine, record: Record | None) -> None:
         self.engine, self.record = engine, record
@@ -79,7 +79,7 @@ class Recorder:
         self._write(0, "param", self._parameters())
 
     def before_step(self, number: int) -> None:
-        """Gradients before clipping; one that backward left out reads zero, as the reference writes it."""
+        """Writes gradients before clipping; zeros for a parameter without a gradient, as in the reference."""
         own = {local.name: gradient for local, gradient in self.engine.gradients()}
         self.local_norm = sum(
             own[local.name].double().square().sum().item()
@@ -194,7 +194,7 @@ def _gaps(named: list[tuple[str, Tensor]], groups: list[dist.ProcessGroup]) -> l
 
 
 def _severity(found: tuple[float, str]) -> tuple[bool, float]:
-    """Orders gaps; one that is not a number is the worst."""
+    """Orders gaps; NaN is the worst."""
     return found[0] != found[0], found[0]
 
 
@@ -213,12 +213,12 @@ def record_updates(spec: CandidateSpec, device: torch.device) -> None:
     recorder.start()
     for number in range(1, spec.updates + 1):
         batch = rows.update(number - 1)
-        with float64_throughout(run):
+        with force_float64(run):
             engine.forward_backward(batch)
         recorder.before_step(number)
         result = engine.step()
         recorder.after_step(number, batch, result)
-    with float64_throughout(run):
+    with force_float64(run):
         sums = batch_invariance(engine, rows.update(0))
     if recorder.record is not None:
         recorder.record.write_batch_invariance(sums)

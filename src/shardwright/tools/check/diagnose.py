@@ -269,4 +269,4 @@ _STAGES: dict[str, Callable[[Facts], Iterator[Diagnosis]]] = {
     "param": parameter_faults,
     "replicas": _replicas,
 }
-"""What is compared -> its faults, in the order in which an update computes."""
+"""Compared quantity -> its faults, in the order in which an update computes."""

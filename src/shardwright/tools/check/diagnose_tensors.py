@@ -15,7 +15,7 @@ _MIXED = {
     "first_microbatch_only": "the first microbatch alone",
     "no_reduction": "the gradient of one data rank alone",
 }
-"""Hypothesis about how microbatches were put together -> what the gradients then equal."""
+"""Hypothesis about how microbatches were combined -> the gradients under this hypothesis."""
 
 
 def gradient_faults(facts: Facts) -> Iterator[Diagnosis]:
@@ -41,7 +41,7 @@ def gradient_faults(facts: Facts) -> Iterator[Diagnosis]:
 
 
 def _mechanism(facts: Facts, where: str) -> Diagnosis | None:
-    """What was done to the gradients that differ, if the numbers allow a name."""
+    """The fault in the gradients that differ, if the numbers allow a name."""
     differing = [t for t in facts.numbers if t.differs]
     if differing and all(t.candidate_max == 0 for t in differing):
         return diagnosis("no_gradient", f"the gradient is zero in {where}")
@@ -64,7 +64,7 @@ def _mechanism(facts: Facts, where: str) -> Diagnosis | None:
 
 
 def _mixed(facts: Facts, label: str, found: Fit, where: str) -> Diagnosis | None:
-    """The diagnosis of one hypothesis about how microbatches were put together."""
+    """The diagnosis of one hypothesis about how microbatches were combined."""
     name, _, rank = label.partition(":")
     if name not in _MIXED or not found.residual <= facts.fit_tolerance:
         return None

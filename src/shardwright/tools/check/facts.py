@@ -57,7 +57,7 @@ LOOK_AT = {
     "one_unit": "what sets this unit's flags, hooks or groups apart from the other units'",
     "other_microbatches": "how rows are cut, padded and masked",
     "other_parameters": "names after wrapping",
-    "other_rows": "the order of the rows: it may depend on seed, epoch and position only",
+    "other_rows": "the order of the rows, which may depend on seed, epoch and position only",
     "positions_run_on": "position_ids start at 0 in each document, on every rank and stage",
     "same_rows": "which slice of the update's rows each data rank takes: its coordinate on the data axes, not its rank",
     "scaled": "every place that scales the loss or the gradients",
@@ -95,7 +95,7 @@ class Facts:
     """Everything that a diagnosis may rest on."""
 
     stage: str
-    """What differs first, a name of `compare.STAGES`."""
+    """What differs first, a key of `diagnose._STAGES`."""
     kind: str
     """Which kind of tensor or scalar."""
     update: UpdateComparison
@@ -139,7 +139,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Extent:
-    """Which tensors differ. special: `tied`, `small`, `unit`, `no_decay` or `decay` where that tells something, else empty."""
+    """Which tensors differ. special: `tied`, `small`, `unit`, `no_decay` or `decay` where the place is a hint, else empty."""
 
     text: str
     special: str = ""

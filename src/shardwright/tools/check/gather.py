@@ -1,4 +1,4 @@
-"""Whole tensors on rank 0, all in one message of each rank: a check writes down so many that their latencies would add up."""
+"""Whole tensors on rank 0, in one message of each rank: a check writes so many tensors that their latencies would add up."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -102,7 +102,6 @@ class Notes:
     """Losses of update 1 under mistaken labels, by description."""
     learning_rates: tuple[float, ...]
     """By scheduler step."""
-    lines: tuple[str, ...] = field(default=())
 
 
 class TensorFile:

@@ -1,7 +1,7 @@
 """The reference: one process, plain autograd and torch.optim, written without the code that it checks.
 
-B rows of a microbatch, T positions, V vocabulary. Of shardwright it uses only how a model is built, how rows are read, and
-how a microbatch is seeded; objective, division, clipping, optimizer groups and learning rates are its own. Parameters,
+B rows of a microbatch, T positions, V vocabulary. The reference shares with the engine how a model is built, how rows are read
+and how a microbatch is seeded; objective, division, clipping, optimizer groups and learning rates are its own. Parameters,
 gradients and states are float64, whatever the run's dtype.
 """
 
@@ -25,7 +25,7 @@ from shardwright.models.build import quiet_transformers
 from shardwright.models.dropout import has_dropout, silence_dropout
 from shardwright.models.model_parts import is_transformers
 from shardwright.models.torch_dtypes import TORCH_DTYPES
-from shardwright.tools.check.force_float64 import float64_throughout
+from shardwright.tools.check.force_float64 import force_float64
 from shardwright.tools.check.record import MicrobatchNote, Notes, Record, Scalars
 from shardwright.tools.check.reference_documents import alone, mistaken_losses, target_weight, targets_inside
 from shardwright.tools.check.reference_muon import ReferenceMuon
@@ -33,7 +33,7 @@ from shardwright.tools.check.rows import Changes, CheckedRows
 from shardwright.train.rng import seed_microbatch
 
 PROBE_ELEMENTS = 25_000_000
-"""Elements of single-microbatch gradients that are kept for the diagnosis, over all microbatches: 200 MB."""
+"""Elements of gradients of single microbatches that the diagnosis gets, over all microbatches: 200 MB."""
 
 
 def excluded_from_decay(name: str, dims: int, patterns: list[str]) -> bool:
@@ -42,7 +42,7 @@ def excluded_from_decay(name: str, dims: int, patterns: list[str]) -> bool:
 
 
 class Reference:
-    """A model, its rows and its optimizer in one process; `record` writes the updates down."""
+    """A model, its rows and its optimizer in one process; `record` writes the updates."""
 
     def __init__(self, run: RunFile, changes: Changes) -> None:
         self.run, self.training = run, run.training
@@ -73,19 +73,23 @@ class Reference:
         rest = [p for n, p in self.trained.items() if not excluded_from_decay(n, p.dim(), t.no_decay)]
         groups = [{"params": rest, "weight_decay": t.weight_decay}, {"params": skip, "weight_decay": 0.0}]
         groups = [group for group in groups if group["params"]]
-        if t.optimizer == "adamw":
-            options: dict[str, Any] = {"betas": (t.adam_beta1, t.adam_beta2), "eps": t.adam_epsilon, "foreach": False}
-            return torch.optim.AdamW(groups, lr=t.learning_rate, **{**options, **t.optimizer_kwargs})
-        if t.optimizer == "sgd":
-            return torch.optim.SGD(groups, lr=t.learning_rate, **{"foreach": False, **t.optimizer_kwargs})
         if t.optimizer == "muon":
             return ReferenceMuon(self._muon_groups(groups), lr=t.learning_rate, **t.optimizer_kwargs)
-        module, _, name = t.optimizer.partition(":")
-        kind = getattr(importlib.import_module(module), name)
-        return kind(groups, lr=t.learning_rate, **t.optimizer_kwargs)
+        kind: Any
+        options: dict[str, Any] = {}
+        if t.optimizer == "adamw":
+            kind = torch.optim.AdamW
+            options = {"betas": (t.adam_beta1, t.adam_beta2), "eps": t.adam_epsilon, "foreach": False}
+        elif t.optimizer == "sgd":
+            kind, options = torch.optim.SGD, {"foreach": False}
+        else:
+            module, _, name = t.optimizer.partition(":")
+            kind = getattr(importlib.import_module(module), name)
+        optimizer: torch.optim.Optimizer = kind(groups, lr=t.learning_rate, **{**options, **t.optimizer_kwargs})
+        return optimizer
 
     def _muon_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """`groups` split into matrices that are made orthogonal and the rest: vectors, embeddings, the head."""
+        """`groups` split into the matrices that get orthogonal steps and the rest: vectors, embeddings, the head."""
         parts, tables = find_parts(self.model), set()
         for name, module in self.model.named_modules():
             if isinstance(module, nn.Embedding) or name in (parts.embedding, parts.head):
@@ -128,15 +132,15 @@ class Reference:
         return output["logits"] if isinstance(output, dict) else output.logits
 
     def _microbatch_logits(self, microbatch: Microbatch) -> Tensor:
-        """[B, T, V]: of each document run alone, without padding; of whole rows where `_whole_rows` says so."""
+        """[B, T, V]: of each document run alone, without padding; of whole rows where `_whole_rows` is set."""
         return self._logits(microbatch.input_ids) if self._whole_rows else alone(microbatch, self._logits)
 
     def _loss_sum(
         self, update: int, microbatch: Microbatch, labels: Tensor, weights: Tensor | None
     ) -> tuple[Tensor, float]:
-        """(sum of weight x cross entropy over the targets in `labels` [B, T], row by row, sum of their weights).
+        """(sum of weight x cross entropy over the targets in `labels` [B, T], row by row, sum of the weights).
 
-        Or what the user's own loss gives.
+        A loss of the user's own returns both.
         """
         seed_microbatch(self.training.seed, update, microbatch.index)
         logits = self._microbatch_logits(microbatch)
@@ -155,12 +159,11 @@ class Reference:
     ) -> Iterator[tuple[Microbatch, float, float, dict[str, Tensor]]]:
         """(microbatch, its loss sum, its divisor, the gradient of that sum / count) one after another.
 
-        The division comes before backward, not after, as in the run: in float32 a gradient scaled otherwise on its way
-        through would be rounded otherwise.
+        The division comes before backward, as in the run: in float32 another scale would be rounded in another way.
         """
         for microbatch in batch.microbatches:
             self.model.zero_grad()
-            with float64_throughout(self.run):
+            with force_float64(self.run):
                 loss, own_count = self._loss_sum(batch.update, microbatch, microbatch.labels, microbatch.weights)
                 if loss.requires_grad:
                     (loss / count).backward()
@@ -177,16 +180,15 @@ class Reference:
             chosen.add(name)
         return chosen
 
-    def record(self, record: Record, updates: int, lines: tuple[str, ...] = ()) -> float | None:
-        """Writes `updates` updates to `record`; returns the gradient norm limit that was used.
+    def record(self, record: Record, updates: int) -> None:
+        """Writes `updates` updates to `record`.
 
-        Where clipping is on but the first gradient is within the limit, the limit becomes half of that gradient's norm.
+        Where clipping is on but the first gradient is within the limit, `limit` becomes half of that gradient's norm.
         """
         record.write_tensors(0, "param", self.named)
         for number in range(updates):
             self._update(record, number)
-        record.write_notes(self._notes(lines))
-        return self.limit
+        record.write_notes(self._notes())
 
     def _update(self, record: Record, number: int) -> None:
         batch = targets_inside(self.rows.update(number))
@@ -255,7 +257,7 @@ class Reference:
 
     @torch.no_grad()
     def _note_first(self, batch: UpdateBatch) -> None:
-        """Losses and counts that mistaken labels would give in the first update."""
+        """Notes losses and counts of the first update under mistaken labels."""
         count, losses = sum(target_weight(m, m.labels) for m in batch.microbatches), {}
         for words, shift in (("shifted again", 1), ("not shifted", -1)):
             total = own = 0.0
@@ -278,7 +280,7 @@ class Reference:
         }
         self._first |= {"other_losses": losses, "other_counts": counts}
 
-    def _notes(self, lines: tuple[str, ...]) -> Notes:
+    def _notes(self) -> Notes:
         t, parts, first = self.training, find_parts(self.model), self._first
         steps = 3 * len(first["microbatch_targets"]) + 2
         group = self.optimizer.param_groups[0]
@@ -293,22 +295,15 @@ class Reference:
             frozen=tuple(name for name in self.named if name not in self.trained),
             tied=parts.tied,
             blocks=parts.blocks,
-            microbatch_targets=first["microbatch_targets"],
-            microbatch_divisors=first["microbatch_divisors"],
-            microbatch_loss_sums=first["microbatch_loss_sums"],
-            other_counts=first["other_counts"],
-            other_losses=first["other_losses"],
             learning_rates=self._learning_rates(steps),
-            lines=lines,
+            **first,
         )
 
 
-def run_reference(
-    run: RunFile, changes: Changes, directory: Path, updates: int, lines: tuple[str, ...] = ()
-) -> tuple[Record, float | None, Training]:
-    """(record, gradient norm limit that was used, training section with it) of `updates` updates in this process."""
+def run_reference(run: RunFile, changes: Changes, directory: Path, updates: int) -> tuple[Record, Training]:
+    """(record of `updates` updates in this process, the training section with the gradient norm limit that was used)."""
     record = Record(directory)
     quiet_transformers()
     reference = Reference(run, changes)
-    limit = reference.record(record, updates, lines)
-    return record, limit, run.training.model_copy(update={"max_grad_norm": limit})
+    reference.record(record, updates)
+    return record, run.training.model_copy(update={"max_grad_norm": reference.limit})

@@ -1,4 +1,4 @@
-"""Documents run alone, without padding: what packed and bucketed rows must be equal to, and what faults in isolation give.
+"""Documents run alone, without padding: the right logits of packed and bucketed rows, and the losses of faults in isolation.
 
 B rows of T positions, V vocabulary. Written without the code that it checks.
 """
@@ -22,7 +22,7 @@ Span = tuple[int, int, int]
 
 
 def spans(microbatch: Microbatch) -> list[Span]:
-    """Where each document stands. Without numbers a row is one: of its length, or to one token behind its last target."""
+    """The place of each document. Without document numbers a row is one, of its length or to a token behind its last target."""
     found: list[Span] = []
     if microbatch.documents is None and microbatch.lengths is not None:
         return [(row, 0, length) for row, length in enumerate(microbatch.lengths) if length]
@@ -40,7 +40,7 @@ def spans(microbatch: Microbatch) -> list[Span]:
 
 
 def targets_inside(batch: UpdateBatch) -> UpdateBatch:
-    """`batch` with no target for the last token of a document, whatever the loader says."""
+    """`batch` with no target for the last token of a document, whatever the loader made."""
     microbatches = []
     for microbatch in batch.microbatches:
         labels = microbatch.labels.clone()
@@ -51,9 +51,9 @@ def targets_inside(batch: UpdateBatch) -> UpdateBatch:
 
 
 def alone(microbatch: Microbatch, logits: Logits, run_on: bool = False) -> Tensor:
-    """[B, T, V]: the logits of each document run by itself; 0 where there is none.
+    """[B, T, V]: the logits of each document run by itself; 0 where there is no document.
 
-    run_on: each is told positions that go on from the document before it, as a fault would tell them.
+    run_on: positions go on from the document before, as under a fault.
     """
     ids, found = microbatch.input_ids, spans(microbatch)
     if not found:
@@ -78,13 +78,13 @@ def across(microbatch: Microbatch) -> Tensor:
 
 
 def _together(microbatch: Microbatch, logits: Logits, run_on: bool) -> Tensor:
-    """[B, T, V]: logits of rows whose documents see those before them."""
+    """[B, T, V]: logits of rows whose documents see the documents before them."""
     ids = microbatch.input_ids
     positions = torch.arange(ids.shape[1]).repeat(len(ids), 1)
     if not run_on:
         for row, start, end in spans(microbatch):
             positions[row, start:end] -= start
-    # a mask of ones: without one Transformers looks for packed rows in the positions, and keeps them apart
+    # without a mask, Transformers (5.24) takes restarting positions for packed rows and separates the documents
     return logits(ids, position_ids=positions, attention_mask=torch.ones_like(ids))
 
 
@@ -106,7 +106,7 @@ def mistaken_losses(
 ) -> Iterator[tuple[str, float]]:
     """(words, loss) of the faults of isolation in packed rows; nothing for rows of one document.
 
-    longest: tokens that the model has positions for, None where that is not limited.
+    longest: number of positions of the model, None where there is no limit.
     """
     packed = [m for m in batch.microbatches if m.documents is not None]
     if not packed:

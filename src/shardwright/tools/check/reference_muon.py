@@ -1,4 +1,4 @@
-"""Muon for the reference, another way than the engine's: its iteration acts on singular values and is applied to them.
+"""Muon for the reference, in another way than the engine's: the iteration acts on the singular values of the momentum.
 
 Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon): five steps s -> 3.4445 s - 4.7750 s^3 + 2.0315 s^5 on the
 singular values of momentum / its norm. Steps are scaled as in Liu et al. 2025 (arXiv:2502.16982), section 2.2.
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 AMPLIFICATION = 3.4445**5
-"""The slope of the iteration at 0, its largest: how much a small change of the momentum may be magnified."""
+"""The slope of the iteration at 0, its largest: the largest factor on a small change of the momentum."""
 
 
 def orthogonal(matrix: Tensor) -> Tensor:

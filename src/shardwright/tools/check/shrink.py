@@ -1,10 +1,10 @@
-"""A run too large for this machine, made small with what matters for a check kept.
+"""Makes a run that is too large for this machine small, and keeps what matters for a check.
 
 Kept: the family and its options, the ratio of query to key-value heads, of hidden to head width and of feed-forward to
 hidden, tying, the remainder of the vocabulary modulo every axis size up to 8, at least one layer of each kind and at least
-four. Float64 needs, in bytes per parameter: 8 x (parameter, gradient, two moments, gradient bucket) on each rank, one
-whole copy on rank 0 while it writes; and on disk 8 x 4 in each update of each record, which is the reference's and one for
-each layout.
+four. Float64 needs, in bytes per parameter: 8 x (parameter, gradient, two moments, gradient bucket) on each rank, and one
+whole copy on rank 0 while it writes. The disk holds 8 x 4 for each update of each record: the reference's, and one for each
+layout.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from shardwright.errors import ConfigError
 from shardwright.units import format_bytes, format_count
 
 SHARE = 0.6
-"""Of the free memory and of the free disk, what a check may use."""
+"""Share of the free memory and of the free disk that a check may use."""
 
 WORK_FLOPS = 2e12
-"""Floating-point operations of one layout's updates beyond which a check takes more than some minutes on a CPU."""
+"""Limit of the floating-point operations of one layout's updates: some minutes on a CPU."""
 
 SMALL = {"heads": 2, "head_dim": 16, "layers": 4, "rows": 2, "microbatches": 3, "max_length": 128}
 _VOCABULARY_UNIT = 840  # the least common multiple of 1 to 8
@@ -39,7 +39,7 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class Size:
-    """What a check of a model costs: parameters, the width of its activations, tokens of a microbatch and of an update."""
+    """The quantities that the cost of a check follows from; `activation_width` counts numbers per token."""
 
     parameters: int
     activation_width: int
@@ -61,7 +61,7 @@ class Size:
 
 
 def activation_width(config: dict[str, Any], max_length: int) -> int:
-    """Numbers that forward keeps per token, about: 16 widths and 3 feed-forward widths a layer, attention, four logits."""
+    """About how many numbers forward keeps per token: 16 widths and 3 feed-forward widths a layer, attention, four logits."""
     hidden, layers, vocabulary = (_value(config, key) for key in ("hidden", "layers", "vocabulary"))
     feed_forward = _value(config, "feed_forward") or 4 * hidden
     heads = _value(config, "heads")
@@ -117,7 +117,7 @@ def shrunk_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shrunk_factors(rope: dict[str, Any], head_dim: int, new_head_dim: int) -> dict[str, list[float]]:
-    """What `rope` has a number of for each frequency of a head, with as many of them as the smaller head has frequencies."""
+    """The lists of `rope` with a number for each frequency of a head, cut down to the frequencies of the smaller head."""
     lists = {key: rope[key] for key in ("short_factor", "long_factor") if isinstance(rope.get(key), list)}
     if new_head_dim == head_dim:
         return {}
@@ -167,7 +167,7 @@ class Limits:
 
 
 def describe_shrinking(config: dict[str, Any], overrides: dict[str, Any], before: int, after: int, reason: str) -> str:
-    """The line that says what was shrunk and why."""
+    """The line that reports what was shrunk and why."""
     changed = ", ".join(f"{key} {config[key]} -> {value}" for key, value in overrides.items() if isinstance(value, int))
     return (
         f"The model is shrunk from {format_count(before)} to {format_count(after)} parameters ({reason}): {changed}; "

@@ -55,7 +55,7 @@ class Tolerance:
 
     @property
     def fit(self) -> float:
-        """A fault is named when the numbers agree with it to this (relative): looser than r, far tighter than a fault."""
+        """Relative difference up to which a number matches a fault: looser than r, far tighter than a fault."""
         return min(max(100 * self.relative, 1e-6), 0.1)
 
     def factor(self, kind: str) -> float:
@@ -64,7 +64,7 @@ class Tolerance:
 
 
 def float64_tolerance(relative: float = 1e-9) -> Tolerance:
-    """float64 throughout: r = 1e-9, about 1e5 times what rounding leaves, about 1e5 times below any fault that matters."""
+    """float64 throughout: r = 1e-9 is about 1e5 times the rounding, and about 1e5 times below any fault that matters."""
     return Tolerance(relative, relative, DTYPES["fp64"].eps, f"r = {relative:g} (float64)")
 
 
@@ -90,7 +90,7 @@ def run_dtype_tolerance(
 
 
 class ParameterAllowance:
-    """The allowed difference of each parameter after a step, element by element; it grows from update to update."""
+    """The allowed difference of each parameter after a step, element by element; the bound grows from update to update."""
 
     def __init__(self, notes: Notes, tolerance: Tolerance) -> None:
         self.notes, self.tolerance = notes, tolerance

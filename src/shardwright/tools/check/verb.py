@@ -1,4 +1,4 @@
-"""`shardwright check`: one reference, then each layout on N ranks against it; a table, and a diagnosis where one differs."""
+"""`shardwright check`: compares each layout on N ranks with one reference; a table, and a diagnosis for each difference."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardwright.config.load import Loaded
 from shardwright.config.schema import Training
 from shardwright.console import say
 from shardwright.errors import ConfigError, ExitCode, ModelError
-from shardwright.launch import inside_a_launcher, run_workers
+from shardwright.launch import refuse_launcher, run_workers
 from shardwright.layout.axes import Axes
 from shardwright.layout.legality import check_device, check_run, check_settings
 from shardwright.layout.names import expand_layouts, tuning_keys, with_layout
@@ -39,7 +39,7 @@ ONE_THREAD_PARAMETERS = 2_000_000
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A layout that is checked, its axes, and what its ranks are told."""
+    """A layout that is checked, its axes, and the task of its ranks."""
 
     layout: str
     axes: Axes
@@ -61,12 +61,7 @@ def run_check(
         return ExitCode.DONE
     if dtype not in ("fp64", "run"):
         raise ConfigError(f"--dtype {dtype} is not known.", "", "Valid: fp64, run.")
-    if inside_a_launcher():
-        raise ConfigError(
-            "`check` was started under a launcher.",
-            "It starts its own ranks.",
-            "Call it once, without torchrun or srun.",
-        )
+    refuse_launcher("check")
     fault = known_fault(plant) if plant else ""
     codes = check_layouts(loaded, layouts, nproc_per_node, console, dtype=dtype, updates=updates, fault=fault)
     if ExitCode.CHECK_FAILED in codes.values():
@@ -145,7 +140,7 @@ def possible_layouts(
     `ConfigError` or `ModelError` for what no layout can mend, and where no layout is possible.
     """
     expanded = expand_layouts(layouts, ranks)
-    check_settings(with_layout(loaded, expanded[0]))  # of the layout's keys only those that it keeps
+    check_settings(with_layout(loaded, expanded[0]))  # only the layout keys that this layout keeps
     check_device(loaded.run, device)
     check_programs(loaded.run)
     asked = {part.strip() for part in layouts.split(",")}
@@ -187,9 +182,9 @@ def _reference(adjusted: Adjusted, directory: Path, console: Console) -> tuple[R
     model = build_model(adjusted.run.model, torch.float64)
     if sum(p.numel() for p in model.parameters()) <= ONE_THREAD_PARAMETERS:
         torch.set_num_threads(1)
-    record, limit, training = run_reference(adjusted.run, adjusted.changes, directory, adjusted.updates, adjusted.lines)
+    record, training = run_reference(adjusted.run, adjusted.changes, directory, adjusted.updates)
     torch.set_num_threads(threads)
-    for line in (*adjusted.lines, *_limit_line(adjusted, limit)):
+    for line in (*adjusted.lines, *_limit_line(adjusted, training.max_grad_norm)):
         say(console, line)
     first = record.scalars(1)
     targets = [note.targets for note in first.microbatches]
@@ -218,7 +213,7 @@ def _tolerance(adjusted: Adjusted, ranks: int) -> Tolerance:
 
 
 def _limit_line(adjusted: Adjusted, limit: float | None) -> list[str]:
-    """What to say when the gradient norm limit had to be lowered for clipping to be seen."""
+    """A line where there is no clipping, or where the limit was lowered so that clipping shows."""
     asked = adjusted.run.training.max_grad_norm
     if asked is None:
         return ["training.max_grad_norm is null: clipping is not part of this objective."]
@@ -250,7 +245,7 @@ def _run(candidates: list[_Candidate], ranks: int, device: str, directory: Path)
 
 
 def _report(console: Console, layout: str, finding: Finding) -> None:
-    """What differs first in a layout, and the diagnosis."""
+    """Prints the first difference of a layout, and the diagnosis."""
     words = {"grad": "gradient", "param": "parameter"}
     place = f"update {finding.update}" if finding.update else "start"
     what = words.get(finding.kind, finding.kind)

@@ -1,1 +1,1 @@
-"""`shardwright doctor`: is this machine sane, and what does it reach? Writes the hardware file that `plan` reads."""
+"""`shardwright doctor`: tests this machine, measures its speed, and writes the hardware file that `plan` reads."""

@@ -1,39 +1,39 @@
-"""The hardware file of a machine that was measured, as `plan --device FILE` and `bench --device FILE` read it."""
+"""The hardware file of a measured machine, for `plan --device FILE` and `bench --device FILE`."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
 from shardwright.planner.kernels import HEAD_RAMP
-from shardwright.tools.doctor.fit import Link, Products, fit_link, fit_products
-from shardwright.tools.doctor.spec import BLOCK, Block, Measured
+from shardwright.tools.doctor.fit import BLOCK, Block, Link, Measured, Products, fit_link, fit_products
 
 RAMP = 16
-"""Keys at which attention is taken to reach half its rate: what the catalogue says of a CPU."""
+"""Number of keys at which attention reaches half its rate: the catalogue's value for a CPU."""
 
 
 @dataclass(frozen=True)
 class Constants:
-    """What was fitted: matrix products by dtype, the link between ranks (None for one rank)."""
+    """The fitted constants: matrix products by dtype, the link between ranks (None for one rank)."""
 
     products: dict[str, Products]
     link: Link | None
 
 
 def fitted(measured: Measured) -> Constants:
-    """The constants of what was measured."""
+    """The constants of a machine."""
     products = {dtype: fit_products(found) for dtype, found in measured.products.items()}
     return Constants(products, fit_link(measured.transfers) if measured.transfers else None)
 
 
 def hardware(measured: Measured, constants: Constants, date: str) -> dict[str, Any]:
-    """The keys of a hardware file. Rates are of one rank while all ranks are at work; what a training step leaves of those of
-    products comes on top.
+    """The keys of a hardware file. Rates are of one rank while all ranks work; `efficiency.matmul` is the share of a product's
+    rate that remains in a training step.
 
-    Ranks of one machine only were measured: links and network are taken to be the same.
+    The doctor measures the ranks of one machine, so links and network get the same values.
     """
     main = "bf16" if measured.device == "cuda" else "fp32"
     product = constants.products[main]
@@ -86,21 +86,20 @@ def kept_in_steps(measured: Measured, constants: Constants) -> dict[str, float]:
 
 
 def in_a_step(product: Products, block: Block, seconds: float, width: int, bandwidth: float) -> float:
-    """What of the speed of products alone is left of it in a training step, where other kernels have used the caches between.
+    """Share of the speed of products alone that remains in a training step, where other kernels use the caches in between.
 
     seconds: of forward and backward of `block`. width: bytes of an element. bandwidth: of element-wise kernels, bytes/s.
     """
     alone = 0.0
     for n, k in block.weights:
-        for m1, n1, k1 in ((block.tokens, n, k), (block.tokens, k, n), (n, k, block.tokens)):
-            shape = m1 * n1 / (m1 * n1 + product.wave) * k1 / (k1 + product.depth)
-            alone += 2.0 * m1 * n1 * k1 / (product.peak * shape)
+        for size in ((block.tokens, n, k), (block.tokens, k, n), (n, k, block.tokens)):
+            alone += 2.0 * math.prod(size) / (product.peak * product.share(*size))
     left = seconds - block.elements * width / bandwidth
     return min(1.0, block.count * alone / max(left, 0.5 * seconds))
 
 
 def measured_head_shape(head_dim: int = 64, keys: int = 512) -> float:
-    """How the planner scales attention's rate at the head width and length that were measured."""
+    """The planner's factor for attention's rate at the measured head width and length."""
     return (head_dim / (head_dim + HEAD_RAMP)) * ((128 + HEAD_RAMP) / 128) * (keys / (keys + RAMP))
 
 

@@ -1,4 +1,4 @@
-"""What can be told of a machine without starting ranks: versions, cores and NUMA nodes, shared memory, the file system."""
+"""Findings about a machine that need no ranks: versions, cores and NUMA nodes, shared memory, the file system."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SLOW_WRITE = 20 * MB
 
 @dataclass(frozen=True)
 class Finding:
-    """One line: the item, whether it is well, and the figures."""
+    """One line: the item, its grade, and the figures."""
 
     item: str
     grade: Grade
@@ -35,7 +35,7 @@ class Finding:
 
 
 def machine_findings(ranks: int, directory: Path) -> Iterator[Finding]:
-    """Everything that needs no rank. directory: whose file system is tried."""
+    """All findings. directory: a directory of the file system that is timed."""
     found = versions()
     names = ", ".join(f"{name} {version}" for name, version in found.items() if name != "machine")
     yield Finding("versions", "ok", f"{names} on {found['machine']}")
@@ -45,7 +45,7 @@ def machine_findings(ranks: int, directory: Path) -> Iterator[Finding]:
 
 
 def numa_nodes() -> int:
-    """NUMA nodes that the kernel shows; 1 where it shows none."""
+    """NUMA nodes that the kernel shows; 1 where the kernel shows none."""
     return max(1, len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))))
 
 
@@ -85,7 +85,7 @@ def sync_finding(directory: Path) -> Finding:
         path.unlink(missing_ok=True)
     slow = small > SLOW_SYNC_SECONDS or large < SLOW_WRITE
     text = f"{directory} syncs a small file in {format_seconds(small)} and writes {format_bytes(large)}/s"
-    hint = ": slow; checkpoint.async_save hides it" if slow else ""
+    hint = ": slow; checkpoint.async_save saves in the background" if slow else ""
     return Finding("file system", "warn" if slow else "ok", text + hint)
 
 

@@ -24,11 +24,10 @@ from shardwright.launch import finish, worker_main
 from shardwright.measure import clock
 from shardwright.mesh.process_group import Connection, connect
 from shardwright.models.torch_dtypes import TORCH_DTYPES
-from shardwright.tools.doctor.fit import Product, Transfer
-from shardwright.tools.doctor.spec import BLOCK, Measured
+from shardwright.tools.doctor.fit import BLOCK, Measured, Product, Transfer
 
 SECONDS = 0.2
-"""How long each item is repeated, at least five times."""
+"""Each item is repeated for this long, at least five times."""
 DTYPES = ("fp32", "bf16", "fp64")
 SHAPES = {
     "cpu": ((128, 128, 128), (256, 1024, 256), (512, 512, 512), (1024, 512, 512), (1024, 1024, 1024), (2048, 512, 128)),
@@ -37,12 +36,12 @@ SHAPES = {
 PAYLOADS = {"cpu": (4096, 262144, 4 * 2**20, 16 * 2**20), "cuda": (4096, 2**20, 32 * 2**20, 256 * 2**20)}
 HEADS, HEAD_DIM, LENGTH = 4, 64, 512
 COLD_BYTES = {"cpu": 256 * 2**20, "cuda": 512 * 2**20}
-"""Operands are taken in turn from up to so many bytes: in training they come from memory, not from a cache."""
+"""Total bytes of the operands that are used in turn, so that they come from memory as in training, not from a cache."""
 ELEMENTS = {"cpu": 2**19, "cuda": 2**26}
 
 
 class Stopwatch:
-    """Times what all ranks do at once."""
+    """Times work that all ranks do at once."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -52,9 +51,9 @@ class Stopwatch:
             torch.accelerator.synchronize(self.device)
 
     def seconds(self, work: Callable[[], object]) -> float:
-        """The median seconds of `work`, the slowest rank's. Collective.
+        """The median seconds of `work` on the slowest rank. Collective.
 
-        Work is done again and again without a pause: what a queue on the way lets through at once does not count.
+        The work is repeated without a pause, so that a queue on the way fills up and its first free slots do not count.
         """
         work()
         self._synchronize()
@@ -99,7 +98,7 @@ def products(watch: Stopwatch) -> dict[str, list[Product]]:
 
 
 def copy_bandwidth(watch: Stopwatch) -> float:
-    """Bytes/s that an element-wise kernel reads and writes, over operands that no cache holds."""
+    """Bytes/s that an element-wise kernel reads and writes, with operands too large for a cache."""
     kind = watch.device.type
     size = ELEMENTS[kind]
     operands = [
@@ -177,7 +176,7 @@ def transfers(watch: Stopwatch) -> Iterator[Transfer]:
 
 
 def transfer_load(watch: Stopwatch) -> float:
-    """Seconds of compute that are lost for each second of a collective beside it, on the CPU: sockets need a core too."""
+    """Seconds of compute that are lost in each second of a concurrent collective, on the CPU: sockets need a core too."""
     if dist.get_world_size() == 1 or watch.device.type != "cpu":
         return 0.0
     operands = [(torch.randn(512, 512), torch.randn(512, 512)) for _ in range(COLD_BYTES["cpu"] // 2**21 // 2)]

@@ -1,37 +1,33 @@
-"""`shardwright doctor`: one line for each item, with a verdict, and the hardware file of what was measured."""
+"""`shardwright doctor`: a graded line for each item, and the hardware file of the machine."""
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from pydantic import TypeAdapter
 from rich.console import Console
 
 from shardwright.config.output_paths import check_writable_file
 from shardwright.console import say
-from shardwright.errors import ConfigError, ExitCode
-from shardwright.launch import inside_a_launcher, run_workers
+from shardwright.errors import ExitCode
+from shardwright.launch import refuse_launcher, run_workers
 from shardwright.measure import clock
 from shardwright.mesh.process_group import device_kind
-from shardwright.tools.doctor.fit import Link
+from shardwright.tools.doctor.fit import Link, Measured
 from shardwright.tools.doctor.hardware_file import Constants, fitted, hardware, kept_in_steps, to_yaml
 from shardwright.tools.doctor.machine import Finding, machine_findings
-from shardwright.tools.doctor.spec import Measured
 from shardwright.units import format_bytes, format_flops, format_seconds
 
 FIT_FACTOR = 1.5
-"""A fit that is further off than this somewhere is said."""
+"""A fit whose worst ratio is larger gets a warning."""
 
 
 def run_doctor(ranks: int, device: str, output: Path) -> int:
     """Prints the findings and writes the hardware file to `output`; 1 when something has failed, else 0."""
     console, started = Console(highlight=False), clock.now()
-    if inside_a_launcher():
-        raise ConfigError(
-            "`doctor` was started under a launcher.", "It starts its own ranks.", "Call it once on a machine."
-        )
+    refuse_launcher("doctor")
     check_writable_file(output, "--output")
     kind = device_kind(device, ranks)
     findings: list[Finding] = []
@@ -54,7 +50,7 @@ def run_doctor(ranks: int, device: str, output: Path) -> int:
         if code:
             tell(iter([Finding("ranks", "FAIL", f"{ranks} {kind} ranks ended with {code}; see above")]))
             return ExitCode.CRASH
-        measured = Measured.from_json(json.loads(result.read_text()))
+        measured = TypeAdapter(Measured).validate_json(result.read_bytes())
     constants = fitted(measured)
     tell(measured_findings(measured, constants))
     output.write_text(to_yaml(hardware(measured, constants, clock.date())), encoding="utf-8")
@@ -68,7 +64,7 @@ def run_doctor(ranks: int, device: str, output: Path) -> int:
 
 
 def measured_findings(measured: Measured, constants: Constants) -> Iterator[Finding]:
-    """One line for each thing that ranks measured."""
+    """A line for each measurement of the ranks."""
     together = f"{measured.ranks} ranks at once" if measured.ranks > 1 else "1 rank"
     threads = f"{measured.threads} thread{'s' if measured.threads > 1 else ''}"
     yield Finding(
@@ -111,6 +107,6 @@ def _transfers(measured: Measured, link: Link) -> Iterator[Finding]:
     yield Finding(
         "link",
         "ok" if worst < 2 * FIT_FACTOR else "warn",
-        f"a step {format_seconds(link.alpha)} + bytes at {format_bytes(link.bandwidth)}/s, within {worst:.1f} times of each"
-        + (f"; compute beside it loses {measured.load:.2f} s a second" if measured.load else ""),
+        f"a step takes {format_seconds(link.alpha)} + bytes at {format_bytes(link.bandwidth)}/s, within {worst:.1f} times of "
+        "each" + (f"; compute beside a transfer loses {measured.load:.2f} s a second" if measured.load else ""),
     )

@@ -17,7 +17,7 @@ from shardwright.config.output_paths import check_writable_directory
 from shardwright.config.rates import check_length
 from shardwright.console import say
 from shardwright.errors import ConfigError, ExitCode, did_you_mean
-from shardwright.launch import inside_a_launcher, owned
+from shardwright.launch import owned, refuse_launcher
 from shardwright.layout.legality import check_device, check_run
 from shardwright.measure import clock
 from shardwright.mesh.process_group import device_kind
@@ -66,12 +66,7 @@ def run_drill(loaded: Loaded, plan: DrillPlan) -> int:
     The runs write to `checkpoint.output_dir/drill`, which is removed when all trials pass.
     """
     console = Console(highlight=False)
-    if inside_a_launcher():
-        raise ConfigError(
-            "`drill` was started under a launcher.",
-            "`drill` starts its own ranks.",
-            "Call `drill` without torchrun or srun.",
-        )
+    refuse_launcher("drill")
     check_run(loaded, plan.ranks)
     output_dir = Path(loaded.run.checkpoint.output_dir)
     check_writable_directory(output_dir, "checkpoint.output_dir")

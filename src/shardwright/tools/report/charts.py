@@ -102,7 +102,7 @@ def stacked(
     across_label: Label | None = None,
     positions: Sequence[float] = (),
 ) -> str:
-    """Bands piled up over positions that follow each other; the fullest one is marked when `peak` names it.
+    """Stacked bands over consecutive positions; the highest position is marked where `peak` names the mark.
 
     line: a named height that is compared. moments: what each position is, shown when the pointer rests on it.
     """
@@ -164,7 +164,7 @@ def strips(
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar. parts: (style, length, what it is). spread: from where to where most values lie. value: as text."""
+    """One bar. parts: (style, length, description). spread: the range of most values. value: as text."""
 
     name: str
     parts: Sequence[tuple[str, float, str]]
@@ -177,7 +177,7 @@ class Bar:
 
 
 def bars(named: Named, width: float, rows: Sequence[Bar], label: Label, title: str) -> str:
-    """Horizontal bars from zero; values in a column on the right; names stand above the bars, so that long ones fit."""
+    """Horizontal bars from zero; values in a column on the right; names above the bars, so that long names fit."""
     pitch = 42.0
     room = max(len(row.value) for row in rows) * CHARACTER + 16
     frame = Frame(width, pitch * len(rows) + 58, 1, right=room, top=4, bottom=50)
@@ -213,7 +213,7 @@ STYLES = {"F": "forward", "B": "backward", "I": "inputs", "W": "weights"}
 
 
 def gantt(named: Named, width: float, spans: Sequence[Span], ranks: int, label: Label, title: str) -> str:
-    """One row per pipeline rank: what it does when; where nothing stands it waits."""
+    """A row of actions over time for each pipeline rank; the rank waits in the gaps."""
     total = max(span.end for span in spans)
     left = margin([f"rank {ranks - 1}"]) if width >= NARROW else margin([str(ranks - 1)]) + 4
     row = max(18.0, min(34.0, 260 / ranks))
@@ -267,7 +267,7 @@ def ratios(named: Named, width: float, rows: Sequence[tuple[str, str, float]], l
 
 
 def idle_seconds(spans: Sequence[Span], ranks: int) -> list[float]:
-    """Of each rank, how long it waits between the first action of the pipeline and the last."""
+    """For each rank, the time without an action between the first and the last action of the pipeline."""
     total = max(span.end for span in spans)
     busy = [sum(span.end - span.start for span in spans if span.rank == rank) for rank in range(ranks)]
     return [total - own for own in busy]

@@ -32,7 +32,7 @@ QUANTITIES = {"memory": ("q0", size), "traffic": ("q1", size), "time": ("q2", du
 
 
 class Pair(NamedTuple):
-    """A prediction beside a measurement; `why` says what is missing where one of the two is not known."""
+    """A prediction beside a measurement; `why` says what is missing where prediction or measurement is unknown."""
 
     name: str
     quantity: str
@@ -87,7 +87,7 @@ def _run(name: str, found: Forecast | str, measured: Measured | None, host: bool
     sent = sum(sent_by_axis(found.traffic).values())
     return [
         Pair(name, "memory", found.peak_bytes, peak, HOST_ONLY if host else ""),
-        Pair(name, "traffic", sent, None, "a training run does not record it"),
+        Pair(name, "traffic", sent, None, "a training run does not record traffic"),
         Pair(name, "time", found.time.total if found.time else None, seconds, found.no_time),
     ]
 

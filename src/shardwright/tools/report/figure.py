@@ -89,7 +89,7 @@ def bar_figure(
 
 @dataclass(frozen=True)
 class Section:
-    """Figures under one heading; `lead` says what they answer."""
+    """Figures under one heading; `lead` introduces the figures."""
 
     identity: str
     title: str

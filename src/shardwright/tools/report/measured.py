@@ -33,7 +33,7 @@ def _utilised(measured: Sequence[Measured]) -> Figure:
     identity, title, share = "utilisation-mfu", "MFU and HFU", "{:.1%}".format
     found = [(one, one.mfu, one.hfu if one.hfu is not None else one.mfu) for one in measured if one.mfu is not None]
     if not found:
-        why = "the peak of the device was not known: shardwright doctor measures it; bench --device FILE uses it."
+        why = "the peak of the device was not known: shardwright doctor measures the peak, bench --device FILE uses the file."
         return absent(identity, title, why)
     rows = [
         Bar(
@@ -88,7 +88,7 @@ def _exposed(measured: Sequence[Measured]) -> Figure:
         Table(("of", "axis", "collective", "running", "exposed"), tuple(cells)),
         legend=tuple((f"axis-{group}", group) for group in GROUPS if any(group in one.exposed for one in found)),
         note="From a trace of few updates, scaled to the update as timed: of a bench the mean over ranks, of a run the slowest "
-        "rank's. Axes at the same time count for each. On pp it is waiting for other stages.",
+        "rank's. Axes at the same time count for each. On pp a rank waits for other stages.",
     )
 
 

@@ -74,7 +74,7 @@ def summary(subjects: Sequence[Subject]) -> Table:
                     known(one.padding, lambda v: f"{v:.1%}"),
                 )
             )
-    if not any(directory.updates for directory, _ in subjects):  # benched layouts are named by what they are
+    if not any(directory.updates for directory, _ in subjects):  # the name of a benched layout is the layout
         return Table((headers[0], *headers[3:]), tuple((row[0], *row[3:]) for row in rows))
     return Table(headers, tuple(rows))
 

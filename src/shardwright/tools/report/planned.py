@@ -40,7 +40,7 @@ def slug(part: str) -> str:
 
 
 def memory_section(subjects: Sequence[Subject], measured: Figure) -> Section:
-    """The planner's memory timeline of each run on its fullest rank, then the figure of what was measured."""
+    """The planner's memory timeline of each run on its fullest rank, then the figure of the measurements."""
     lead = (
         "Tensors alive on the fullest rank from the first forward of an update to the optimizer step, as planned; the "
         "measured peak is a line, where there is a measurement."
@@ -84,7 +84,7 @@ def _memory(index: int, directory: Directory, found: Forecast | str) -> Figure:
 
 
 def _peaks(index: int, directory: Directory) -> Figure:
-    """What was alive at the peak of each benched layout, predicted and measured."""
+    """Tensors alive at the peak of each benched layout, predicted and measured."""
     identity, title = f"memory-{index}", "Memory at the peak"
     sides = [
         (f"{layout.name}, {side}", parts)
@@ -132,7 +132,7 @@ def _sentence(text: str) -> str:
 
 def pipeline_section(subjects: Sequence[Subject]) -> Section:
     """The pipeline schedule of each run, simulated."""
-    lead = "What each pipeline rank does when, and where it waits. Numbers are microbatches."
+    lead = "The actions of each pipeline rank over time; gray gaps are waits. Numbers are microbatches."
     figures: list[Figure] = []
     for directory, found in subjects:
         if directory.benched:

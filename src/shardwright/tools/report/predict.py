@@ -1,4 +1,4 @@
-"""What the planner says of a run: memory over one update, the pipeline played, traffic and time; no torch."""
+"""The planner's predictions for a run: memory over one update, the pipeline simulated, traffic and time; no torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from shardwright.arch.model_shape import Inventory, built_by, shape_of_model
+from shardwright.arch.model_shape import Inventory
 from shardwright.arch.parameters import matrix_weights
 from shardwright.arch.shape import Shape
 from shardwright.config.schema import RunFile
@@ -19,15 +19,11 @@ from shardwright.layout.pipeline_schedules import Action, actions, head_blocks, 
 from shardwright.layout.traffic import Traffic
 from shardwright.planner.answer import layout_name
 from shardwright.planner.device import Device
-from shardwright.planner.job import Job, Layout
-from shardwright.planner.memory_timeline import Moment, peak, timeline
-from shardwright.planner.of_run import job_of, layout_of
-from shardwright.planner.own_software import own_software
+from shardwright.planner.estimate import Estimate, estimate
+from shardwright.planner.memory_timeline import Moment
 from shardwright.planner.pipeline_simulator import Played, Span, StageSeconds, play
-from shardwright.planner.program import SHARDWRIGHT, SHARDWRIGHT_COMPILED
-from shardwright.planner.rank_bytes import stages_of
+from shardwright.planner.problem import layout_of, problem_of, shape_of_run
 from shardwright.planner.step_time import Clock, StepTime
-from shardwright.planner.traffic import traffic
 from shardwright.tools.report.read import Directory
 
 SECONDS = "planned seconds"
@@ -37,16 +33,15 @@ DRAWN_ACTIONS = 800
 
 @dataclass(frozen=True)
 class Schedule:
-    """A pipeline schedule as it was played. unit: of the times, `s` or what counts 1.
-
-    microbatches: how many were played; fewer than the run's where there are too many to draw.
-    """
+    """A simulated pipeline schedule."""
 
     spans: tuple[Span, ...]
     played: Played
     ranks: int
     microbatches: int
+    """Fewer than the run's where the run has too many to draw."""
     unit: str
+    """Of the times."""
 
     @property
     def idle(self) -> float:
@@ -56,33 +51,33 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What the planner says of one run. pipeline_rank: the fullest one, whose moments these are.
-
-    time: None where the device is not known, for the reason `no_time`.
-    """
+    """The planner's predictions for one run."""
 
     layout: str
     peak_bytes: float
     pipeline_rank: int
+    """The fullest rank; the moments are of this rank."""
     moments: tuple[Moment, ...]
     traffic: tuple[Traffic, ...]
     schedule: Schedule | None
     time: StepTime | None
+    """None where the device is not known."""
     no_time: str
+    """Why there is no time."""
 
 
 def shape_of(run: RunFile, inventory: Inventory | None) -> Shape:
-    """The planner's shape of the run's model. Raises `ConfigError` where it cannot be known."""
+    """The planner's shape of the run's model. Raises `ConfigError` where the model cannot be read."""
     name = run.model.model_name_or_path
     if not (is_import_path(name) or Path(name).exists()):
         raise ConfigError(
-            f"the model `{name}` is not to be found from here.", "", "Run report where the run was started."
+            f"the model `{name}` is not found in this directory.", "", "Run report where the run was started."
         )
-    return shape_of_model(name, inventory, built_by(run.model.model_dump()))
+    return shape_of_run(run, inventory)
 
 
 def forecast(directory: Directory, device: Device | None, inventory: Inventory | None = None) -> Forecast | str:
-    """What the planner says of the run of `directory`, or the reason why it says nothing."""
+    """The planner's predictions for the run of `directory`, or the reason why there are none."""
     run, world_size = directory.run, directory.environment.get("world_size")
     if run is None:
         return directory.missing.get("config.yaml", "there is no config.yaml")
@@ -90,39 +85,35 @@ def forecast(directory: Directory, device: Device | None, inventory: Inventory |
         return "environment.json does not say the number of ranks"
     try:
         axes = resolve_axes(run.parallelism, world_size)
-        # a GPU says how much memory it has
+        # only a GPU run records the memory of its device
         kind = "cuda" if "device_memory_bytes" in directory.environment else "cpu"
-        job, layout = job_of(run, shape_of(run, inventory), kind), layout_of(run, axes, kind)
+        problem = problem_of(run, shape_of(run, inventory), kind, device)
         if directory.environment.get("loss_chunk_tokens"):
-            job = replace(job, loss="chunked")
-        return _forecast(run, job, layout, device)
+            problem = replace(problem, loss="chunked")
+        return _forecast(estimate(problem, layout_of(run, axes, kind)))
     except ShardwrightError as error:
         return str(error)
 
 
-def _forecast(run: RunFile, job: Job, layout: Layout, device: Device | None) -> Forecast:
-    program = SHARDWRIGHT_COMPILED if run.memory.compile else SHARDWRIGHT
-    software = own_software(job.device_kind, run.memory.compile)
-    stages = stages_of(job, layout)
-    clock = Clock(job, device, software) if device else None
-    fullest = peak(job, layout, program)
-    sent = [traffic(job, layout, rank, program) for rank in range(layout.axes.pp)]
+def _forecast(found: Estimate) -> Forecast:
+    peak, ranks, time = found.peak, range(found.layout.axes.pp), found.time
     return Forecast(
-        layout_name(layout),
-        fullest.allocated,
-        fullest.pipeline_rank,
-        tuple(timeline(job, layout, fullest.pipeline_rank, program)),
-        max(sent, key=lambda parts: sum(part.sent_bytes for part in parts)),
-        _schedule(job, layout, stages, clock) if layout.axes.pp > 1 else None,
-        clock.timed(layout, stages) if clock else None,
-        "" if clock else "the device's speed is not known: give --device",
+        layout_name(found.layout),
+        peak.allocated,
+        peak.pipeline_rank,
+        tuple(found.timeline(peak.pipeline_rank)),
+        max(map(found.traffic, ranks), key=lambda parts: sum(part.sent_bytes for part in parts)),
+        _schedule(found) if len(ranks) > 1 else None,
+        time,
+        "" if time else "the device's speed is not known: give --device",
     )
 
 
-def _schedule(job: Job, layout: Layout, stages: tuple[int, ...], clock: Clock | None) -> Schedule:
+def _schedule(found: Estimate) -> Schedule:
     """The run's pipeline played; without a device in units of a block's forward, each half of the backward taking as long."""
+    problem, layout, stages = found.problem, found.layout, found.stage_blocks
     kind, pp, chunks = layout.schedule or "1f1b", layout.axes.pp, layout.chunks
-    count = whole = layout.microbatches(job)
+    count = whole = layout.microbatches(problem)
     limit = max(pp, DRAWN_ACTIONS // (pp * chunks * 2))
     while count > limit:
         fewer = max(pp, ceil(count / 2 / pp) * pp)
@@ -130,15 +121,15 @@ def _schedule(job: Job, layout: Layout, stages: tuple[int, ...], clock: Clock | 
             count = whole
             break
         count = fewer
-    if clock:
-        times = clock.stage_seconds(layout, stages)
+    if problem.device:
+        times = Clock(problem).stage_seconds(layout, stages)
     else:
-        head = head_blocks(*matrix_weights(job.shape))
+        head = head_blocks(*matrix_weights(problem.shape))
         weights = [blocks + head * (stage == len(stages) - 1) for stage, blocks in enumerate(stages)]
         times = [StageSeconds(weight, weight, weight) for weight in weights]
     spans: list[Span] = []
     played = play(actions(kind, pp, chunks, count), lambda stage: stage_rank(kind, pp, stage), times, seen=spans)
-    return Schedule(tuple(spans), played, pp, count, SECONDS if clock else "forwards of one block")
+    return Schedule(tuple(spans), played, pp, count, SECONDS if problem.device else "forwards of one block")
 
 
 def played_lists(lists: Sequence[Sequence[Action]]) -> Schedule:
@@ -152,7 +143,7 @@ def played_lists(lists: Sequence[Sequence[Action]]) -> Schedule:
 
 
 def device_of(environment: Mapping[str, Any]) -> Device | None:
-    """The catalogue's entry for the device that a run's environment names; None for the CPU and for unknown ones."""
+    """The catalogue's entry for the device of a run's environment; None for the CPU and for unknown devices."""
     name, memory = environment.get("device_name"), environment.get("device_memory_bytes")
     if environment.get("device") != "cuda" or not name or not memory:
         return None

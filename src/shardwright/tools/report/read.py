@@ -1,4 +1,4 @@
-"""Reads the directory of a run or of a bench; what is missing is kept with the reason."""
+"""Reads the directory of a run or of a bench, and notes which files are missing and why."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Directory:
     """Lines about what was left out."""
 
     def column(self, key: str) -> list[float | None]:
-        """One value of each update; None where it is not there or was not finite."""
+        """One value of each update; None where the value is missing or not finite."""
         return [_number(entry.get(key)) for entry in self.updates]
 
     @property

@@ -96,7 +96,7 @@ def stack(series: Sequence[Sequence[float]]) -> list[list[tuple[float, float]]]:
 
 
 def thin(totals: Sequence[float], most: int) -> list[int]:
-    """The indices of at most `most` of `totals`: of each of so many runs of neighbours the largest, so that no peak is lost."""
+    """The indices of at most `most` of `totals`: the largest of each group of neighbours, so that no peak is lost."""
     if len(totals) <= most:
         return list(range(len(totals)))
     edges = [len(totals) * i // most for i in range(most + 1)]
@@ -127,7 +127,7 @@ def text(x: float, y: float, label: str, class_: str = "tick", anchor: str = "st
 
 
 def tip(label: str) -> str:
-    """What is shown while the pointer rests on the element that it is put in."""
+    """A tooltip, to be put into the element that it describes."""
     return element("title", escape(label))
 
 

@@ -15,7 +15,7 @@ TOKENS = (("targets", "in the loss"), ("given", "read, not in the loss"), ("padd
 
 
 def style(index: int) -> str:
-    """The class of run `index`: a colour, and a dash that tells it apart without colour."""
+    """The style of run `index`: a colour, and a dash pattern for readers without colour."""
     return f"c{index % COLOURS} d{index % 4}"
 
 
@@ -68,7 +68,7 @@ def _no_updates(directories: Sequence[Directory]) -> str:
 
 
 def _difference(directories: Sequence[Directory], key: str) -> str:
-    """How far the runs' losses are apart: small only where they train the same objective."""
+    """The largest difference of the runs' losses; small only where the runs train the same objective."""
     if len(directories) < 2:
         return ""
     first = dict(zip(directories[0].numbers, directories[0].column(key)))
@@ -96,7 +96,7 @@ def other_objective(directories: Sequence[Directory]) -> list[str]:
 
 
 def _table(directories: Sequence[Directory], key: str, label: Callable[[float], str], most: int = 12) -> Table:
-    """At most so many updates, evenly spread, the last one among them."""
+    """At most `most` updates, evenly spread, with the last update."""
     numbers = sorted({number for d in directories for number in d.numbers})
     picked = sorted({numbers[round(i * (len(numbers) - 1) / max(1, most - 1))] for i in range(most)})
     columns = [dict(zip(d.numbers, d.column(key))) for d in directories]
@@ -189,7 +189,7 @@ def _steps(index: int, name: str, seconds: Sequence[float], reason: str, updates
 
 
 def run_steps(directory: Directory) -> Timed:
-    """What `step_section` takes, of a run."""
+    """The argument of `step_section` for a run."""
     measured = directory.measured()
     reason = directory.missing.get(METRICS, "no update was timed") + "."
     return directory.name, measured.step_seconds if measured else (), reason, len(directory.updates)
@@ -201,7 +201,7 @@ def run_steps(directory: Directory) -> Timed:
 def token_section(directories: Sequence[Directory]) -> Section:
     """Of the positions of each update: in the loss, read only, padding. Counted once over the data ranks."""
     lead = (
-        "Positions that an update computes: those that enter the loss, those that are only read, and padding, which "
+        "Positions that an update computes: targets of the loss, tokens that are only read, and padding, which "
         "costs as much and trains nothing. Ranks that share rows count once."
     )
     return Section("tokens", "Targets and padding", lead, tuple(_tokens(i, d) for i, d in enumerate(directories)))

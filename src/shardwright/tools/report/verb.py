@@ -46,7 +46,7 @@ def run_report(
 
 
 def _distinct(directories: list[Directory]) -> list[Directory]:
-    """The directories with names that tell them apart: with as many parents as that takes."""
+    """The directories with unique names: each with as many parents as needed."""
     for depth in range(2, 10):
         names = [one.name for one in directories]
         if len(set(names)) == len(names):

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from datasets import IterableDataset
+from tests.data_runs import EOS, run_over
 from tests.places import EXAMPLES
 from tests.started import LIMIT
 
@@ -28,7 +29,6 @@ from shardwright.errors import CheckpointError, ConfigError, DataError
 from shardwright.layout.legality import check_run
 from shardwright.train.rows_done import SavedPosition, resume_rows
 
-EOS = 256
 TEXTS = [f"{number:03d}" + "xyz"[: number % 4] for number in range(60)]
 
 
@@ -70,14 +70,8 @@ def write(directory: Path, kind: str) -> list[str]:
 
 
 def run_file(directory: Path, entries: list[str], *, batch: int = 4, steps: int = 30, **data: Any) -> RunFile:
-    return RunFile.model_validate(
-        {
-            "model": {"model_name_or_path": str(EXAMPLES / "tiny"), "init": "random"},
-            "data": {"train": entries, "max_length": 8, "streaming": True, "stream_window": 10} | data,
-            "training": {"max_steps": steps, "global_batch_size": batch},
-            "checkpoint": {"output_dir": str(directory / "runs" / "a")},
-        }
-    )
+    settings = {"train": entries, "max_length": 8, "num_proc": None, "streaming": True, "stream_window": 10}
+    return run_over(directory, training={"max_steps": steps, "global_batch_size": batch}, **settings | data)
 
 
 def loader(run: RunFile, rank: int = 0, ranks: int = 1, rows: int = 1, **widths: Any) -> Loader:

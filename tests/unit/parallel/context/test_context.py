@@ -25,8 +25,8 @@ from shardwright.layout.legality import check_run
 from shardwright.layout.size_rules import chunks
 from shardwright.layout.traffic import context_traffic
 from shardwright.models import build_model
-from shardwright.parallel.context.attention import ContextShard
 from shardwright.parallel.context.rules import check_context_model
+from shardwright.parallel.context.shard import ContextShard
 
 
 def held(length: int, cp: int, balanced: bool) -> list[list[int]]:

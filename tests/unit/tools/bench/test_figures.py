@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from shardwright.layout.axes import Axes
-from shardwright.planner.job import Layout
+from shardwright.planner.problem import Layout
 from shardwright.tools.bench.summary import entry, schedule_of
 from shardwright.tools.bench.table import lines_below, show
 from shardwright.tools.bench.timing import Spread, ratio, slowest
@@ -100,10 +100,11 @@ def test_the_table() -> None:
     lines = list(lines_below(entries, [0.003, 0.004, 0.005, 0.004], {"flops": 1e11, "source": "a file"}))
     assert "Measuring takes train 4 ms ±19% an update (n=4), 0.80% of the shortest step." in lines
     assert (
-        lines[-1].startswith("MFU counts the matrix products") and "Peak 100.0 GFLOP/s a device: a file." in lines[-1]
+        lines[-1].startswith("MFU counts the FLOPs of the model")
+        and "Peak 100.0 GFLOP/s a device: a file." in lines[-1]
     )
     assert "not known" in list(lines_below(entries, [0.004], None))[-1]
-    assert any("all-gather over tp 300 ms an update, 250 ms of it exposed" in line for line in lines)
+    assert any("all-gather over tp 300 ms an update, 250 ms exposed" in line for line in lines)
     assert header.startswith("layout")
 
 

@@ -9,7 +9,7 @@ import pytest
 from shardwright.planner.hardware import find_device
 from shardwright.planner.kernels import attention_seconds, matmul_seconds
 from shardwright.planner.network import all_reduce_lines, gather_seconds, group_of
-from shardwright.tools.doctor.fit import Link, Product, Transfer, fit_link, fit_products
+from shardwright.tools.doctor.fit import Link, Measured, Product, Transfer, fit_link, fit_products
 from shardwright.tools.doctor.hardware_file import fitted, hardware, to_yaml
 from shardwright.tools.doctor.machine import (
     cores_finding,
@@ -17,7 +17,6 @@ from shardwright.tools.doctor.machine import (
     shared_memory_finding,
     sync_finding,
 )
-from shardwright.tools.doctor.spec import Measured
 from shardwright.tools.doctor.verb import measured_findings
 
 PEAK, WAVE, DEPTH = 2e11, 5e4, 60.0

@@ -176,7 +176,7 @@ def test_a_page_of_one_run(tmp_path: Path) -> None:
     steps = figure(page, "step-time-0")
     assert "p50 1.06 s" in steps and "max 1.11 s over 10 updates" in steps and "first 2 of 12" in steps
     assert "n/a</b>one layout alone" in figure(page, "layouts-speed")
-    assert "MFU 30.0%." in figure(page, "utilisation-mfu") and "HFU adds what is" in figure(page, "utilisation-mfu")
+    assert "MFU 30.0%." in figure(page, "utilisation-mfu") and "HFU adds the FLOPs" in figure(page, "utilisation-mfu")
     exposed = figure(page, "utilisation-exposed")
     # a fifth of the profiled update of 1.03 s, as seconds of the usual 1.065 s
     assert "224 ms (21%)" in exposed and "dp_shard 213 ms" in exposed and "all ranks 11 ms" in exposed

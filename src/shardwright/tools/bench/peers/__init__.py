@@ -75,7 +75,7 @@ def check_peers(run: RunFile) -> None:
         raise ConfigError(
             f"--vs peers cannot be run with {', '.join(found)}.",
             "Other programs are given the same padded microbatches, cross entropy, and AdamW over float32 weights.",
-            "Leave --vs out, or remove these from the run.",
+            "Leave --vs out, or remove these keys from the run.",
         )
 
 
@@ -96,7 +96,7 @@ def possible_peers(layouts: list[str]) -> tuple[list[str], list[str]]:
         raise ConfigError(
             f"--vs peers: no peer for {', '.join(alone)}.",
             "Other programs run ddp, zero1, zero2 and zero3, where they are installed.",
-            "Name one of these in --layouts, or leave --vs out.",
+            "Name one of these layouts in --layouts, or leave --vs out.",
         )
     if alone:
         lines.append(f"No peer for {', '.join(alone)}.")

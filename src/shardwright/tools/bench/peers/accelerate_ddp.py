@@ -14,7 +14,7 @@ from shardwright.tools.bench.peers import UpdateLoop
 from shardwright.tools.bench.peers.bare import loss_sum, make_adamw
 
 KINDS = ("ddp",)
-"""On a CPU Accelerate runs DDP whatever its FSDP plugin is told, so that is what is timed."""
+"""On a CPU Accelerate runs DDP whatever its FSDP plugin says, so DDP is timed."""
 
 
 def make(run: RunFile, kind: str, model: nn.Module, device: torch.device) -> UpdateLoop:
@@ -33,7 +33,7 @@ def make(run: RunFile, kind: str, model: nn.Module, device: torch.device) -> Upd
             context = None if accelerator.sync_gradients else accelerator.no_sync(runner)
             with context or accelerator.autocast():
                 loss = loss_sum(runner, microbatch, device)
-                accelerator.backward(loss * ranks / batch.divisor)  # it averages over ranks
+                accelerator.backward(loss * ranks / batch.divisor)  # Accelerate averages over ranks
             total += loss.detach()
         if run.training.max_grad_norm is not None:
             accelerator.clip_grad_norm_(runner.parameters(), run.training.max_grad_norm)

@@ -24,7 +24,7 @@ KINDS = ("ddp", "zero1", "zero2", "zero3")
 
 
 def make(run: RunFile, kind: str, model: nn.Module, device: torch.device) -> UpdateLoop:
-    """`kind` as torch has it: DDP, or `fully_shard` of each block with the schedule of gathering that the kind means."""
+    """torch's own `kind`: DDP, or `fully_shard` of each block with the gathering schedule of the kind."""
     compute, ranks = TORCH_DTYPES[run.precision.param_dtype], dist.get_world_size()
     runner: Any = model
     if kind == "ddp":

@@ -37,7 +37,7 @@ def make(run: RunFile, kind: str, model: nn.Module, device: torch.device) -> Upd
         total = torch.zeros((), device=device)
         for microbatch in batch.microbatches:
             loss = loss_sum(engine, microbatch, device)
-            engine.backward(loss * ranks * steps / batch.divisor)  # it averages over ranks and microbatches
+            engine.backward(loss * ranks * steps / batch.divisor)  # DeepSpeed averages over ranks and microbatches
             engine.step()
             total += loss.detach()
         dist.all_reduce(total)

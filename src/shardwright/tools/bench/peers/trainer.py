@@ -1,4 +1,4 @@
-"""Transformers' Trainer with DDP: it owns the loop, so it runs in a thread that waits between its steps."""
+"""Transformers' Trainer with DDP. The Trainer owns the loop, so the loop runs in a thread that waits between steps."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from shardwright.tools.bench.peers import UpdateLoop
 
 KINDS = ("ddp",)
 STEP_SECONDS = 1800
-"""A step that takes longer has failed."""
+"""A longer step counts as failed."""
 
 
 class Feed:
-    """A data loader without end that yields what is put into it."""
+    """An endless data loader that yields the batches of a queue."""
 
     def __init__(self) -> None:
         self.rows: Queue[dict[str, torch.Tensor]] = Queue()
@@ -54,7 +54,7 @@ def make(run: RunFile, kind: str, model: nn.Module, device: torch.device) -> Upd
     class Telling(TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
             dist.all_reduce(total)
-            done.put(total.item() / ranks)  # it multiplies by ranks, since DDP averages
+            done.put(total.item() / ranks)  # the Trainer multiplies by ranks, since DDP averages
             total.zero_()
 
     arguments = TrainingArguments(

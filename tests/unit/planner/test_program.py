@@ -8,32 +8,30 @@ import pytest
 
 from shardwright.arch.known_models import known_shape
 from shardwright.layout.axes import Axes
-from shardwright.planner.block_bytes import in_chunks
+from shardwright.planner.activations import in_chunks
 from shardwright.planner.device import Device
 from shardwright.planner.hardware import find_device
-from shardwright.planner.job import Job, Layout
 from shardwright.planner.kernels import attention_seconds, block_time, matmul_seconds
-from shardwright.planner.own_software import COMPILED, EAGER, ON_CPU, own_software
-from shardwright.planner.program import SHARDWRIGHT
+from shardwright.planner.problem import Layout, Problem
+from shardwright.planner.program import COMPILED, EAGER, ON_CPU, own_program
 from shardwright.planner.step_time import Clock, StepTime
-from shardwright.tools.doctor.fit import Products, Transfer, fit_link
+from shardwright.tools.doctor.fit import Block, Products, Transfer, fit_link
 from shardwright.tools.doctor.hardware_file import in_a_step
-from shardwright.tools.doctor.spec import Block
 
 CPU, H100 = find_device("cpu"), find_device("h100-sxm-80gb")
-JOB = Job(known_shape("llama-3.2-1b"), 1024, 16)
+PROBLEM = Problem(known_shape("llama-3.2-1b"), 1024, 16)
 
 
 def step(device: Device, kind: str, **changes: object) -> StepTime:
     layout = Layout(Axes(dp_shard=8), kind, 1)  # type: ignore[arg-type]
-    clock = Clock(JOB, device, replace(EAGER, **changes))  # type: ignore[arg-type]
-    return clock.step(layout, (JOB.shape.layers,))
+    clock = Clock(replace(PROBLEM, device=device, program=replace(EAGER, **changes)))  # type: ignore[arg-type]
+    return clock.step(layout, (PROBLEM.shape.layers,))
 
 
 def test_each_kind_of_device_has_its_own() -> None:
-    assert own_software("cuda", False) is EAGER and own_software("cuda", True) is COMPILED
-    assert own_software("cpu", False) is ON_CPU
-    assert own_software("cpu", True).hidden_passes < ON_CPU.hidden_passes
+    assert own_program("cuda", False) is EAGER and own_program("cuda", True) is COMPILED
+    assert own_program("cpu", False) is ON_CPU
+    assert own_program("cpu", True).hidden_passes < ON_CPU.hidden_passes
 
 
 @pytest.mark.parametrize("kind", ["zero1", "zero2"])
@@ -49,7 +47,8 @@ def test_gathers_in_order_hide_under_forward(kind: str) -> None:
 def test_a_measured_load_stands_for_what_the_program_assumes() -> None:
     """`transfer_load` of the hardware file, where network cards do not do the work."""
     loaded = replace(H100, node=replace(H100.node, transfer_load=0.9))
-    assert Clock(JOB, loaded, EAGER).slowdown == 0.9 and Clock(JOB, H100, EAGER).slowdown == 0.2
+    slowdown = {device.node: Clock(replace(PROBLEM, device=device)).slowdown for device in (loaded, H100)}
+    assert slowdown == {loaded.node: 0.9, H100.node: 0.2}
     assert step(loaded, "zero3").gathers > step(H100, "zero3").gathers
 
 
@@ -73,12 +72,12 @@ def test_copies_of_the_computing_core_count() -> None:
 )
 def test_packed_rows_on_a_cpu_have_the_loss_in_chunks(packed: bool, device: str, dtype: str, chunked: bool) -> None:
     """However few the logits, where runs do it (`layout/loss.py`)."""
-    job = replace(JOB, packed=packed, device_kind=device, param_dtype=dtype, loss="auto")
-    assert in_chunks(job, SHARDWRIGHT, 1000.0, Layout(Axes(), "ddp", 1)) == chunked
+    problem = replace(PROBLEM, max_length=8, packed=packed, device_kind=device, param_dtype=dtype, loss="auto")
+    assert in_chunks(problem, Layout(Axes(), "ddp", 1)) == chunked
 
 
 def test_narrow_elements_and_products() -> None:
-    shape = JOB.shape
+    shape = PROBLEM.shape
     times = {
         dtype: block_time(CPU, ON_CPU, shape, 1, 1024, 1, 1, False, "none", "flash", dtype, 1024.0)
         for dtype in ("fp32", "bf16")
