@@ -18,7 +18,7 @@ from shardwright.attention.calls import blocks_without_attention, trace_forward
 from shardwright.config.schema import RunFile
 from shardwright.errors import ModelError, did_you_mean
 from shardwright.layout.axes import Axes
-from shardwright.layout.rules_tensor import check_tensor
+from shardwright.layout.size_rules import check_tensor
 from shardwright.models.dropout import has_dropout
 from shardwright.models.model_parts import Parts
 from shardwright.parallel.tensor.styles import features

@@ -17,7 +17,7 @@ from shardwright.errors import ConfigError, ExitCode, ModelError
 from shardwright.launch import refuse_launcher, run_workers
 from shardwright.layout.axes import Axes
 from shardwright.layout.legality import check_device, check_run, check_settings
-from shardwright.layout.names import TUNING, expand_layouts, with_layout
+from shardwright.layout.names import expand_layouts, tuning_keys, with_layout
 from shardwright.measure import clock
 from shardwright.mesh.process_group import device_kind
 from shardwright.models import build_model, find_parts
@@ -160,7 +160,7 @@ def possible_layouts(
             continue
         names.append(name)
         data_ranks = max(data_ranks, axes.data_ranks)
-        split = split or axes.pp * axes.cp * axes.tp > 1
+        split = split or axes.model_ranks > 1
     if not names and refused:
         raise refused
     for line in _dropped(loaded, names):
@@ -171,7 +171,7 @@ def possible_layouts(
 def _dropped(loaded: Loaded, names: list[str]) -> Iterator[str]:
     """A line for each key of the run file's layout that has no effect in any of these layouts."""
     runs = [with_layout(loaded, name) for name in names]
-    for key in (f"parallelism.{key}" for key in TUNING):
+    for key in (f"parallelism.{key}" for key, _ in tuning_keys(loaded.run.parallelism)):
         if loaded.origin[key] != "default" and all(run.origin[key] == "default" for run in runs):
             yield f"{loaded.origin[key]}: `{key}` has no effect in these layouts."
 
