@@ -41,7 +41,7 @@ from shardwright.layout.axes import Axes
 from shardwright.mesh.process_group import connect
 from shardwright.models.build import build_model, quiet_transformers
 from shardwright.parallel.apply import check_model
-from shardwright.tools.check.force_float64 import Float64Throughout
+from shardwright.tools.check.force_float64 import ForceFloat64
 from shardwright.train.update import UpdateEngine
 
 LENGTHS = (12, 30, 40)
@@ -230,7 +230,7 @@ def alone(directory: Path, seed: int = 0, training: bool = True) -> tuple[float,
     model.train(training)
     torch.manual_seed(seed)
     total = torch.zeros((), dtype=torch.float64)
-    with Float64Throughout():
+    with ForceFloat64():
         for document in (document for row in rows("pad") for document in row):
             logits = model(input_ids=document.unsqueeze(0), use_cache=False).logits[0]
             total = total + nn.functional.cross_entropy(logits[:-1].double(), document[1:], reduction="sum")
@@ -248,7 +248,7 @@ def ours(run: RunFile, training: bool = True) -> tuple[float, float]:
     engine = UpdateEngine(run, Axes(), torch.device("cpu"), 1)
     randomise(engine.module)
     batch = batch_of(run.data.batching)
-    with Float64Throughout():
+    with ForceFloat64():
         if not training:
             return engine.evaluate([batch])[0], 0.0
         engine.forward_backward(batch)

@@ -20,7 +20,7 @@ from tests.gloo.ranks import run_ranks
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shardwright.models.torch_dtypes import TORCH_DTYPES
-from shardwright.tools.check.force_float64 import Float64Throughout
+from shardwright.tools.check.force_float64 import ForceFloat64
 from shardwright.train.update import UpdateEngine
 
 FILE = Path(__file__).with_name("losses.json")
@@ -57,7 +57,7 @@ def _one(name: str, precision: str, disturb: bool = False) -> tuple[list[float],
     )
     _start(engine)
     losses, targets, generator = [], 0, torch.Generator().manual_seed(1)
-    wide: AbstractContextManager[Any] = Float64Throughout() if precision == "fp64" else nullcontext()
+    wide: AbstractContextManager[Any] = ForceFloat64() if precision == "fp64" else nullcontext()
     for update in range(UPDATES):
         batch = batches_for(engine, update)
         with wide:

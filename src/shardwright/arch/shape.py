@@ -112,7 +112,9 @@ def generic_shape(
     """A GPT of these sizes: pre-norm blocks of attention and MLP; ffn defaults to 4 x hidden, head_dim to hidden / heads."""
     if head_dim is None and hidden % heads:
         raise ConfigError(
-            f"hidden = {hidden} is not divisible by heads = {heads}.", "All heads are equally wide.", "Give head_dim."
+            f"hidden = {hidden} is not divisible by heads = {heads}.",
+            "All heads are equally wide.",
+            "Change one of the two.",
         )
     return Shape(
         family="gpt",

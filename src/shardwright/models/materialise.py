@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,7 @@ from shardwright.torch_private import fsdp_units
 
 @dataclass
 class _Slot:
-    """One tensor on meta, and every (module, attribute) that it stands in."""
+    """One tensor on meta, and every (module, attribute) that holds it."""
 
     tensor: Tensor
     recipe: Recipe
@@ -34,28 +33,30 @@ class _Slot:
 def materialise(model: nn.Module, spec: Model, *, seed: int, device: torch.device) -> None:
     """Gives every parameter and buffer of a model from `build_model` its memory on `device` and its value.
 
-    Parameters may be plain, or DTensors after `fully_shard` or `parallelize_module`: of those only this
-    rank's part is kept. Ties stay ties and `fully_shard` knows the new tensors. Optimizers must be made
-    afterwards.
+    Parameters may be plain tensors, or DTensors after `fully_shard` or `parallelize_module`, of which this rank's part is
+    allocated. Ties stay ties. Optimizers must be made afterwards: parameters are new objects.
 
-    init: random draws each value from (seed, name) on the full shape, on the CPU and in float32, and then
-    converts: the same numbers on every layout. init: pretrained reads the rows of this rank from the
-    safetensors files. Buffers that a checkpoint does not hold get the values that the constructor gives
-    them.
+    init: random draws each value from (seed, name) on the full shape, on the CPU and in float32, and then converts the value:
+    the same numbers on every layout. init: pretrained reads the rows of this rank from the safetensors files. A buffer that no
+    file holds gets the value that the constructor gives it.
 
     Peak memory above the shard: one full parameter in float32 (random), a few MiB (pretrained).
-    Raises `ModelError` before anything is allocated where a value cannot be known, by name.
+    Raises `ModelError`, by name, before anything is allocated where a value cannot be known.
     """
     slots = _slots(model)
     weights = Weights(model_directory(spec), slots[0].recipe.whole) if spec.init == "pretrained" else None
     _check(slots, weights)
-    on_host = _offloaded(model)
+    sharded = [p for _, unit in fsdp_units(model.modules()) for p in unit.fsdp_params]
+    on_host = {id(p.sharded_param) for p in sharded if p.offload_to_cpu}
     for slot in slots:
         target = torch.device("cpu") if id(slot.tensor) in on_host else device
         new = _filled(slot, weights, seed, target)
         for module, leaf in slot.places:
             setattr(module, leaf, new)
-    _tell_fully_shard(model)
+    # fully_shard keeps references to its parameters; it takes new ones in `_apply` in the same way (torch 2.11 to 2.14)
+    with torch.no_grad():
+        for p in sharded:
+            p.reset_sharded_param()
 
 
 def check_weights(model: nn.Module, spec: Model) -> None:
@@ -114,9 +115,10 @@ def _check(slots: Sequence[_Slot], weights: Weights | None) -> None:
         return
     wrong = [w for slot in slots for w in weights.check(slot.recipe, slot.tensor.shape, slot.tensor.dtype)]
     if wrong:
+        rows_differ = any(word in text for text in wrong for word in ("embed", "wte", "head"))
         raise ModelError(
             f"The weights do not fit the model: {listed('tensors differ', wrong)}".strip(),
-            "Their config.json is another one, for example of another vocab_size." if _rows_differ(wrong) else "",
+            "They were saved with another config.json, for example with another vocab_size." if rows_differ else "",
             "Use the config.json that the weights were saved with.",
         )
 
@@ -141,30 +143,9 @@ def _filled(slot: _Slot, weights: Weights | None, seed: int, device: torch.devic
     return new
 
 
-def fully_shard_parameters(model: nn.Module) -> list[Any]:
-    """What `fully_shard` keeps of each of its parameters."""
-    return [kept for _, unit in fsdp_units(model.modules()) for kept in unit.fsdp_params]
-
-
-def _offloaded(model: nn.Module) -> set[int]:
-    """Parameters whose shards stay on the host."""
-    return {id(kept.sharded_param) for kept in fully_shard_parameters(model) if kept.offload_to_cpu}
-
-
-def _tell_fully_shard(model: nn.Module) -> None:
-    """Makes `fully_shard` take the tensors that the modules hold now, as its `_apply` does."""
-    with torch.no_grad():
-        for kept in fully_shard_parameters(model):
-            kept.reset_sharded_param()
-
-
 def _no_rule(names: Sequence[str]) -> ModelError:
     return ModelError(
         listed("parameters never get a value", names).strip(),
         "With init: random, a parameter gets what its constructor gives it; this one only allocates.",
         "Write into it in the constructor (torch.nn.init), or make it with torch.zeros, ones or randn.",
     )
-
-
-def _rows_differ(wrong: Sequence[str]) -> bool:
-    return any("embed" in text or "wte" in text or "head" in text for text in wrong)

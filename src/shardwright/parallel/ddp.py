@@ -1,10 +1,11 @@
 """`ddp`: whole parameters on every rank, gradients summed over the ranks while backward runs.
 
-All gradients of a dtype stand in one flat tensor, in the order in which they come, and each stretch of it that is complete is
-all-reduced. Stretches do not follow parameters: a large embedding, whose gradient comes last, is on its way in several at
-once. Against `DistributedDataParallel`: nothing is divided by the number of ranks, since the loss is already divided by the
-target tokens of the whole update; gradients of earlier microbatches stand in the same memory; parts of DTensors
-(tensor parallelism) are reduced as they are; a parameter that some ranks did not use costs no walk over the graph.
+All gradients of a dtype are views of one flat tensor, in the order in which backward makes them. Each bucket, a range of
+fixed size of the flat tensor, is all-reduced as soon as it is complete. Buckets do not follow parameters: a large
+embedding, whose gradient comes last, is sent in several buckets at once. Differences from `DistributedDataParallel`:
+gradients are not divided by the number of ranks, since the loss is already divided by the target tokens of the whole
+update; gradients of earlier microbatches are in the same memory; local parts of DTensors (tensor parallelism) are reduced
+as they are; a parameter that some ranks did not use costs no walk over the graph. Decision 0015.
 """
 
 from __future__ import annotations
@@ -23,14 +24,19 @@ from shardwright.parallel.strategy import DataParallel
 
 
 @dataclass
-class _Flat:
-    """The gradients of one dtype in 1-d `memory`. parameters: numbers, in order. ends: of each, in elements.
+class FlatGradients:
+    """The gradients of one dtype.
 
-    complete: how many of `parameters` have come. sent: elements that are on their way.
+    memory: all of them, 1-d.
+    bucket: elements that are sent together.
+    parameters: numbers of the parameters, in the order of memory.
+    ends: the end of each gradient, in elements.
+    complete: how many of `parameters`, from the first, have their gradient.
+    sent: elements sent in this update.
     """
 
     memory: Tensor
-    stretch: int
+    bucket: int
     parameters: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
     complete: int = 0
@@ -48,18 +54,18 @@ class DDP(DataParallel):
         reduce_dtype: torch.dtype,
         overlap: bool,
     ) -> None:
-        """overlap: gradients travel while the last microbatch runs backward; else after it, as in a pipeline's stages,
-        where backward is not one pass, and schedules compute weight gradients apart.
+        """overlap: buckets are sent while the last microbatch runs backward. In the stages of a pipeline they are sent
+        after it: backward is not one pass there, and schedules compute weight gradients separately.
         """
         self.module, self._group, self._bytes, self._dtype = model, group, bucket_bytes, reduce_dtype
         self._ranks, self._overlap, self._last = group.size(), overlap, False
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._order = list(reversed(range(len(self._parameters))))
-        self._came: list[int] | None = [] if overlap else None  # in the first update, until it is over
+        self._came: list[int] | None = [] if overlap else None  # the order of gradients, noted in the first update
         self._arrived: set[int] = set()
         self._views: list[Tensor] = []
-        self._flats: list[_Flat] = []
-        self._travelling: list[tuple[dist.Work, Tensor, Tensor]] = []  # a stretch, and what of it travels
+        self._flats: list[FlatGradients] = []
+        self._pending: list[tuple[dist.Work, Tensor, Tensor]] = []  # work, bucket, and the tensor that is sent
         if self._ranks > 1:
             for number, p in enumerate(self._parameters):
                 p.register_post_accumulate_grad_hook(lambda p, number=number: self._take_gradient(number))
@@ -71,7 +77,7 @@ class DDP(DataParallel):
         yield
         self._last = False
 
-    # Where gradients stand
+    # Gradients as views of the flat tensors
 
     def _arrange(self) -> None:
         """Makes the flat tensors, and a view for each gradient."""
@@ -82,7 +88,7 @@ class DDP(DataParallel):
             sizes = [local_tensor(self._parameters[n]).numel() for n in numbers]
             device = local_tensor(self._parameters[numbers[0]]).device
             memory = torch.empty(sum(sizes), dtype=dtype, device=device)
-            flat = _Flat(memory, max(self._bytes // dtype.itemsize, 1), numbers)
+            flat = FlatGradients(memory, max(self._bytes // dtype.itemsize, 1), numbers)
             end = 0
             for number, size in zip(numbers, sizes):
                 shape = local_tensor(self._parameters[number]).shape
@@ -92,7 +98,7 @@ class DDP(DataParallel):
             self._flats.append(flat)
 
     def _settle(self, number: int) -> None:
-        """Moves a gradient to its view, where it is not there; one that is not there at all is zero."""
+        """Makes the gradient of a parameter its view, with the same values; zeros where backward left no gradient."""
         p, view = self._parameters[number], self._views[number]
         if p.grad is None:
             view.zero_()
@@ -104,7 +110,7 @@ class DDP(DataParallel):
 
     @torch.no_grad()
     def _take_gradient(self, number: int) -> None:
-        """A gradient has been added to: it moves to its view, and stretches that are complete leave."""
+        """Called after backward has added to a gradient: makes it its view, and sends buckets that are complete."""
         if not self._flats:
             self._arrange()
         self._settle(number)
@@ -115,7 +121,7 @@ class DDP(DataParallel):
                 raise ShardwrightError(
                     f"A parameter of shape {tuple(self._parameters[number].shape)} has a second gradient in one microbatch, "
                     "after the first was sent.",
-                    "Gradients travel during the last backward of an update, which must be one pass.",
+                    "Gradients are sent during the last backward of an update, which must be one pass.",
                     "Call backward once for each microbatch.",
                 )
             return
@@ -129,32 +135,33 @@ class DDP(DataParallel):
         at = flat.parameters.index(number)
         return flat.sent > (flat.ends[at - 1] if at else 0)
 
-    # How they travel
+    # Sending
 
     def _advance(self) -> None:
-        """Sends the stretches that are complete, one flat tensor after the other: all ranks send the same in one order."""
+        """Sends the buckets that are complete, one flat tensor after the other: the same order on all ranks."""
         for flat in self._flats:
             while flat.complete < len(flat.parameters) and flat.parameters[flat.complete] in self._arrived:
                 flat.complete += 1
             done = flat.complete == len(flat.parameters)
             filled = flat.ends[flat.complete - 1] if flat.complete else 0
-            while flat.sent < filled and (filled - flat.sent >= flat.stretch or done):
-                end = min(flat.sent + flat.stretch, len(flat.memory))
+            while flat.sent < filled and (filled - flat.sent >= flat.bucket or done):
+                end = min(flat.sent + flat.bucket, len(flat.memory))
                 self._send(flat.memory[flat.sent : end])
                 flat.sent = end
             if not done:
                 return
 
-    def _send(self, stretch: Tensor) -> None:
-        wire = stretch if stretch.dtype == self._dtype else stretch.to(self._dtype)
-        work = dist.all_reduce(wire, group=self._group, async_op=True)
+    def _send(self, bucket: Tensor) -> None:
+        sent = bucket if bucket.dtype == self._dtype else bucket.to(self._dtype)
+        work = dist.all_reduce(sent, group=self._group, async_op=True)
         assert work is not None
-        self._travelling.append((work, stretch, wire))
+        self._pending.append((work, bucket, sent))
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:
-        """Sends what is left and waits for all. A parameter that no rank used has the gradient zero, as under `FSDP`, not
-        none: decay and momentum go on. Raises what gloo raises when a rank is gone or too late.
+        """Sends the remaining buckets and waits for all. A parameter that no rank used gets a gradient of zero, as under
+        `FSDP`, so that weight decay and momentum go on. Raises the error of the process group when a rank is gone or too
+        late.
         """
         if self._ranks == 1:
             for p in self._parameters:
@@ -168,11 +175,11 @@ class DDP(DataParallel):
                 self._settle(number)
                 self._arrived.add(number)
         self._advance()
-        for work, stretch, wire in self._travelling:
+        for work, bucket, sent in self._pending:
             work.wait()
-            if wire is not stretch:
-                stretch.copy_(wire)
-        self._travelling.clear()
+            if sent is not bucket:
+                bucket.copy_(sent)
+        self._pending.clear()
         self._arrived.clear()
         for flat in self._flats:
             flat.complete = flat.sent = 0
@@ -180,7 +187,7 @@ class DDP(DataParallel):
             self._reorder(self._came)
 
     def _reorder(self, came: Sequence[int]) -> None:
-        """Once: the order in which gradients came on the group's first rank becomes that of the flat tensors."""
+        """Once: the flat tensors take the order in which gradients came on the group's first rank."""
         self._came = None
         rest = set(self._order) - set(came)
         order = torch.tensor([*came, *(n for n in self._order if n in rest)], device=self._flats[0].memory.device)

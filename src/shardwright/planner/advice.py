@@ -29,7 +29,7 @@ STILL_USEFUL = 1.5
 """Doubling the ranks is of little use below this speed-up."""
 
 
-class Path(NamedTuple):
+class Approach(NamedTuple):
     """One way of training, from the simplest to the most involved."""
 
     name: str
@@ -37,28 +37,28 @@ class Path(NamedTuple):
     checks: str  # what to look at before a long run
 
 
-PATHS = {
-    "ddp": Path(
+APPROACHES = {
+    "ddp": Approach(
         "DDP",
         "a useful batch fits on each device",
         "data loading, token weighting over all ranks, synchronization",
     ),
-    "fsdp": Path(
+    "fsdp": Approach(
         "FSDP2",
         "parameters, gradients and optimizer states do not fit on each device: shard them",
         "units gathered together, dtypes, measured peak memory, save and restart",
     ),
-    "context": Path(
+    "context": Approach(
         "FSDP2 with context parallelism",
         "the activations of long rows do not fit, and FSDP does not divide activations",
         "attention between the parts of a row, positions, labels shifted before the split, communication",
     ),
-    "parallel": Path(
+    "parallel": Approach(
         "tensor or pipeline parallelism",
         "single layers are too large, or devices too many, for data parallelism alone",
         "support by the model, links between the devices, communication, checkpoints under other layouts",
     ),
-    "offload": Path(
+    "offload": Approach(
         "ZeRO-3 with offload",
         "the states fit only with shards in host memory",
         "host memory, what is really sharded, versions, checkpoints",
@@ -66,8 +66,8 @@ PATHS = {
 }
 
 
-def path_of(layout: Layout) -> str:
-    """The key of `PATHS` for a layout."""
+def approach_of(layout: Layout) -> str:
+    """The key of `APPROACHES` for a layout."""
     if layout.offload != "none":
         return "offload"
     if layout.axes.tp > 1 or layout.axes.pp > 1:
@@ -86,12 +86,12 @@ def first_to_test(search: Search, found: Found) -> Choice | None:
     if not ranked:
         return None
     if not search.problem.global_batch_size % search.devices:
-        for kind in {c.family for c in ranked if path_of(c.layout) == "context"}:
+        for kind in {c.family for c in ranked if approach_of(c.layout) == "context"}:
             plain = search.only(1, 1, 1, kind)
             ranked += [plain] if plain else []
     fastest = min(choice.seconds for choice in ranked)
-    for path in PATHS:
-        close = [c for c in ranked if path_of(c.layout) == path and c.seconds <= CLOSE * fastest]
+    for approach in APPROACHES:
+        close = [c for c in ranked if approach_of(c.layout) == approach and c.seconds <= CLOSE * fastest]
         if close:
             return min(close, key=lambda c: (complexity(c.layout), c.seconds))
     return ranked[0]
@@ -100,7 +100,7 @@ def first_to_test(search: Search, found: Found) -> Choice | None:
 # ---- what the layout does not solve
 
 
-def will_not_fix(search: Search, choice: Choice, composition: dict[str, float], allocated: float) -> Iterator[str]:
+def remaining_limits(search: Search, choice: Choice, composition: dict[str, float], allocated: float) -> Iterator[str]:
     """Sentences: loading and padding; activations that data parallelism does not divide; devices that no longer help."""
     yield (
         "Slow data loading, preprocessing or padding: no layout changes them. The metrics data/wait_seconds and "
@@ -174,7 +174,7 @@ def more_devices(search: Search, family: str) -> str:
     return f"does not fit on {64 * search.devices:,} devices either"
 
 
-def _try(search: Search, problem: Problem, devices: int, device_name: str = "") -> float | None:
+def _least_bytes(search: Search, problem: Problem, devices: int, device_name: str = "") -> float | None:
     """Bytes on a device of the first sharded or replicated layout that fits under a change; None: nothing fits."""
     problem = replace(problem, device=CATALOGUE[device_name]) if device_name else problem
     return _leanest(Search(problem, devices), ("zero3", "zero1", "ddp"))
@@ -191,7 +191,7 @@ def what_would_fit(search: Search) -> Iterator[str]:
             "gradient as much again. Use smaller units, or tp_size, which also splits the computation of a layer."
         )
     for more in (devices * 2**i for i in range(1, 11)):
-        needed = _try(search, problem, more)
+        needed = _least_bytes(search, problem, more)
         if needed is not None:
             yield (
                 f"{more:,} devices instead of {devices:,}: the states are then divided further, and the leanest layout needs "
@@ -203,7 +203,7 @@ def what_would_fit(search: Search) -> Iterator[str]:
         key=lambda d: d.memory_bytes,
     )
     for bigger in larger:
-        if _try(search, problem, devices, bigger.name) is not None:
+        if _least_bytes(search, problem, devices, bigger.name) is not None:
             yield (
                 f"As many devices with {format_bytes_binary(bigger.memory_bytes)} each, such as {bigger.name} "
                 f"(--device {bigger.name})."
@@ -211,7 +211,7 @@ def what_would_fit(search: Search) -> Iterator[str]:
             break
     length = problem.max_length // 2
     while length >= 256:
-        if _try(search, replace(problem, max_length=length), devices) is not None:
+        if _least_bytes(search, replace(problem, max_length=length), devices) is not None:
             yield f"max_length {length:,} instead of {problem.max_length:,}. This changes the objective."
             break
         length //= 2

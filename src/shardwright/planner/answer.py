@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 from shardwright.arch.flops import model_flops, recompute_flops, utilisation
 from shardwright.arch.parameters import counts
 from shardwright.planner.advice import (
-    PATHS,
+    APPROACHES,
+    approach_of,
     first_to_test,
     more_devices,
-    path_of,
+    remaining_limits,
     what_would_fit,
-    will_not_fix,
 )
 from shardwright.planner.memory_peak import short_peak
 from shardwright.planner.reliability import CHECKPOINT_BYTES, Interruptions, interruptions
@@ -128,7 +128,7 @@ def describe(search: Search, choice: Choice, *, composition: bool = True) -> Des
 
 
 @dataclass(frozen=True)
-class Refused:
+class DescribedRejection:
     """A family in which nothing fits: what its leanest layout needs, mostly of what, and the nearest change
     that helps.
     """
@@ -152,7 +152,7 @@ _NEXT = {
 }
 
 
-def _refusals(search: Search, found: Found) -> list[Refused]:
+def _rejections(search: Search, found: Found) -> list[DescribedRejection]:
     order = {kind: index for index, kind in enumerate(KINDS)}
     result = []
     for family, rejection in sorted(
@@ -174,7 +174,7 @@ def _refusals(search: Search, found: Found) -> list[Refused]:
         top = short_peak(search.problem, rejection.layout).composition
         name, size = next(iter(top.items()))
         mostly = f"{name} {size / GIB:.1f} GiB"
-        result.append(Refused(family, layout_name(rejection.layout), rejection.device_bytes, mostly, change))
+        result.append(DescribedRejection(family, layout_name(rejection.layout), rejection.device_bytes, mostly, change))
     return result
 
 
@@ -191,7 +191,7 @@ class Answer:
     ranked: tuple[Described, ...]
     first: Described | None
     path: str
-    refused: tuple[Refused, ...]
+    rejected: tuple[DescribedRejection, ...]
     illegal: dict[str, int]
     limits: tuple[str, ...]
     would_fit: tuple[str, ...]
@@ -203,7 +203,7 @@ class Answer:
 
     def as_dict(self) -> dict[str, Any]:
         """Everything as plain data for --json."""
-        path = PATHS.get(self.path)
+        path = APPROACHES.get(self.path)
         return {
             "model": {
                 "name": self.problem.shape.name or self.problem.shape.family,
@@ -221,7 +221,7 @@ class Answer:
             "first_to_test": self.first.as_dict() if self.first else None,
             "path": path._asdict() if path else None,
             "ranked": [described.as_dict() for described in self.ranked],
-            "rejected": [asdict(refused) for refused in self.refused],
+            "rejected": [asdict(rejected) for rejected in self.rejected],
             "illegal": self.illegal,
             "will_not_fix": list(self.limits),
             "would_fit": list(self.would_fit),
@@ -238,7 +238,7 @@ def answer(search: Search, shown: int = 5) -> Answer:
     own = describe(search, first) if first is not None else None
     limits: tuple[str, ...] = ()
     if first is not None and own is not None:
-        limits = tuple(will_not_fix(search, first, own.composition, own.allocated_bytes))
+        limits = tuple(remaining_limits(search, first, own.composition, own.allocated_bytes))
     would_fit = () if ranked else tuple(what_would_fit(search))
     nodes = max(1, search.devices // search.device.node.devices)
     total = counts(search.problem.shape).total
@@ -251,9 +251,9 @@ def answer(search: Search, shown: int = 5) -> Answer:
         considered=found.considered,
         ranked=tuple(described),
         first=own,
-        path=path_of(first.layout) if first else "",
-        refused=tuple(_refusals(search, found)),
-        illegal=found.refused,
+        path=approach_of(first.layout) if first else "",
+        rejected=tuple(_rejections(search, found)),
+        illegal=found.illegal,
         limits=limits,
         would_fit=would_fit,
         interruptions=interruptions(search.devices, total * CHECKPOINT_BYTES, nodes),

@@ -29,7 +29,7 @@ def find_device(name: str) -> Device:
     raise ConfigError(
         f"`{name}` is not in the hardware catalogue.",
         did_you_mean(key, CATALOGUE),
-        f"Known devices: {', '.join(CATALOGUE)}. For another device give the path of a hardware file (name.yaml).",
+        "For another device give the path of a hardware file (name.yaml), which `shardwright doctor` writes.",
     )
 
 

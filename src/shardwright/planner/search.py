@@ -72,7 +72,7 @@ class Found:
 
     best: dict[str, Choice] = field(default_factory=dict)
     rejected: dict[str, Rejection] = field(default_factory=dict)
-    refused: dict[str, int] = field(default_factory=dict)
+    illegal: dict[str, int] = field(default_factory=dict)
     considered: int = 0
     timed: int = 0
 
@@ -113,7 +113,7 @@ class Search(Bounds):
     def run(self) -> Found:
         """Fills `found` and returns it."""
         found, layers = self.found, self.problem.shape.layers
-        legal, found.refused = shells(self.problem, self.devices)
+        legal, found.illegal = shells(self.problem, self.devices)
         alive: list[tuple[float, Shell]] = []
         for shell in legal:
             rows = self.problem.global_batch_size // shell.data

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from shardwright.planner.advice import PATHS
+from shardwright.planner.advice import APPROACHES
 from shardwright.planner.reliability import FAILURES_SOURCE, training_flops
 from shardwright.units import GIB, format_count, format_flops, format_seconds
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 WIDTH = 60
 FILLS = "█▓▒░▚▞▤▥▦▧"
-MOST_REFUSED = 8
+MOST_REJECTED = 8
 
 
 def gib(size: float) -> str:
@@ -96,14 +96,14 @@ def _first(a: Answer) -> Iterator[str]:
         yield "Nothing fits with all states on the devices. Each of these changes alone makes a layout fit, the smallest first:"
         yield from (f"  - {line}" for line in a.would_fit)
         return
-    path = PATHS[a.path]
-    yield f"Test first: {path.name} ({path.situation})"
+    approach = APPROACHES[a.path]
+    yield f"Test first: {approach.name} ({approach.situation})"
     yield f"  {d.name}: {keys_line(d)}"
     yield f"  {format_seconds(d.seconds)} per update: {parts_line(d)}"
     if d.sent_bytes:
         sent = ", ".join(f"{gib(size)} over {axis}" for axis, size in d.sent_bytes.items())
         yield f"  Each device sends per update: {sent}"
-    yield f"  Check before a long run: {path.checks}"
+    yield f"  Check before a long run: {approach.checks}"
     yield from bar(d, a.capacity_bytes)
     yield ""
     yield "Layouts that fit, the best of each kind, fastest first (of layouts within 2%, the simpler one first):"
@@ -112,16 +112,16 @@ def _first(a: Answer) -> Iterator[str]:
     yield from layout_table(a.ranked if d.name in known else (*a.ranked, d))
 
 
-def _refused(a: Answer) -> Iterator[str]:
-    if a.refused:
+def _rejected(a: Answer) -> Iterator[str]:
+    if a.rejected:
         yield ""
         yield "Does not fit, even with one row per microbatch, everything recomputed and the finest sharding:"
-    shown = a.refused[:MOST_REFUSED]
+    shown = a.rejected[:MOST_REJECTED]
     for r in shown:
         name = f"{r.family:<{max(len(each.family) for each in shown) + 2}}"
         yield f"  {name}{gib(r.device_bytes):>12}, mostly {r.mostly}" + (f"  -> {r.change}" if r.change else "")
-    if len(a.refused) > MOST_REFUSED:
-        yield f"  and {len(a.refused) - MOST_REFUSED} more (--json lists all)"
+    if len(a.rejected) > MOST_REJECTED:
+        yield f"  and {len(a.rejected) - MOST_REJECTED} more (--json lists all)"
     if a.illegal:
         reasons = sorted(a.illegal.items(), key=lambda item: -item[1])
         yield "Not legal (how many sizes of tp, cp and pp): " + "; ".join(f"{reason} ({n})" for reason, n in reasons)
@@ -155,7 +155,7 @@ def text(a: Answer, tokens: float | None = None) -> Iterator[str]:
     """The whole answer, line by line. tokens: of the whole run, for its duration."""
     yield from _head(a)
     yield from _first(a)
-    yield from _refused(a)
+    yield from _rejected(a)
     if a.limits:
         yield ""
         yield "What this layout does not solve:"

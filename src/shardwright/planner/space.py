@@ -80,26 +80,26 @@ def tensor_reason(shape: Shape, tp: int) -> str:
 def shells(problem: Problem, devices: int) -> tuple[list[Shell], dict[str, int]]:
     """The legal shells, and how many shells each reason refuses."""
     legal: list[Shell] = []
-    refused: Counter[str] = Counter()
+    illegal: Counter[str] = Counter()
     for tp in divisors(devices):
         if tensor_reason(problem.shape, tp):
-            refused["tp_size must divide the heads, the key and value heads, and the width of the MLP"] += 1
+            illegal["tp_size must divide the heads, the key and value heads, and the width of the MLP"] += 1
             continue
         for cp in divisors(devices // tp):
             if cp > 1 and problem.max_length % (2 * cp):
-                refused["2 x cp_size must divide max_length"] += 1
+                illegal["2 x cp_size must divide max_length"] += 1
                 continue
             for pp in divisors(devices // (tp * cp)):
                 data = devices // (tp * cp * pp)
                 if pp > problem.shape.layers:
-                    refused[f"pp_size is larger than the number of blocks, {problem.shape.layers}"] += 1
+                    illegal[f"pp_size is larger than the number of blocks, {problem.shape.layers}"] += 1
                 elif problem.global_batch_size % data:
-                    refused[
+                    illegal[
                         f"the number of data ranks must divide the {problem.global_batch_size} rows of an update"
                     ] += 1
                 else:
                     legal.append(Shell(tp, cp, pp, data))
-    return legal, refused
+    return legal, illegal
 
 
 @lru_cache(maxsize=65536)

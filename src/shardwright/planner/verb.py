@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from shardwright.arch.model_shape import Inventory, shape_of_model
 from shardwright.arch.shape import generic_shape
-from shardwright.errors import ConfigError, ExitCode
+from shardwright.dtypes import DTYPE_BYTES
+from shardwright.errors import ConfigError, ExitCode, did_you_mean
 from shardwright.planner.advice import first_to_test
 from shardwright.planner.answer import answer, describe, layout_keys, layout_name
 from shardwright.planner.hardware import find_device
@@ -105,11 +106,15 @@ def make_search(request: Request) -> tuple[Search, RunFile | None]:
             raise ConfigError(f"{key} = {value}, but must be at least 1.")
     if request.document_length is not None and request.document_length <= 0:
         raise ConfigError(f"--document-length {request.document_length}, but must be above 0.")
-    devices = needed.pop("devices") or 0
-    kept = ("param_dtype", "reduce_dtype", "master_dtype", "document_length")
+    devices, dtypes = needed.pop("devices") or 0, ("param_dtype", "reduce_dtype", "master_dtype")
+    for name in dtypes:
+        dtype = getattr(request, name)
+        known = [known for known in DTYPE_BYTES if known.startswith(("fp", "bf"))]
+        if dtype is not None and dtype not in known:
+            raise ConfigError(f"--{name.replace('_', '-')} {dtype} is not known.", "", did_you_mean(dtype, known))
     on_cpu = run is not None and run.hardware.device == "cpu"
     device = find_device(request.device or ("cpu" if on_cpu else "h100-sxm-80gb"))
-    given = {**needed, **{name: getattr(request, name) for name in kept}}
+    given = {**needed, **{name: getattr(request, name) for name in (*dtypes, "document_length")}}
     problem = problem_of_flags(_shape(request, run), device, run, request.compiled, given)
     offload = request.offload or (run is not None and run.memory.cpu_offload != "none")
     return Search(problem, devices, KINDS if offload else ON_DEVICE), run
@@ -175,15 +180,14 @@ def _explain(search: Search, field: str, tokens: float | None, write: Callable[[
     else:
         rejections = [(r.device_bytes, r.layout) for r in found.rejected.values() if r.layout is not None]
         if not rejections:
-            raise ConfigError("No layout is legal.", "; ".join(found.refused), "Change the devices or the batch.")
+            raise ConfigError("No layout is legal.", "; ".join(found.illegal), "Change the devices or the batch.")
         layout, time = min(rejections, key=itemgetter(0))[1], None
+    lines = list(explain(name, Subject(search.problem, layout, search.devices, time, tokens)))
+    if choice is None:
         write("Nothing fits. These lines are about the layout that needs least memory.")
     write(f"{layout_name(layout)}: " + " ".join(f"{key} {value}" for key, value in layout_keys(layout).items()))
-    subject = Subject(search.problem, layout, search.devices, time=time, tokens=tokens)
-    for line in explain(name, subject):
+    for line in (*lines, *(f"  {line}" for line in time_lines(name, search.clock, layout))):
         write(line)
-    for line in time_lines(name, search.clock, layout):
-        write(f"  {line}")
     return ExitCode.DONE if choice is not None else ExitCode.NOTHING_FITS
 
 

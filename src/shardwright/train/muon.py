@@ -1,9 +1,9 @@
 """Muon for hidden matrices and AdamW for the rest, over shards.
 
-Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) replaces the momentum of a matrix by its nearest
-semi-orthogonal matrix, which needs the whole matrix: it is gathered from the shards, made orthogonal on every rank of the
-mesh alike, and each rank keeps its part. Steps are scaled as in Liu et al. 2025 (arXiv:2502.16982), section 2.2, so that
-one learning rate serves both parts.
+Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) replaces the momentum of a matrix by the nearest
+semi-orthogonal matrix, which needs the whole matrix. The momentum is gathered from the shards, made orthogonal on every rank of
+the mesh alike, and each rank keeps its part. Steps are scaled as in Liu et al. 2025 (arXiv:2502.16982), section 2.2, so that
+one learning rate serves both kinds of parameters.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 def orthogonalise(matrix: Tensor, steps: int = 5, eps: float = 1e-7) -> Tensor:
     """The semi-orthogonal matrix nearest to `matrix` [m, n], by a quintic Newton-Schulz iteration.
 
-    Runs in bf16 for narrower inputs than float64 (it is not sensitive to rounding), in float64 for float64.
+    Runs in float64 for float64, else in bf16: the iteration is not sensitive to rounding.
     """
     a, b, c = COEFFICIENTS
     x = matrix if matrix.dtype == torch.float64 else matrix.bfloat16()

@@ -1,8 +1,8 @@
 """Optimizers over this rank's shards, weight-decay groups by name, and learning rates as functions of the update.
 
-The optimizers of our own list (AdamW, SGD, Muon) work on plain local tensors that share memory with the sharded parameters: one
-fused or foreach call over all of them, no dispatch through DTensor, no mixture of tensor kinds or meshes. Others get the
-parameters themselves, since they may need whole matrices.
+AdamW, SGD and our Muon work on plain local tensors that share memory with the sharded parameters: one fused or foreach call
+over all of them, without DTensor's dispatch. An optimizer of the user's own gets the parameters themselves, since it may
+need whole matrices. Decision 0004.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _CLASSES: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
 SHARD_OPTIMIZERS = tuple(_CLASSES)
 """Optimizers of our own list, which work on plain tensors over shards."""
 OPTIMIZER_KEYS = {"training.optimizer", "training.optimizer_kwargs", "model.freeze"}
-"""Keys of the run file on which it depends what state the optimizer keeps, and of which parameters."""
-_OURS = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}
+"""Keys of the run file that decide which state the optimizer keeps, and for which parameters."""
+_SET_ELSEWHERE = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}
 """Arguments of schedules that other keys of the run file set."""
 _ROUNDING = 8 * sys.float_info.epsilon
-"""What a factor of 1, made by a few operations of float64, may be off."""
+"""Rounding error of a factor of 1 that a few operations of float64 have made."""
 
 
 @dataclass
@@ -102,7 +102,7 @@ def sharded_params(
 
 
 def decays(name: str, shape: Iterable[int], patterns: Iterable[str]) -> bool:
-    """Whether weight decay touches this parameter: by name and by its unsplit shape, never by the shard's."""
+    """Whether weight decay applies to this parameter: by its name and its unsplit shape, never by the shape of the shard."""
     return len(tuple(shape)) >= 2 and not any(fnmatch(name, pattern) for pattern in patterns)
 
 
@@ -152,19 +152,19 @@ def check_optimizer(training: Training) -> None:
 
 
 def optimizer_change(changed: Iterable[Change], now: str) -> OptimizerChange:
-    """What `changed` settings mean for the state of the optimizer, which is called `now`."""
+    """Whether `changed` settings change the class of the optimizer, which is now `now`, or only its options."""
     keys = {change.key: change for change in changed}
     if name := keys.get("training.optimizer"):
         try:
             if class_of(name.before) is not class_of(now):
                 return "class"
-        except ConfigError:  # what the checkpoint names is not here any more
+        except ConfigError:  # the optimizer of the checkpoint is not installed any more
             return "class"
     return "options" if OPTIMIZER_KEYS & keys.keys() else "none"
 
 
 def class_of(path: str) -> Callable[..., torch.optim.Optimizer]:
-    """The class of an optimizer: of our own list, or at `package.module:Class`. Raises `ConfigError` when there is none."""
+    """The class of an optimizer: of our own list, or at `package.module:Class`. Raises `ConfigError` for any other name."""
     if path in _CLASSES:
         return _CLASSES[path]
     module, _, name = path.partition(":")
@@ -181,9 +181,9 @@ def class_of(path: str) -> Callable[..., torch.optim.Optimizer]:
 
 
 def learning_rate_factor(training: Training, updates: int) -> Callable[[int], float]:
-    """The factor on learning_rate at each update (0-based): a pure function, so nothing of a scheduler needs saving.
+    """The factor on learning_rate at each update (0-based): a pure function, so that a checkpoint needs no scheduler state.
 
-    Names and shapes are those of `transformers.get_scheduler`. Raises `ConfigError` for a name it does not know and for
+    Names and curves are those of `transformers.get_scheduler`. Raises `ConfigError` for a name it does not know and for
     schedules that follow the loss.
     """
     from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION, get_scheduler
@@ -197,7 +197,7 @@ def learning_rate_factor(training: Training, updates: int) -> Callable[[int], fl
             "The learning rate must be a function of the update alone, so that a resumed run continues it.",
             did_you_mean(name, known),
         )
-    arguments = inspect.signature(TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(name)]).parameters.keys() - _OURS
+    arguments = inspect.signature(TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(name)]).parameters.keys() - _SET_ELSEWHERE
     if unknown := sorted(kwargs.keys() - arguments):
         raise ConfigError(
             f"training.lr_scheduler_kwargs: {name} does not know `{unknown[0]}`.",
@@ -223,11 +223,11 @@ def learning_rate_factor(training: Training, updates: int) -> Callable[[int], fl
             f"training.lr_scheduler_kwargs for {name}: update {wrong} would have "
             f"{factor(wrong):.4g} times training.learning_rate.",
             "training.learning_rate must be the highest rate of a schedule.",
-            "Lower the rate that is given there, or raise training.learning_rate.",
+            "Lower the rate in these arguments, or raise training.learning_rate.",
         )
     return factor
 
 
 def _sample(updates: int) -> Iterable[int]:
-    """Updates of every part of a run, the first and the last among them: all of a short one."""
+    """About 1,000 updates spread over a run, the first and the last among them; every update of a short run."""
     return sorted({*range(0, updates, max(1, updates // 1000)), max(0, updates - 1)})

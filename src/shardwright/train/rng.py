@@ -1,4 +1,4 @@
-"""Random numbers of training as a pure function of where training is.
+"""Random numbers of training as a pure function of the position in training.
 
 Before each microbatch every generator is seeded from (seed, update, number of the microbatch within the update). So a
 resumed run draws what an uninterrupted one would, on any rank and any world size, and nothing has to be saved. The
@@ -9,9 +9,9 @@ Under a pipeline the generators are seeded before each stage's forward of each m
 since a stage cannot know how many numbers the stages before it have drawn. Masks are then a function of (seed, update,
 microbatch, stage): the same in a resumed run and under every schedule with the same cut, but not those of another pp_size.
 
-Context-parallel ranks hold other tokens of a row: their rank is part of the place. Tensor-parallel ranks are seeded alike and
-draw numbers of their own where their work is divided (`parallel/tensor/tp_rng.py`). So masks depend on the sizes of
-pp, cp and tp, and their distribution does not.
+Context-parallel ranks hold different tokens of a row, so their rank is part of the seed. Tensor-parallel ranks are seeded alike
+and draw numbers of their own where their work is divided (`parallel/tensor/tp_rng.py`). So masks depend on the sizes of pp, cp
+and tp; their distribution does not.
 """
 
 from __future__ import annotations
@@ -24,19 +24,16 @@ import numpy as np
 from shardwright.models.generators import seed_generators
 
 
-def stream_seed(seed: int, *place: int) -> int:
-    """63 bits from (seed, place), equal on every platform and version."""
-    text = "/".join(str(number) for number in (seed, *place))
+def stream_seed(seed: int, *position: int) -> int:
+    """63 bits from (seed, position), equal on every platform and version."""
+    text = "/".join(str(number) for number in (seed, *position))
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
-def seed_microbatch(seed: int, update: int, index: int, stage: int = 0, part: int = 0) -> None:
-    """Seeds python's, NumPy's and torch's generators (CPU and GPUs) for one microbatch.
-
-    stage: of the pipeline. part: which part of its rows is here (the context-parallel rank).
-    """
-    place = (stage, part) if part else (stage,) if stage else ()
-    value = stream_seed(seed, update, index, *place)
+def seed_microbatch(seed: int, update: int, index: int, stage: int = 0, cp_rank: int = 0) -> None:
+    """Seeds python's, NumPy's and torch's generators (CPU and GPUs) for one microbatch on one pipeline stage."""
+    more = (stage, cp_rank) if cp_rank else (stage,) if stage else ()
+    value = stream_seed(seed, update, index, *more)
     random.seed(value)
     np.random.seed(value & 0xFFFFFFFF)
     seed_generators(value)

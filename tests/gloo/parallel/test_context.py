@@ -46,7 +46,8 @@ from shardwright.config.load import Loaded
 from shardwright.data.loader import Microbatch, UpdateBatch
 from shardwright.layout.context_traffic import context_traffic
 from shardwright.layout.rules_context import chunks
-from shardwright.parallel.context.attention import ATTENTIONS, PLACE, ContextShard
+from shardwright.parallel.context.attention import SHARD, context_attention
+from shardwright.parallel.context.shard import ContextShard
 from shardwright.train.update import UpdateEngine
 
 pytestmark = [pytest.mark.gloo, pytest.mark.slow]
@@ -159,6 +160,7 @@ def _whole_inputs(width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return normal(4, 8), normal(2, 8), normal(2, width), normal(4, width)
 
 
+ATTENTIONS = ("all_gather", "ring")
 DOCUMENTS = PackedRows(torch.tensor([[0] * 4 + [1] * 7 + [2], [0] * 12]), torch.device("cpu"))
 ATTENTION_CASES: dict[str, tuple[str, bool, int, dict[str, Any]]] = (
     {
@@ -188,12 +190,12 @@ def _attention(kind: str, balanced: bool, width: int, options: dict[str, Any]) -
     """This rank's output [B, N, T, H] and gradients of its q, k and v."""
     place = ContextShard(2, dist.get_rank(), balanced, dist.group.WORLD, kind)
     module = nn.Module()
-    vars(module)[PLACE] = place
+    vars(module)[SHARD] = place
     *inputs, grad = (torch.cat([t[:, :, r.start : r.stop] for r in place.chunks(LENGTH)], 2)
                      for t in _whole_inputs(width))  # fmt: skip
     for t in inputs:
         t.requires_grad_()
-    out, _ = ATTENTIONS[kind](module, *inputs, None, scaling=0.4, **options)
+    out, _ = context_attention(module, *inputs, None, scaling=0.4, **options)
     out.transpose(1, 2).backward(grad)
     return [out.detach().transpose(1, 2), *(t.grad for t in inputs)]
 

@@ -225,8 +225,8 @@ def _saved_and_loaded(path: str, saved: Any, others: dict[str, Any]) -> dict[str
     differing = {}
     for name, other in others.items():
         fresh = make_engine(other)
-        names = {local.name for local in fresh.locals}
-        state.materialise_optimizer_state(fresh.optimizer, list(fresh.locals), names)
+        names = {local.name for local in fresh.params}
+        state.materialise_optimizer_state(fresh.optimizer, list(fresh.params), names)
         load(Directory(written), tensors(fresh))
         now, then = whole_weights(fresh), whole_moments(fresh)
         wrong = [key for key, value in weights.items() if not torch.equal(value, now[key])]

@@ -6,7 +6,7 @@ import pytest
 
 from shardwright.arch.known_models import known_shape
 from shardwright.arch.shape import generic_shape
-from shardwright.planner.advice import first_to_test, path_of, what_would_fit, will_not_fix
+from shardwright.planner.advice import approach_of, first_to_test, remaining_limits, what_would_fit
 from shardwright.planner.answer import answer
 from shardwright.planner.hardware import find_device
 from shardwright.planner.memory_peak import short_peak
@@ -86,8 +86,8 @@ def test_considered_counts_every_layout_once() -> None:
 
 def test_all_layouts_keep_the_objective_and_use_all_devices() -> None:
     problem = Problem(known_shape("llama-3-8b"), 8192, 24)
-    legal, refused = shells(problem, 12)
-    assert any("rows of an update" in reason for reason in refused) or all(24 % s.data == 0 for s in legal)
+    legal, illegal = shells(problem, 12)
+    assert any("rows of an update" in reason for reason in illegal) or all(24 % s.data == 0 for s in legal)
     for shell in legal:
         assert shell.tp * shell.cp * shell.pp * shell.data == 12
         for cell in cells(problem, shell):
@@ -109,14 +109,14 @@ def test_fsdp_first_for_70b_on_64() -> None:
     assert a.fits and a.path == "fsdp" and a.first is not None
     assert a.first.keys["parallelism.data_parallel"] == "zero3" and a.first.device_bytes <= a.capacity_bytes
     assert 0.25 < a.first.mfu < 0.6
-    assert {r.family for r in a.refused} >= {"ddp", "zero1", "zero2"}
+    assert {r.family for r in a.rejected} >= {"ddp", "zero1", "zero2"}
     assert any("padding" in line for line in a.limits)
 
 
 def test_ddp_first_when_a_useful_batch_fits() -> None:
     search = make("llama-3.2-1b", 8, 2048, 64)
     first = first_to_test(search, search.run())
-    assert first is not None and path_of(first.layout) == "ddp"
+    assert first is not None and approach_of(first.layout) == "ddp"
 
 
 def test_context_parallel_enters_for_long_rows() -> None:
@@ -132,7 +132,7 @@ def test_rows_are_not_split_where_plain_fsdp_is_close() -> None:
     found = search.run()
     assert found.best["zero3"].layout.axes.cp == 2
     first = first_to_test(search, found)
-    assert first is not None and first.layout.axes.cp == 1 and path_of(first.layout) == "fsdp"
+    assert first is not None and first.layout.axes.cp == 1 and approach_of(first.layout) == "fsdp"
     assert first.seconds < 1.25 * found.best["zero3"].seconds
 
 
@@ -158,7 +158,7 @@ def test_long_sequence_activations_are_named_as_not_fixed() -> None:
     first = first_to_test(search, search.run())
     assert first is not None
     peak = short_peak(search.problem, first.layout)
-    lines = list(will_not_fix(search, first, peak.composition, peak.allocated))
+    lines = list(remaining_limits(search, first, peak.composition, peak.allocated))
     assert any(line.startswith("Activations: ") and "FSDP does not divide activations" in line for line in lines)
 
 

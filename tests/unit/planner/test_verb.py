@@ -187,6 +187,8 @@ def test_a_hardware_file_of_a_cpu_is_planned_as_the_catalogues_cpu(tmp_path: Pat
         (Request(layers=2, devices=8, max_length=1, global_batch_size=1), "--hidden, --heads, --vocab"),
         (request("my.module:build"), "Python code"),
         (request(device="h101-sxm-80gb"), "Did you mean `h100-sxm-80gb`"),
+        (request(param_dtype="bf61"), "--param-dtype bf61 is not known"),
+        (request(document_length=-1.0), "must be above 0"),
         (request(batch=0), "--global-batch-size is not given|at least 1"),
     ],
 )

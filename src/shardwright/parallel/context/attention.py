@@ -1,121 +1,51 @@
-"""Context parallelism: each rank holds part of every row, and a core attention that sees the whole of it.
+"""Context parallelism: each rank holds part of every row, and its queries attend to the whole row.
 
-B rows, S tokens of a row, T = S / cp tokens on this rank, N query heads, K kv heads, H head width, R ranks (cp). The
-attention is registered with Transformers' `AttentionInterface` in two kinds. `all_gather` collects keys and values of the
-whole row (Llama 3, arXiv:2407.21783, section 3.3.2); its mask may be anything. `ring` passes them from rank to rank and
-merges results by their log-sum-exp (Liu et al. 2023, arXiv:2310.01889); it knows causality and documents, and never holds
-a row.
-No mask function is registered with Transformers: it then builds no mask at all.
+The core attention is registered with Transformers' `AttentionInterface`. `all_gather` gathers keys and values of the whole
+row (Llama 3, arXiv:2407.21783, section 3.3.2). `ring` passes them from rank to rank and merges results by their log-sum-exp
+(Liu et al. 2023, arXiv:2310.01889); it has causality and documents, no sliding windows, and never holds a row.
+
+B rows, S tokens of a row, T = S / cp tokens on this rank, N query heads, K kv heads, H head width, R ranks (cp).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwright.attention.core import Attended, Merged, attend, attend_backward
+from shardwright.attention.core import AttentionOutput, OnlineSoftmax, attend, attend_backward
 from shardwright.attention.packed_rows import PackedRows
 from shardwright.errors import ModelError
 from shardwright.layout.rules_context import chunks
 from shardwright.models.torch_dtypes import accumulation_dtype
-from shardwright.parallel.context.documents import Block, as_one_row, as_rows, document_blocks
+from shardwright.parallel.context.shard import Block, ContextShard, as_one_row, as_rows, document_blocks
 
-PLACE = "_context_shard"
+NAME = "shardwright_context"
+"""Of the core attention, in Transformers' registry."""
+SHARD = "_context_shard"
 """Attribute of each attention module: its `ContextShard`."""
 
 
-@dataclass(frozen=True)
-class ContextShard:
-    """Where a rank stands among its context-parallel peers, and which tokens it holds. `group` has `size` ranks."""
+def replace_attention(model: nn.Module, blocks: Iterable[nn.Module], shard: ContextShard) -> None:
+    """Makes the attention of `blocks` see whole rows although each rank holds part of them.
 
-    size: int
-    rank: int
-    balanced: bool
-    group: dist.ProcessGroup | None = None
-    attention: str = "all_gather"
-    masks: dict[tuple[int, int | None, str], list[Tensor]] = field(default_factory=dict, compare=False, repr=False)
-
-    def chunks(self, length: int) -> tuple[range, ...]:
-        """The positions of a row of `length` tokens that are here."""
-        return chunks(length, self.size, self.rank, self.balanced)
-
-    def part(self, rows: Tensor) -> Tensor:
-        """This rank's tokens [B, T] of `rows` [B, S]."""
-        return torch.cat([rows[:, own.start : own.stop] for own in self.chunks(rows.shape[1])], 1)
-
-    def position_ids(self, length: int, device: torch.device) -> Tensor:
-        """[1, T]: where this rank's tokens stand in their rows of `length` tokens."""
-        parts = [torch.arange(own.start, own.stop, device=device) for own in self.chunks(length)]
-        return torch.cat(parts).unsqueeze(0)
-
-    def blocks(self, source: int, tokens: int) -> list[Block]:
-        """What this rank's `tokens` queries attend to among the keys of rank `source`, under causality.
-
-        Balanced, each rank's head chunk lies before its tail chunk, so that a peer before this one contributes its
-        head to all queries and a peer after it contributes everything to the tail.
-        """
-        half, every = tokens // 2, slice(0, tokens)
-        if source == self.rank:
-            return [(every, every, True)]
-        if not self.balanced:
-            return [(every, every, False)] if source < self.rank else []
-        if source < self.rank:
-            return [(every, slice(0, half), False)]
-        return [(slice(half, tokens), every, False)]
-
-    def document_blocks(self, source: int, documents: PackedRows) -> list[Block]:
-        """What queries here see of their documents among the keys of rank `source`; rows one behind another."""
-        length = documents.documents.shape[1]
-        held = chunks(length, self.size, source, self.balanced)
-        return document_blocks(documents.spans, self.chunks(length), held)
-
-    def row_blocks(self, length: int) -> list[Block]:
-        """The same against keys and values of the whole row, in order: per chunk, all before it and the chunk itself."""
-        found: list[Block] = []
-        start = 0
-        for own in self.chunks(length):
-            queries = slice(start, start + len(own))
-            if own.start:
-                found.append((queries, slice(0, own.start), False))
-            found.append((queries, slice(own.start, own.stop), True))
-            start += len(own)
-        return found
-
-
-def split_attention(model: nn.Module, blocks: Iterable[nn.Module], place: ContextShard) -> None:
-    """Makes the attention of `blocks` see whole rows although each rank holds part of them."""
+    Transformers finds a core attention by name in `AttentionInterface`. No mask function is registered under that name:
+    Transformers (5.12 to 5.24) then builds no mask.
+    """
     from transformers import AttentionInterface
 
-    for kind, function in ATTENTIONS.items():
-        AttentionInterface.register(f"shardwright_{kind}", function)
+    AttentionInterface.register(NAME, context_attention)
     for block in blocks:
         for module in block.modules():
-            vars(module)[PLACE] = place
+            vars(module)[SHARD] = shard
     setter: Any = model
-    setter.set_attn_implementation(f"shardwright_{place.attention}")
+    setter.set_attn_implementation(NAME)
 
 
-def _place(module: nn.Module, attention_mask: Tensor | None, dropout: float) -> ContextShard:
-    place = vars(module).get(PLACE)
-    if place is None:
-        raise ModelError(
-            f"{type(module).__name__} attends outside of the repeated blocks.",
-            "It would see its own shard only.",
-        )
-    if attention_mask is not None or dropout:
-        raise ModelError(
-            f"{type(module).__name__} asks for {'dropout' if dropout else 'a mask'} inside attention.",
-            "Each rank holds part of the row.",
-        )
-    return place
-
-
-def gathered_attention(
+def context_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -127,25 +57,61 @@ def gathered_attention(
     documents: PackedRows | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention output [B, T, N, H] of queries [B, N, T, H] to the whole row, keys and values gathered.
+    """Attention output [B, T, N, H] of this rank's queries [B, N, T, H] to the whole row.
 
     sliding_window: a query sees that many keys, its own among them. documents: of the whole rows [B, S]; a query sees its
     own document only.
     """
-    place = _place(module, attention_mask, dropout)
+    shard: ContextShard | None = vars(module).get(SHARD)
+    name, length = type(module).__name__, query.shape[2] * (shard.size if shard else 1)
+    if shard is None:
+        raise ModelError(f"{name} attends outside of the repeated blocks.", "It would see this rank's tokens only.")
+    if attention_mask is not None or dropout:
+        raise ModelError(
+            f"{name} asks for {'dropout' if dropout else 'a mask'} inside attention.",
+            "Each rank holds part of the row.",
+        )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    length = query.shape[2] * place.size
-    key, value = _Gathered.apply(key, value, place)
-    if sliding_window is None or sliding_window >= length:
-        if documents is None:
-            out = _Attention.apply(query, key, value, scale, place.row_blocks(length))
-            return out.transpose(1, 2), None
-        blocks = document_blocks(documents.spans, place.chunks(length), [range(length)])
-        out = _Attention.apply(*map(as_one_row, (query, key, value)), scale, blocks)
-        return as_rows(out, len(query)).transpose(1, 2), None
+    window = None if sliding_window is None or sliding_window >= length else sliding_window
+    if shard.attention == "all_gather":
+        key, value = _Gathered.apply(key, value, shard)
+        if window is not None:
+            return _windowed(query, key, value, scale, window, documents, shard), None
+        attend_over, rest = _Attention.apply, list[ContextShard]()
+        blocks: list[Any] = shard.row_blocks(length)
+        if documents is not None:
+            blocks = document_blocks(documents.spans, shard.chunks(length), [range(length)])
+    elif window is not None:
+        raise ModelError(
+            f"{name} asks for a sliding window.",
+            "Ring attention has no windows.",
+            "Set parallelism.cp_attention to all_gather.",
+        )
+    else:
+        attend_over, rest = _Ring.apply, [shard]
+        sources = range(shard.size)
+        blocks = [shard.blocks(source, query.shape[2]) for source in sources]
+        if documents is not None:
+            blocks = [shard.document_blocks(source, documents) for source in sources]
+    if documents is None:
+        return attend_over(query, key, value, scale, *rest, blocks).transpose(1, 2), None
+    out = attend_over(*map(as_one_row, (query, key, value)), scale, *rest, blocks)
+    return as_rows(out, len(query)).transpose(1, 2), None
+
+
+def _windowed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    window: int,
+    documents: PackedRows | None,
+    shard: ContextShard,
+) -> Tensor:
+    """Attention in a sliding window, with keys and values of the whole row, as one call of torch for each chunk."""
     outs, start = [], 0
-    masks = _masks(place, length, sliding_window, query.device)
-    for own, mask in zip(place.chunks(length), masks):
+    length = key.shape[2]
+    for own, mask in zip(shard.chunks(length), _masks(shard, length, window, query.device)):
         queries = query[:, :, start : start + len(own)]
         if documents is not None:
             numbers = documents.on_device
@@ -162,99 +128,64 @@ def gathered_attention(
             )
         )
         start += len(own)
-    return torch.cat(outs, 2).transpose(1, 2).contiguous(), None
+    return torch.cat(outs, 2).transpose(1, 2).contiguous()
 
 
-def _masks(place: ContextShard, length: int, window: int | None, device: torch.device) -> list[Tensor]:
-    """For each chunk here, which keys [0, end of the chunk) its queries see: [tokens of the chunk, keys], kept."""
+def _masks(shard: ContextShard, length: int, window: int, device: torch.device) -> list[Tensor]:
+    """For each chunk here, the keys [0, end of the chunk) that its queries see: [tokens of the chunk, keys], kept."""
     name = (length, window, str(device))
-    if name not in place.masks:
+    if name not in shard.masks:
         made = []
-        for own in place.chunks(length):
+        for own in shard.chunks(length):
             queries = torch.arange(own.start, own.stop, device=device).unsqueeze(1)
             distance = queries - torch.arange(own.stop, device=device)
-            made.append((distance >= 0) & (distance < (window or length)))
-        place.masks[name] = made
-    return place.masks[name]
-
-
-def ring_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    documents: PackedRows | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """Attention output [B, T, N, H] of queries [B, N, T, H] to the whole row, keys and values passed around.
-
-    documents: of the whole rows [B, S]; a query sees its own document only.
-    """
-    place, tokens = _place(module, attention_mask, dropout), query.shape[2]
-    if sliding_window is not None and sliding_window < tokens * place.size:
-        raise ModelError(
-            f"{type(module).__name__} asks for a sliding window.",
-            "The ring knows no windows.",
-            "Set parallelism.cp_attention to all_gather.",
-        )
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if documents is None:
-        blocks = [place.blocks(source, tokens) for source in range(place.size)]
-        return _Ring.apply(query, key, value, scale, place, blocks).transpose(1, 2), None
-    blocks = [place.document_blocks(source, documents) for source in range(place.size)]
-    out = _Ring.apply(*map(as_one_row, (query, key, value)), scale, place, blocks)
-    return as_rows(out, len(query)).transpose(1, 2), None
-
-
-ATTENTIONS = {"all_gather": gathered_attention, "ring": ring_attention}
+            made.append((distance >= 0) & (distance < window))
+        shard.masks[name] = made
+    return shard.masks[name]
 
 
 class _Gathered(torch.autograd.Function):
-    """Keys and values [B, K, T, H] of all ranks as [B, K, S, H] in the row's order; gradients go back summed.
+    """Keys and values [B, K, T, H] of all ranks as [B, K, S, H] in the row's order; gradients are summed over ranks.
 
-    Both travel in one tensor. Gradients travel by all-to-all and are summed here, in wide dtype: the bytes of a
-    reduce-scatter, one rounding instead of one per hop, and half of what gloo's reduce-scatter sends.
+    One message carries both. Gradients are sent by all-to-all and summed here in float32 or wider: as many bytes as a
+    reduce-scatter, one rounding instead of one per hop, and half of the bytes of gloo's reduce-scatter.
     """
 
     @staticmethod
-    def forward(ctx: Any, key: Tensor, value: Tensor, place: ContextShard) -> tuple[Tensor, Tensor]:
-        ctx.place = place
+    def forward(ctx: Any, key: Tensor, value: Tensor, shard: ContextShard) -> tuple[Tensor, Tensor]:
+        ctx.shard = shard
         own = torch.cat([key, value], -1)
         ctx.widths = (key.shape[-1], value.shape[-1])
-        gathered = own.new_empty((place.size, *own.shape))
-        _all_gather(gathered, own, place.group)
-        parts = [gathered[rank][:, :, tokens] for rank, tokens in _order(place, key.shape[2])]
+        gathered = own.new_empty((shard.size, *own.shape))
+        _all_gather(gathered, own, shard.group)
+        parts = [gathered[rank][:, :, tokens] for rank, tokens in _order(shard, key.shape[2])]
         row_key, row_value = torch.cat(parts, 2).split(ctx.widths, -1)
         return row_key, row_value
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        place: ContextShard = ctx.place
+        shard: ContextShard = ctx.shard
         row = torch.cat(grads, -1)
-        tokens = row.shape[2] // place.size
-        sent = row.new_empty((place.size, *row.shape[:2], tokens, row.shape[3]))
+        tokens = row.shape[2] // shard.size
+        sent = row.new_empty((shard.size, *row.shape[:2], tokens, row.shape[3]))
         start = 0
-        for rank, part in _order(place, tokens):
+        for rank, part in _order(shard, tokens):
             count = part.stop - part.start
             sent[rank][:, :, part] = row[:, :, start : start + count]
             start += count
         received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=place.group)
+        dist.all_to_all_single(received, sent, group=shard.group)
         summed = received.sum(0, dtype=accumulation_dtype(row.dtype)).to(row.dtype)
         by_key, by_value = summed.split(ctx.widths, -1)
         return by_key, by_value, None
 
 
-def _order(place: ContextShard, tokens: int) -> list[tuple[int, slice]]:
+def _order(shard: ContextShard, tokens: int) -> list[tuple[int, slice]]:
     """(rank, which of its tokens) in the order of the row."""
     found: list[tuple[int, int, slice]] = []
-    for rank in range(place.size):
+    for rank in range(shard.size):
         start = 0
-        for own in chunks(tokens * place.size, place.size, rank, place.balanced):
+        for own in chunks(tokens * shard.size, shard.size, rank, shard.balanced):
             found.append((own.start, rank, slice(start, start + len(own))))
             start += len(own)
     return [(rank, part) for _, rank, part in sorted(found, key=lambda item: item[0])]
@@ -270,7 +201,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, blocks: list[Block]) -> Tensor:
-        merged, begun = Merged(query, value.shape[-1]), set()
+        merged, begun = OnlineSoftmax(query, value.shape[-1]), set()
         for queries, keys, causal in blocks:
             found = attend(query[:, :, queries], key[:, :, keys], value[:, :, keys], scale, causal)
             merged.add(queries, found, first=queries.start not in begun)
@@ -283,7 +214,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse, *seeds = ctx.saved_tensors
-        whole, wide = Attended(out, lse, tuple(seeds)), accumulation_dtype(query.dtype)
+        whole, wide = AttentionOutput(out, lse, tuple(seeds)), accumulation_dtype(query.dtype)
         sums = [torch.zeros_like(t, dtype=wide) for t in (query, key, value)]
         for block in ctx.blocks:
             _add_gradients(sums, grads[0], (query, key, value), whole, ctx.scale, block)
@@ -294,14 +225,14 @@ def _add_gradients(
     sums: list[Tensor],
     grad: Tensor,
     tensors: tuple[Tensor, Tensor, Tensor],
-    whole: Attended,
+    whole: AttentionOutput,
     scale: float,
     block: Block,
 ) -> None:
     """Adds one block's gradients of query, key and value to `sums`."""
     queries, keys, causal = block
     query, key, value = tensors
-    own = Attended(whole.out[:, :, queries], whole.lse[:, :, queries].contiguous(), whole.seeds)
+    own = AttentionOutput(whole.out[:, :, queries], whole.lse[:, :, queries].contiguous(), whole.seeds)
     found = attend_backward(
         grad[:, :, queries], query[:, :, queries], key[:, :, keys], value[:, :, keys], own, scale, causal
     )
@@ -310,9 +241,9 @@ def _add_gradients(
 
 
 class _Ring(torch.autograd.Function):
-    """Attention while keys and values go round: in step i this rank holds those of rank - i, and passes them on.
+    """Ring attention: in step i this rank holds the keys and values of rank - i, and sends them on.
 
-    blocks: what the queries here see of each rank's keys; one causal block of its own for each query, first.
+    blocks: for each rank, its keys that the queries here see. Every query has one causal block, which comes first.
     """
 
     @staticmethod
@@ -322,42 +253,42 @@ class _Ring(torch.autograd.Function):
         key: Tensor,
         value: Tensor,
         scale: float,
-        place: ContextShard,
+        shard: ContextShard,
         blocks: list[list[Block]],
     ) -> Tensor:
-        merged = Merged(query, value.shape[-1])
+        merged = OnlineSoftmax(query, value.shape[-1])
         held, width = torch.cat([key, value], -1), key.shape[-1]
-        for step in range(place.size):
-            passing = _Passing(held, place) if step + 1 < place.size else None
-            for queries, keys, causal in blocks[(place.rank - step) % place.size]:
+        for step in range(shard.size):
+            passing = _RingShift(held, shard) if step + 1 < shard.size else None
+            for queries, keys, causal in blocks[(shard.rank - step) % shard.size]:
                 part = held[:, :, keys]
                 found = attend(query[:, :, queries], part[..., :width], part[..., width:], scale, causal)
                 merged.add(queries, found, first=causal)
             held = held if passing is None else passing.wait()
         out = merged.out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, merged.lse, *merged.seeds)
-        ctx.scale, ctx.place, ctx.blocks = scale, place, blocks
+        ctx.scale, ctx.shard, ctx.blocks = scale, shard, blocks
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of keys and values travel one step behind them, each rank adding its part, and end at their owner."""
+        """Gradients of keys and values follow them one step later. Each rank adds its part; their owner gets the sum."""
         query, key, value, out, lse, *seeds = ctx.saved_tensors
-        place: ContextShard = ctx.place
-        whole, wide = Attended(out, lse, tuple(seeds)), accumulation_dtype(query.dtype)
+        shard: ContextShard = ctx.shard
+        whole, wide = AttentionOutput(out, lse, tuple(seeds)), accumulation_dtype(query.dtype)
         by_query = torch.zeros_like(query, dtype=wide)
         held, width = torch.cat([key, value], -1), key.shape[-1]
         own = torch.zeros_like(held, dtype=wide)
-        behind: _Passing | None = None
-        for step in range(place.size):
-            passing = _Passing(held, place) if step + 1 < place.size else None
+        behind: _RingShift | None = None
+        for step in range(shard.size):
+            passing = _RingShift(held, shard) if step + 1 < shard.size else None
             found = own if step == 0 else torch.zeros_like(own)
-            for block in ctx.blocks[(place.rank - step) % place.size]:
+            for block in ctx.blocks[(shard.rank - step) % shard.size]:
                 sums = [by_query, found[..., :width], found[..., width:]]
                 parts = (query, held[..., :width], held[..., width:])
                 _add_gradients(sums, grads[0], parts, whole, ctx.scale, block)
             if step:
-                behind = _Passing(found if behind is None else found.add_(behind.wait()), place)
+                behind = _RingShift(found if behind is None else found.add_(behind.wait()), shard)
             held = held if passing is None else passing.wait()
         if behind is not None:
             own += behind.wait()
@@ -365,22 +296,22 @@ class _Ring(torch.autograd.Function):
         return by_query.to(query.dtype), by_key, by_value, None, None, None
 
 
-class _Passing:
-    """A tensor on its way to the next rank, while the one of the rank before arrives."""
+class _RingShift:
+    """Sends a tensor to the next rank while receiving the tensor of the rank before."""
 
-    def __init__(self, tensor: Tensor, place: ContextShard) -> None:
+    def __init__(self, tensor: Tensor, shard: ContextShard) -> None:
         self._sent, self._received = tensor, torch.empty_like(tensor)
-        ranks = dist.get_process_group_ranks(place.group)
-        after, before = ranks[(place.rank + 1) % place.size], ranks[(place.rank - 1) % place.size]
+        ranks = dist.get_process_group_ranks(shard.group)
+        after, before = ranks[(shard.rank + 1) % shard.size], ranks[(shard.rank - 1) % shard.size]
         self._work = dist.batch_isend_irecv(
             [
-                dist.P2POp(dist.isend, tensor, after, place.group),
-                dist.P2POp(dist.irecv, self._received, before, place.group),
+                dist.P2POp(dist.isend, tensor, after, shard.group),
+                dist.P2POp(dist.irecv, self._received, before, shard.group),
             ]
         )
 
     def wait(self) -> Tensor:
-        """What arrived."""
+        """The tensor of the rank before."""
         for work in self._work:
             work.wait()
         return self._received

@@ -1,24 +1,24 @@
-"""Random numbers of a tensor-parallel rank: one stream for tensors that all ranks hold alike, one of its own for divided ones.
+"""Random numbers of a tensor-parallel rank: a common stream for whole tensors, one stream per rank for divided tensors.
 
-The generators are seeded alike on all ranks before each microbatch (`train/rng.py`). Where work is divided, this rank goes on
-from a seed made of a number drawn from the common stream and its own rank; behind it, the common stream goes on where it was.
-Nothing is kept from one block to the next, so that recomputation, which starts with the generators of a block's start, draws
-the same again.
+All ranks seed their generators alike before each microbatch (`train/rng.py`). Where work is divided, this rank switches to
+a seed made of a number drawn from the common stream and its rank. After divided work the common stream goes on where it
+stopped. Nothing is kept from one block to the next: recomputation restores the generators of the start of a block and draws
+the same numbers again.
 """
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwright.models.generators import seed_generators
 
 _ODD = 0x9E3779B97F4A7C15
-"""Times a rank, an odd number changes the low bits too, which are all that the CPU generator uses."""
+"""An odd factor of the rank: it changes the low bits too. The CPU generator uses only those."""
 
 
-class Streams:
-    """Switches the generators of one rank between both streams; calls that change nothing do nothing."""
+class RNGStreams:
+    """Switches the generators of one rank between the two streams. A call for the current stream has no effect."""
 
     def __init__(self, rank: int, device_type: str) -> None:
         self._rank = rank
@@ -26,7 +26,7 @@ class Streams:
         self._common: tuple[Tensor, Tensor | None] | None = None
 
     def divided(self) -> None:
-        """From here on this rank draws other numbers than its peers."""
+        """From now on this rank draws numbers of its own."""
         if self._common is not None:
             return
         drawn = int(torch.randint(2**62, (), device="cpu"))
@@ -35,7 +35,7 @@ class Streams:
         seed_generators((drawn + self._rank * _ODD) % 2**63)
 
     def common(self) -> None:
-        """From here on this rank draws the numbers that its peers draw."""
+        """From now on this rank draws the same numbers as its peers."""
         if self._common is None:
             return
         on_cpu, on_device = self._common
@@ -43,12 +43,3 @@ class Streams:
         torch.set_rng_state(on_cpu)
         if self._device is not None:
             self._device.set_rng_state(on_device)
-
-
-def drops(module: nn.Module) -> bool:
-    """Whether `module` drops anything in training: an `nn.Dropout`, or a probability that an attribute is named after."""
-    for part in module.modules():
-        named = (v for k, v in vars(part).items() if "drop" in k and isinstance(v, float))
-        if (isinstance(part, nn.Dropout) and part.p > 0.0) or any(p > 0.0 for p in named):
-            return True
-    return False

@@ -32,7 +32,7 @@ from shardwright.models.dropout import silence_dropout
 from shardwright.models.model_parts import canonical_name
 from shardwright.tools.check.batch_invariance import batch_invariance
 from shardwright.tools.check.fault_injection import plant
-from shardwright.tools.check.force_float64 import float64_throughout
+from shardwright.tools.check.force_float64 import force_float64
 from shardwright.tools.check.gather import whole_on_first_rank
 from shardwright.tools.check.record import MicrobatchNote, Record, Scalars
 from shardwright.tools.check.rows import Changes, CheckedRows
@@ -213,12 +213,12 @@ def record_updates(spec: CandidateSpec, device: torch.device) -> None:
     recorder.start()
     for number in range(1, spec.updates + 1):
         batch = rows.update(number - 1)
-        with float64_throughout(run):
+        with force_float64(run):
             engine.forward_backward(batch)
         recorder.before_step(number)
         result = engine.step()
         recorder.after_step(number, batch, result)
-    with float64_throughout(run):
+    with force_float64(run):
         sums = batch_invariance(engine, rows.update(0))
     if recorder.record is not None:
         recorder.record.write_batch_invariance(sums)

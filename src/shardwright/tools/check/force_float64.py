@@ -1,8 +1,9 @@
-"""float64 throughout: what a model would round to float32 on its way stays float64.
+"""Forces float64: a model that would convert values to float32 on the way keeps them in float64.
 
 Many models compute parts in float32 whatever their dtype, Transformers' RMSNorm and softmax among them. Two layouts whose sums
-differ in the last bits of float64 then differ by 2^-24 of a value wherever such a rounding falls to the other side: nothing in
-tiny models, 4e-8 of a gradient of 35M parameters under tensor parallelism. Kept in float64 on both sides, that is 1e-15 again.
+differ in the last bits of float64 then differ by 2^-24 of a value wherever the conversion rounds the two sums differently. Tiny
+models show no difference; a gradient of 35M parameters under tensor parallelism differs by 4e-8. In float64 on both sides the
+difference is 1e-15.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from shardwright.config.schema import RunFile
 
 
-class Float64Throughout(TorchFunctionMode):
+class ForceFloat64(TorchFunctionMode):
     """A context in which float64 tensors are not converted to float32, by `float`, `to`, or the `dtype` of an operation."""
 
     def __torch_function__(
@@ -38,7 +39,7 @@ class Float64Throughout(TorchFunctionMode):
         return func(*args, **given)
 
 
-def float64_throughout(run: RunFile) -> AbstractContextManager[Any]:
-    """For forward and backward of `run`: `Float64Throughout` where it computes in float64 and compiles nothing."""
+def force_float64(run: RunFile) -> AbstractContextManager[Any]:
+    """For forward and backward of `run`: `ForceFloat64` where it computes in float64 and compiles nothing."""
     wanted = run.precision.param_dtype == "fp64" and not run.memory.compile
-    return Float64Throughout() if wanted else nullcontext()
+    return ForceFloat64() if wanted else nullcontext()

@@ -25,7 +25,7 @@ from shardwright.models.build import quiet_transformers
 from shardwright.models.dropout import has_dropout, silence_dropout
 from shardwright.models.model_parts import is_transformers
 from shardwright.models.torch_dtypes import TORCH_DTYPES
-from shardwright.tools.check.force_float64 import float64_throughout
+from shardwright.tools.check.force_float64 import force_float64
 from shardwright.tools.check.record import MicrobatchNote, Notes, Record, Scalars
 from shardwright.tools.check.reference_documents import alone, mistaken_losses, target_weight, targets_inside
 from shardwright.tools.check.reference_muon import ReferenceMuon
@@ -163,7 +163,7 @@ class Reference:
         """
         for microbatch in batch.microbatches:
             self.model.zero_grad()
-            with float64_throughout(self.run):
+            with force_float64(self.run):
                 loss, own_count = self._loss_sum(batch.update, microbatch, microbatch.labels, microbatch.weights)
                 if loss.requires_grad:
                     (loss / count).backward()

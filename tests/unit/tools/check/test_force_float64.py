@@ -7,13 +7,13 @@ from tests.places import TINY
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shardwright.tools.check.force_float64 import Float64Throughout
+from shardwright.tools.check.force_float64 import ForceFloat64
 
 
 def test_float64_tensors_stay_and_others_are_converted_as_asked() -> None:
     """By `float`, by `to` with a place or a name, and by the dtype of an operation; a softmax of thirds tells them apart."""
     wide, narrow, third = torch.ones(3, dtype=torch.float64) / 3, torch.ones(3), 1 / 3
-    with Float64Throughout():
+    with ForceFloat64():
         assert {t.dtype for t in (wide.float(), wide.to(torch.float32), wide.to(dtype=torch.float32))} == {
             torch.float64
         }
@@ -43,6 +43,6 @@ def test_rounding_inside_a_model_no_longer_decides() -> None:
         return ((gradient(x * (1 + 2.0**-38)) - before).abs().max() / before.abs().max()).item()
 
     rounded = moved()
-    with Float64Throughout():
+    with ForceFloat64():
         exact = moved()
     assert exact < 32 * 2.0**-38 < rounded
