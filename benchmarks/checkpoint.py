@@ -83,8 +83,10 @@ class Bench:
         return current_state(self.engine.module, self.engine.optimizer, self.engine.params)
 
     def manifest(self) -> Any:
+        from shardwright.checkpoint.manifest import Manifest
+
         self.number += 1
-        return self.Manifest(self.number, 0, "", "", 2, "", "")
+        return Manifest(self.number, 0, "", "", 2, "", "")
 
     def timed(self, work: Callable[[], object]) -> float:
         self.dist.barrier()
@@ -141,7 +143,9 @@ class Bench:
         return held
 
     def newest(self) -> Path:
-        path = self.find_checkpoint(self.directory / "ours", "auto")
+        from shardwright.checkpoint.resume import find_checkpoint
+
+        path = find_checkpoint(self.directory / "ours", "auto")
         assert path is not None
         return path
 
@@ -215,7 +219,9 @@ def main() -> None:
         place = Path(directory)
         found = run_ranks(measure, 2, place, LLAMA, arguments.gigabytes, arguments.rounds, timeout=1500.0)[0]
     seconds, n = found["seconds"], arguments.rounds
-    print(f"{found['bytes'] / 1e9:.2f} GB of weights and moments, 2 ranks, n = {n}; median (least to most) in seconds")
+    print(
+        f"{found['bytes'] / 1e9:.2f} GB of weights and optimizer state, 2 ranks, n = {n}; median (least to most) in seconds"
+    )
     for kind, values in {**seconds, "update beside a save": found["beside"]}.items():
         print(f"{kind:<22}{statistics.median(values):8.3f}  ({min(values):.3f} to {max(values):.3f})")
     ratios = {}

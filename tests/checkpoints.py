@@ -13,7 +13,7 @@ from torch import Tensor
 from shardwright.checkpoint import directory
 from shardwright.checkpoint.directory import Retention
 from shardwright.checkpoint.index import TENSORS, file_order, write_parts
-from shardwright.checkpoint.parts import held_parts
+from shardwright.checkpoint.parts import rank_parts
 
 TENSORS_OF = {
     "model.weight": torch.arange(12.0).reshape(4, 3),
@@ -35,7 +35,7 @@ def written(
     """A complete checkpoint that one rank would have written. notes: takes what the save says."""
     said_before = directory.prepare(output_dir, update)
     place = directory.incomplete_of(output_dir, update) / TENSORS / "rank-00000.safetensors"
-    record = write_parts(place, [(held, tensors[held.key]) for held in file_order(held_parts(tensors))])
+    record = write_parts(place, [(held, tensors[held.key]) for held in file_order(rank_parts(tensors))])
     said = directory.Manifest(update, 10 * update, "rows", "", 1, "zero3 1 rank", "", **manifest)
     after = directory.complete(output_dir, [record], numbers or {}, said, "model: {}\n", retention or Retention())
     if notes is not None:

@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwright.checkpoint.manifest import Manifest, read_config, read_manifest
-from shardwright.checkpoint.parts import Value
 from shardwright.checkpoint.restore import current_state, restore
 from shardwright.checkpoint.resume import find_checkpoint
 from shardwright.checkpoint.saver import save
@@ -88,12 +87,12 @@ class Engine:
         """Builds `model` without memory, splits it as `layout` says and fills this rank's part.
 
         model: a function at the top of a module that takes nothing and returns an `nn.Module`, or a Hugging Face
-        directory. loss_sum: see `LossSum`; call the model that it is given, not another. layout: a name such as
-        `zero3+tp2`. updates: how many there will be, for the learning rate. options: keys of the run file, with `__` for
-        the dot: training__learning_rate=1e-3, parallelism__tp_plan={...}, precision__param_dtype="bf16".
+        directory. loss_sum: see `LossSum`; it must call the model that it gets as its first argument. layout: a name such as
+        `zero3+tp2`. updates: their number in the whole run, for the learning rate. options: keys of the run file, with `__`
+        for the dot: training__learning_rate=1e-3, parallelism__tp_plan={...}, precision__param_dtype="bf16".
         Raises as `shardwright train` does.
         """
-        loaded = _run(model, layout, {"training.max_steps": updates, **_dotted(options)})
+        loaded = _run(model, layout, options, updates)
         self._loaded, self._axes = loaded, check_run(loaded, dist.get_world_size())
         self._engine = _OwnLossEngine(loss_sum, loaded.run, self._axes, torch.device(device), updates)
         self.update = 0
@@ -110,7 +109,7 @@ class Engine:
 
     @property
     def data_rank(self) -> int:
-        """Which of them this rank is. Ranks of one model copy (tensor parallel) share it and must be given the same data."""
+        """The number of this rank's data, from 0. Tensor-parallel ranks share one number, and must be given the same data."""
         return self._axes.data_rank(self._engine.rank)
 
     def total(self, targets: int) -> int:
@@ -121,29 +120,29 @@ class Engine:
         return int(count.item()) // peers
 
     def forward_backward(self, microbatches: Sequence[Any], targets: int) -> None:
-        """Runs this rank's microbatches, of any kind that `loss_sum` understands; equally many on every data rank.
+        """Runs this rank's microbatches, each of a type that `loss_sum` takes. Every data rank needs the same number of them.
 
-        targets: of the whole update over all data ranks (see `total`). Gradients of SUM(loss) / targets are reduced.
+        targets: of the whole update over all data ranks (see `total`). Gradients are those of SUM(loss) / targets.
         """
         own = tuple(
             _Given(number * self.data_ranks + self.data_rank, content) for number, content in enumerate(microbatches)
         )
         if not own:
             raise ConfigError("forward_backward() without a microbatch.", "Every rank takes part in an update.")
-        self._agree(len(own), targets)
+        self._check_ranks_agree(len(own), targets)
         batch = UpdateBatch(self.update, cast(tuple[Microbatch, ...], own), targets, targets, targets, ())
         self._engine.forward_backward(batch)
 
-    def _agree(self, microbatches: int, targets: int) -> None:
-        """Raises `ConfigError` on every rank where ranks disagree: some would wait for ever, or divide otherwise."""
+    def _check_ranks_agree(self, microbatches: int, targets: int) -> None:
+        """Raises `ConfigError` on every rank where ranks disagree: a rank would wait for ever, or use another divisor."""
         bounds = torch.tensor([microbatches, -microbatches, targets, -targets], device=self._engine.device)
         dist.all_reduce(bounds, dist.ReduceOp.MAX)
         most, least, high, low = bounds.tolist()
         if most != -least:
             raise ConfigError(
                 f"Ranks have {-least} to {most} microbatches in update {self.update}.",
-                "Each microbatch is a collective for all of them.",
-                "Give every data rank equally many; one without targets is allowed.",
+                "Each microbatch is a collective of all ranks.",
+                "Give every data rank the same number; a microbatch without targets is allowed.",
             )
         if high != -low:
             raise ConfigError(
@@ -162,10 +161,11 @@ class Engine:
         """Writes weights and optimizer as a checkpoint that any layout reads; returns `directory/checkpoint-{update}`."""
         layout = f"{self._loaded.run.parallelism.data_parallel} {self._axes}"
         manifest = Manifest(self.update, 0, "", "", dist.get_world_size(), layout, torch.__version__)
-        return save(Path(directory), self._state(), manifest, self._loaded.to_yaml(), None)
+        state = current_state(self.module, self._engine.optimizer, self._engine.params)
+        return save(Path(directory), state, manifest, self._loaded.to_yaml(), None)
 
     def load(self, directory: str | Path) -> None:
-        """Reads the newest checkpoint in `directory`, of any layout, and continues behind it."""
+        """Reads the newest checkpoint in `directory`, of any layout, and continues after its update."""
         found = find_checkpoint(Path(directory), "auto")
         if found is None:
             raise ConfigError(f"{directory} holds no complete checkpoint.")
@@ -178,9 +178,6 @@ class Engine:
             print(line)
         self.update = read_manifest(found).update
 
-    def _state(self) -> dict[str, Value]:
-        return current_state(self.module, self._engine.optimizer, self._engine.params)
-
 
 def parallelize(
     model: Callable[[], nn.Module] | str,
@@ -189,12 +186,12 @@ def parallelize(
     device: torch.device | str = "cpu",
     **options: Any,
 ) -> DataParallel:
-    """A model split as `layout` says and filled, without optimizer or loop; arguments as of `Engine`.
+    """`model` split as `layout` says and filled, without optimizer or loop. The arguments are those of `Engine`.
 
-    Call the result like the model, each microbatch within `with result.microbatch(last=...)`; after the last backward of
-    an update call `result.finish_gradients()`. Gradients are sums over data ranks: divide the loss by the targets of all.
+    Call the result like the model, each microbatch within `with result.microbatch(last=...)`. After the last backward of an
+    update call `result.finish_gradients()`. Gradients are sums over data ranks: divide the loss by the targets of all ranks.
     """
-    loaded = _run(model, layout, _dotted(options))
+    loaded = _run(model, layout, options)
     run = loaded.run
     mesh = make_mesh(check_run(loaded, dist.get_world_size()), torch.device(device))
     built = build_model(run.model, TORCH_DTYPES[run.precision.master_dtype])
@@ -202,22 +199,21 @@ def parallelize(
     return cast(DataParallel, strategy)  # _run refuses pipelines
 
 
-def _dotted(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {key.replace("__", "."): value for key, value in options.items()}
-
-
-def _run(model: Callable[[], nn.Module] | str, layout: str, options: Mapping[str, Any]) -> Loaded:
-    """The run file that these arguments stand for. Its data section is empty: the caller brings the data."""
+def _run(model: Callable[[], nn.Module] | str, layout: str, options: Mapping[str, Any], updates: int = 1) -> Loaded:
+    """The run file of these arguments. Its data section is a placeholder: the caller brings the data."""
+    given = {key.replace("__", "."): value for key, value in options.items()}
     values: dict[str, Any] = {
         "model.model_name_or_path": model if isinstance(model, str) else _path_of(model),
         "data.train": ["-"],
-        "data.max_length": 1024 * dist.get_world_size(),  # any: only sequence parallelism asks, and at run time again
+        "data.max_length": 1024
+        * dist.get_world_size(),  # only sequence parallelism reads it, and checks each row again
         "training.global_batch_size": dist.get_world_size(),
+        "training.max_steps": updates,
     }
     if is_import_path(values["model.model_name_or_path"]):
         values["model.init"] = "random"
     values |= {f"parallelism.{key}": value for key, value in parse_layout(layout).items()}
-    for key in options:
+    for key in given:
         if key.startswith(("data.", "training.loss", "memory.loss")) or key in (
             "training.global_batch_size",
             "training.per_device_train_batch_size",
@@ -225,13 +221,12 @@ def _run(model: Callable[[], nn.Module] | str, layout: str, options: Mapping[str
             raise ConfigError(
                 f"`{key}` has no effect here.", "The caller brings microbatches and loss.", "Leave it out."
             )
-    values.setdefault("training.max_steps", 1)
-    loaded = load_run_file(None, {**values, **options})
+    loaded = load_run_file(None, {**values, **given})
     for axis in ("pp", *ROW_AXES):
         if getattr(loaded.run.parallelism, AXES[axis].key) > 1:
             raise ConfigError(
                 f"{AXES[axis].key} > 1 with a loss function of your own.",
-                "It is called with whole rows and a whole model; this axis cuts one of them.",
+                "The loss function gets whole rows and a whole model. This axis cuts the rows or the model.",
                 f"Leave {axis} out of the layout.",
             )
     return loaded
@@ -242,8 +237,8 @@ def _path_of(function: Callable[[], nn.Module]) -> str:
     module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
     if getattr(sys.modules.get(module), name, None) is not function:
         raise ConfigError(
-            f"{name or function} does not stand at the top of a module.",
-            "A model is named by package.module:function, in checkpoints too.",
+            f"{name or function} is not defined at the top of a module.",
+            "Every rank, and every checkpoint, names the model as package.module:function.",
             "Move the function out of the function or class around it.",
         )
     return f"{module}:{name}"

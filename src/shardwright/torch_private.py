@@ -1,8 +1,8 @@
 """Every private name of torch that Shardwright uses: nothing else in the package may use one (tests/unit/suite).
 
-Each stands here with why there is no public way. A new version of torch is tried here first: import this module, then run
-the suite. Tried on torch 2.13.0 (CPU build, the whole suite) and on 2.14.1 (CUDA build). Where an older version differs,
-the entry says how.
+Each name stands here with the reason why there is no public way. To try a new version of torch, import this module, then run
+the suite. Tried on torch 2.13.0 (CPU build, the whole suite) and on 2.14.1 (CUDA build; models, attention, loss and
+`tests/gloo/backends`). Where an older version differs, the entry says how.
 
 `torch._foreach_*` is not listed: torch documents these functions. What torch names for others to override, such as
 `ParallelStyle._apply`, is overridden here once.

@@ -151,7 +151,7 @@ def test_refusals() -> None:
     found = run_ranks(_refused, 2)
     assert found[0] == found[1]
     words = (
-        "does not stand at the top",
+        "is not defined at the top",
         "pp_size",
         "no effect",
         "1 to 2 microbatches",

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shardwright.errors import ModelError
-from shardwright.models.model_parts import find_parts
 from shardwright.models.rotary import shapes_alone
 
 PROBE = "shardwright_probe"
@@ -155,7 +154,7 @@ def _attention(model: nn.Module, function: Any) -> Iterator[None]:
             setter.set_experts_implementation(experts)
 
 
-def blocks_without_attention(model: nn.Module, calls: Iterable[AttentionCall]) -> list[str]:
-    """Blocks that none of `calls` comes from."""
+def blocks_without_attention(blocks: Iterable[str], calls: Iterable[AttentionCall]) -> list[str]:
+    """The `blocks` from which none of `calls` comes."""
     called = [call.module for call in calls]
-    return [block for block in find_parts(model).blocks if not any(c.startswith(f"{block}.") for c in called)]
+    return [block for block in blocks if not any(c.startswith(f"{block}.") for c in called)]

@@ -24,7 +24,7 @@ from shardwright.torch_private import (
 
 
 @dataclass(frozen=True)
-class Attended:
+class AttentionOutput:
     """Output [B, N, Q, H] and log-sum-exp of the scores [B, N, Q] of one block; `seeds` is what CUDA's backward needs."""
 
     out: Tensor
@@ -47,23 +47,23 @@ def fits_cuda_flash(query: Tensor, value: Tensor) -> bool:
     return query.is_cuda and is_16bit and width == value.shape[-1] and width % 8 == 0 and width <= 256
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> Attended:
+def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> AttentionOutput:
     """softmax(scale x query key^T) value, and its log-sum-exp. `causal` needs as many queries as keys: the same tokens."""
     how = kernel(query, key, value)
     if how == "cpu_flash":
         out, lse = flash_attention_cpu(query, key, value, 0.0, causal, scale=scale)
-        return Attended(out, lse)
+        return AttentionOutput(out, lse)
     if how == "cuda_flash":
         found = flash_attention_cuda(query, key, value, 0.0, causal, False, scale=scale)
-        return Attended(found[0], found[1], (found[6], found[7]))
+        return AttentionOutput(found[0], found[1], (found[6], found[7]))
     scores = _scores(query, key, scale, causal)
     lse = scores.logsumexp(-1)
     out = _per_head((scores - lse.unsqueeze(-1)).exp(), value.to(scores.dtype))
-    return Attended(out.to(query.dtype), lse)
+    return AttentionOutput(out.to(query.dtype), lse)
 
 
 def attend_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, whole: Attended, scale: float, causal: bool
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, whole: AttentionOutput, scale: float, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value of this block, where `whole` is the merged result over all blocks of these queries.
 
@@ -122,11 +122,11 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         query, key, value, out, lse, *seeds = ctx.saved_tensors
-        whole = Attended(out, lse, tuple(seeds))
+        whole = AttentionOutput(out, lse, tuple(seeds))
         return *attend_backward(gradients[0], query, key, value, whole, *ctx.how), None, None
 
 
-class Merged:
+class OnlineSoftmax:
     """The result over all blocks of keys that a set of queries attends to, block by block, in the accumulation dtype.
 
     out = sum of exp(lse_i - lse) out_i with lse = log sum exp(lse_i): the softmax over all keys
@@ -139,7 +139,7 @@ class Merged:
         self.lse = torch.zeros(shape, dtype=dtype, device=query.device)
         self.seeds: tuple[Tensor, ...] = ()
 
-    def add(self, queries: slice, block: Attended, first: bool) -> None:
+    def add(self, queries: slice, block: AttentionOutput, first: bool) -> None:
         """Adds what `queries` found in one block; `first`: it is the first one for these queries."""
         self.seeds = self.seeds or block.seeds
         if first:

@@ -62,26 +62,25 @@ def document_attention(
         return _causal(query, key, value, window=sliding_window, **options), None
     shape = query.shape[0], query.shape[2]
     rows = [t.transpose(1, 2).flatten(0, 1) for t in (query, key, value)]
-    if softcap is None and s_aux is None and fits_cuda_flash(query, value):
-        order = documents.dense
-        q, k, v = (order.take(t) for t in rows)
-        out = flash_by_lengths(q, k, v, documents, scale, dropout, sliding_window)
+    flash = softcap is None and s_aux is None and fits_cuda_flash(query, value)
+    order = documents.dense if flash else documents.grouped
+    q, k, v = (order.take(t) for t in rows)
+    if flash:  # one call for all documents, whatever their lengths
+        ends, longest = documents.ends, documents.longest
+        left = -1 if sliding_window is None else sliding_window - 1
+        lengths = (ends, ends, longest, longest)
+        options = {"scale": scale, "window_size_left": left, "window_size_right": 0}
+        out = flash_attention_by_lengths(q, k, v, *lengths, dropout, True, False, **options)[
+            0
+        ]  # causal, no mask of dropout
     else:
-        order = documents.grouped
-        q, k, v = (order.take(t) for t in rows)
-        out = _by_length(q, k, v, documents.groups, window=sliding_window, **options)
+        sizes = [count * length for count, length in documents.groups]
+        outs = []
+        for group, *parts in zip(documents.groups, q.split(sizes), k.split(sizes), v.split(sizes)):
+            own_q, own_k, own_v = (part.unflatten(0, group).transpose(1, 2) for part in parts)
+            outs.append(_causal(own_q, own_k, own_v, window=sliding_window, **options).flatten(0, 1))
+        out = torch.cat(outs)
     return order.put(out).unflatten(0, shape), None
-
-
-def _by_length(
-    query: Tensor, key: Tensor, value: Tensor, groups: tuple[tuple[int, int], ...], **options: Any
-) -> Tensor:
-    """[R, N, H] of queries [R, N, H], keys and values [R, K, H] in the order of `groups`."""
-    sizes, outs = [count * length for count, length in groups], []
-    for (count, length), *parts in zip(groups, query.split(sizes), key.split(sizes), value.split(sizes)):
-        q, k, v = (part.unflatten(0, (count, length)).transpose(1, 2) for part in parts)
-        outs.append(_causal(q, k, v, **options).flatten(0, 1))
-    return torch.cat(outs)
 
 
 def _causal(
@@ -131,32 +130,3 @@ def _band(length: int, window: int, device: torch.device) -> Tensor:
     """[L, L] bool: query i sees the keys i - window + 1 to i."""
     distance = torch.arange(length, device=device).unsqueeze(1) - torch.arange(length, device=device)
     return (distance >= 0) & (distance < window)
-
-
-def flash_by_lengths(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    documents: PackedRows,
-    scale: float,
-    dropout: float,
-    window: int | None,
-) -> Tensor:
-    """[R, N, H] of queries [R, N, H], keys and values [R, K, H]: one call for all documents, whatever their lengths."""
-    ends, longest = documents.ends, documents.longest
-    out, *_ = flash_attention_by_lengths(
-        query,
-        key,
-        value,
-        ends,
-        ends,
-        longest,
-        longest,
-        dropout,
-        True,  # causal
-        False,
-        scale=scale,
-        window_size_left=-1 if window is None else window - 1,
-        window_size_right=0,
-    )
-    return out

@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class PackedRows:
-    """Rows that hold documents one behind another, on a device.
+    """Rows that hold documents one after another, on a device.
 
     documents: [B, T] on the CPU, the number of each token's document within its row, -1 for padding. Tokens of one
     document are neighbours. All other properties follow from it and are computed at their first use.
@@ -27,7 +27,7 @@ class PackedRows:
 
     @classmethod
     def of_lengths(cls, lengths: Sequence[int], width: int, device: torch.device) -> PackedRows:
-        """Rows of `width` tokens that hold one document each, of `lengths` tokens, and padding behind it."""
+        """Rows of `width` tokens that hold one document each, of `lengths` tokens, and padding after it."""
         inside = torch.arange(width) < torch.tensor(lengths).unsqueeze(1)
         return cls(inside.int() - 1, device)
 
@@ -85,7 +85,7 @@ class PackedRows:
 
     @cached_property
     def dense(self) -> Order:
-        """Documents one behind another without padding, in order of rows."""
+        """Documents one after another without padding, in order of rows."""
         return self._order(_positions(*self._spans))
 
     @cached_property
@@ -129,43 +129,30 @@ class Order:
 
     def take(self, rows: Tensor) -> Tensor:
         """[R, ...]: the real tokens of `rows` [B T, ...] in this order."""
-        return rows if self.straight else _Take.apply(rows, self)
+        return rows if self.straight else _Permute.apply(rows, self, False)
 
     def put(self, tokens: Tensor) -> Tensor:
         """[B T, ...]: `tokens` [R, ...] back in their rows, and zeros for padding."""
-        return tokens if self.straight else _Put.apply(tokens, self)
+        return tokens if self.straight else _Permute.apply(tokens, self, True)
 
 
-class _Take(torch.autograd.Function):
-    """A permutation whose gradient is one too: autograd's own adds token by token into zeros."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Order) -> Tensor:
-        ctx.order = order
-        return rows.index_select(0, order.sources)
+class _Permute(torch.autograd.Function):
+    """A permutation whose gradient is the one back: autograd's own adds token by token into zeros."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _put(grads[0], ctx.order), None
-
-
-class _Put(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor, order: Order) -> Tensor:
-        ctx.order = order
-        return _put(tokens, order)
+    def forward(ctx: Any, tensor: Tensor, order: Order, into_rows: bool) -> Tensor:
+        ctx.order, ctx.into_rows = order, into_rows
+        if not into_rows:
+            return tensor.index_select(0, order.sources)
+        rows = tensor.index_select(0, order.back)
+        return rows if order.padding is None else rows.index_fill_(0, order.padding, 0)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0].index_select(0, ctx.order.sources), None
-
-
-def _put(tokens: Tensor, order: Order) -> Tensor:
-    rows = tokens.index_select(0, order.back)
-    return rows if order.padding is None else rows.index_fill_(0, order.padding, 0)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _Permute.apply(grads[0], ctx.order, not ctx.into_rows), None, None
 
 
 def _positions(starts: Tensor, lengths: Tensor) -> Tensor:
-    """[R]: the tokens start, start + 1, ... of each span, one span behind another."""
+    """[R]: the tokens start, start + 1, ... of each span, one span after another."""
     before = lengths.cumsum(0) - lengths
     return torch.arange(int(lengths.sum())) + (starts - before).repeat_interleave(lengths)

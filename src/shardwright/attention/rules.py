@@ -67,7 +67,9 @@ def check_attention(model: nn.Module, values: dict[str, Any], trace: ForwardTrac
         if not call.causal:
             raise ModelError(f"`{call.module}` is not causal.", by.not_causal, by.fix)
         if unknown := [argument for argument in call.others if argument not in by.known]:
-            raise ModelError(f"`{call.module}` asks for {', '.join(unknown)}.", f"{by.name} does not know it.", by.fix)
+            raise ModelError(
+                f"`{call.module}` asks for {', '.join(unknown)}.", f"{by.name} does not support it.", by.fix
+            )
     _check_windows(name, values, trace, by)
 
 
@@ -91,14 +93,14 @@ def check_config(name: str, values: dict[str, Any], by: Replacement) -> None:
 
 def _check_mixing(model: nn.Module, trace: ForwardTrace, by: Replacement) -> None:
     """Refuses blocks that mix tokens by anything else than the core attention."""
-    name = type(model).__name__
-    if missing := blocks_without_attention(model, trace.calls):
+    name, blocks = type(model).__name__, find_parts(model).blocks
+    if missing := blocks_without_attention(blocks, trace.calls):
         raise ModelError(
             f"`{missing[0]}` of {name} does not call attention through AttentionInterface ({len(missing)} blocks).",
             by.bypassed,
             by.fix,
         )
-    for block in find_parts(model).blocks:
+    for block in blocks:
         for path, module in model.get_submodule(block).named_modules():
             if isinstance(module, nn.Conv1d):
                 raise ModelError(f"`{block}.{path}` of {name} is a convolution over tokens.", by.convolution, by.fix)
@@ -146,7 +148,7 @@ def check_packed_model(model: nn.Module, cp_size: int = 1) -> None:
 
 
 def check_padded_model(model: nn.Module) -> None:
-    """Raises `ModelError` where padding behind a row reaches the tokens of `model` (on meta), which keeps its own attention.
+    """Raises `ModelError` where padding after a row reaches the tokens of `model` (on meta), which keeps its own attention.
 
     Tokens that see later tokens would also see the token that they have to predict. A model that does not run on meta is
     judged by its key of `_CAUSAL_KEYS`.

@@ -79,7 +79,7 @@ class Backend:
     """torch's own ways."""
 
     def reductions(self, modules: Sequence[FSDPModule], mesh: DeviceMesh) -> Reductions:
-        """Who reduces the gradients of `modules`, sharded over the last dimension of `mesh`, behind replicas if it has two."""
+        """What reduces the gradients of `modules`. `mesh`: shards in the last dimension, replicas in a dimension before it."""
         return Reductions(modules, mesh.get_group(0) if mesh.ndim == 2 else None)
 
     def reduce_scatter(self, pieces: Tensor, size: int, group: str) -> Tensor:

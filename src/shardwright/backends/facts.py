@@ -14,7 +14,7 @@ from importlib.util import find_spec
 
 MIB = 2**20
 GLOO = "shardwright.backends.gloo"
-"""The package of what gloo and CPUs need beyond torch. Without it, torch's own ways serve on CPUs too."""
+"""The package with what gloo and CPUs need beyond torch. Without this package, torch's own ways serve on CPUs too."""
 _MMAP = "MALLOC_MMAP_THRESHOLD_"
 
 
@@ -75,9 +75,9 @@ class BackendFacts:
         return bool(libc.mallopt(m_mmap_threshold, 2**31 - 1) and libc.mallopt(m_trim_threshold, -1))
 
 
+# Every chunk of the loss reads and writes the gradient of the head. Where products are fast, that costs more than the products
+# do in chunks of few tokens: below about 1,000 on a GPU (measured).
 TORCH_FACTS = BackendFacts()
-"""chunk_bytes: every chunk reads and writes the gradient of the head, which costs more than the products that make it where
-these are fast: below about 1,000 tokens on a GPU (measured)."""
 
 GLOO_FACTS = BackendFacts(
     name="gloo",
@@ -87,16 +87,16 @@ GLOO_FACTS = BackendFacts(
     exchanged_units=2,
     # the first bucket is sent when it is full, and the last is waited for: on a slow link both count
     bucket_bytes=4 * MIB,
-    # a CPU's caches like small chunks; in bf16 the head's gradient costs more than its products below 512 tokens (measured)
+    # a small chunk stays in a CPU's caches; in bf16 products are fast, and a chunk needs 512 tokens (measured)
     chunk_bytes=64 * MIB,
     chunk_bytes_bf16=256 * MIB,
-    # Positions without a target are left out of the head: conversations, half of them targets, are 1.4 times as fast, and
-    # text is no slower (benchmarks/unequal_text.py).
+    # A loss in chunks leaves positions without a target out of the head: conversations, half of them targets, are 1.4 times as
+    # fast, and text is no slower (benchmarks/unequal_text.py).
     packed_in_chunks=True,
     # a CPU's products in bf16 are compiled for each new shape, which takes longer than they do
     # (benchmarks/unequal_text.py --bf16)
     targets_multiple=64,
-    # the CPU's kernel for bf16 takes 1.4 to 7 times as long there (benchmarks/document_attention.py --bf16)
+    # up to here the CPU's bf16 kernel takes 1.4 to 7 times as long (benchmarks/document_attention.py --bf16)
     float32_backward=2**15,
     gather_passes=2.5,  # a gathered unit is copied to its place (2), its shard into the buffer that is sent
     reduce_passes=3.5,  # gradients are copied into the buffer that is sent (2), and what came is summed

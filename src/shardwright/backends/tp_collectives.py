@@ -128,6 +128,6 @@ def slice_of_rank(x: Tensor, dim: int, peers: Peers) -> Tensor:
 
 def pad_to_whole(x: Tensor, dim: int, peers: Peers) -> Tensor:
     """A tensor of the whole size along `dim` that holds the slice `x` at its position, and zeros elsewhere."""
-    length, behind = x.size(dim), x.dim() - 1 - dim % x.dim()
+    length, later = x.size(dim), x.dim() - 1 - dim % x.dim()
     before, after = peers.rank * length, (peers.size - 1 - peers.rank) * length
-    return F.pad(x, (0, 0) * behind + (before, after))
+    return F.pad(x, (0, 0) * later + (before, after))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shardwright.checkpoint.filesystem import checksum, damaged, read_piece, sync_file, write_span
-from shardwright.checkpoint.parts import Held, local_part, pieces, rows_of
+from shardwright.checkpoint.parts import RankPart, local_part, pieces, rows_of
 from shardwright.errors import CheckpointError
 from shardwright.mesh.shard_geometry import Box
 from shardwright.models.safetensors_io import byte_view, header_bytes
@@ -39,7 +39,7 @@ class StoredPart:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """A tensor of a checkpoint."""
 
     dtype: torch.dtype
@@ -52,7 +52,7 @@ class Index:
     """What the tensor files in `directory` hold. headers: file -> (bytes, checksum) of its safetensors header."""
 
     directory: Path
-    tensors: dict[str, Stored]
+    tensors: dict[str, StoredTensor]
     numbers: dict[str, int | float]
     headers: dict[str, tuple[int, str]]
 
@@ -62,19 +62,19 @@ class Index:
         return {key: (stored.dtype, stored.shape) for key, stored in self.tensors.items()}
 
 
-def file_order(parts: Sequence[Held]) -> list[Held]:
+def file_order(parts: Sequence[RankPart]) -> list[RankPart]:
     """The order of parts in a file: the widest dtype first, as `header_bytes` asks."""
     return sorted(parts, key=lambda held: -held.dtype.itemsize)
 
 
-def _name(held: Held) -> str:
+def _name(held: RankPart) -> str:
     if held.box.shape == held.shape:
         return held.key
     ends = (f"{a}:{a + n}" for a, n in zip(held.box.start, held.box.shape))
     return f"{held.key}[{','.join(ends)}]"
 
 
-def write_parts(path: Path, parts: Sequence[tuple[Held, Tensor]]) -> dict[str, Any]:
+def write_parts(path: Path, parts: Sequence[tuple[RankPart, Tensor]]) -> dict[str, Any]:
     """Writes parts (in `file_order`) as one safetensors file and syncs it; returns the record of the file for the index.
 
     A tensor that is not contiguous, or not on the CPU, is copied one piece at a time.
@@ -130,7 +130,7 @@ def parse_index(directory: Path, data: bytes) -> Index:
     return Index(directory, tensors, numbers, headers)
 
 
-def _stored(key: str, entry: dict[str, Any]) -> Stored:
+def _stored(key: str, entry: dict[str, Any]) -> StoredTensor:
     shape = tuple(entry["shape"])
     parts = []
     for file, begin, start, length, rows, sums in entry["parts"]:
@@ -146,7 +146,7 @@ def _stored(key: str, entry: dict[str, Any]) -> Stored:
             raise ValueError(f"checksums of {key}")
     if sum(part.box.elements for part in parts) != Box(shape, shape).elements:
         raise ValueError(f"the parts of {key} are not all of it")
-    return Stored(SAFETENSORS_DTYPES[entry["dtype"]], shape, tuple(parts))
+    return StoredTensor(SAFETENSORS_DTYPES[entry["dtype"]], shape, tuple(parts))
 
 
 def file_pieces(index: Index, file: str) -> Iterator[tuple[int, int, str, str]]:

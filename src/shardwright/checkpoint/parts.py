@@ -19,11 +19,11 @@ from shardwright.models.torch_dtypes import SAFETENSORS_CODES
 
 PIECE_BYTES = 4 * 2**20
 Value = Tensor | int | float
-"""What a state holds under one key: a tensor, or a number that an optimizer keeps."""
+"""A value of a state: a tensor, or a number that an optimizer keeps."""
 
 
 @dataclass(frozen=True)
-class Held:
+class RankPart:
     """One rank's part of the tensor `key`, with the dtype and shape of the unsplit tensor."""
 
     key: str
@@ -41,7 +41,7 @@ def local_part(tensor: Tensor) -> Tensor:
     return local_tensor(tensor).detach()
 
 
-def held_parts(state: Mapping[str, Value]) -> list[Held]:
+def rank_parts(state: Mapping[str, Value]) -> list[RankPart]:
     """What this rank holds of every tensor of `state`; empty parts are left out, except of empty tensors."""
     found = []
     for key, tensor in state.items():
@@ -51,20 +51,20 @@ def held_parts(state: Mapping[str, Value]) -> list[Held]:
             raise CheckpointError(f"{key} is {tensor.dtype}, which safetensors cannot hold.")
         box = box_of(tensor, key)
         if box.elements or not tensor.numel():
-            found.append(Held(key, tensor.dtype, tuple(tensor.shape), box))
+            found.append(RankPart(key, tensor.dtype, tuple(tensor.shape), box))
     return found
 
 
-def writers(everyone: Sequence[Sequence[Held]]) -> list[list[Held]]:
+def writers(everyone: Sequence[Sequence[RankPart]]) -> list[list[RankPart]]:
     """For each rank the parts that it writes: each part once, and of the ranks that hold it by the one with least to write.
 
     Equal on all ranks. Raises `CheckpointError` where ranks disagree on a tensor, or where its parts are not all of it.
     """
-    holders: dict[Held, list[int]] = {}
+    holders: dict[RankPart, list[int]] = {}
     for rank, parts in enumerate(everyone):
         for held in parts:
             holders.setdefault(held, []).append(rank)
-    known: dict[str, Held] = {}
+    known: dict[str, RankPart] = {}
     counts: dict[str, int] = {}
     for held in holders:
         first = known.setdefault(held.key, held)
@@ -79,7 +79,7 @@ def writers(everyone: Sequence[Sequence[Held]]) -> list[list[Held]]:
                 f"The ranks hold {counts[key]:,} elements of {key} {held.shape}; it has {prod(held.shape):,}.",
                 "A part of the tensor would be lost, or stored twice.",
             )
-    chosen: list[list[Held]] = [[] for _ in everyone]
+    chosen: list[list[RankPart]] = [[] for _ in everyone]
     load = [0] * len(everyone)
     for held, ranks in sorted(holders.items(), key=lambda item: len(item[1])):
         rank = min(ranks, key=lambda r: load[r])

@@ -135,7 +135,7 @@ def _check_fit(path: Path, index: Index, state: Mapping[str, Value], partial: Se
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedPiece:
     """The piece of a file from byte `offset`, and the tensor that needs a part of it: `local` holds the box `own`."""
 
     offset: int
@@ -176,9 +176,9 @@ def read_whole(path: Path) -> tuple[dict[str, Tensor], dict[str, int | float]]:
     return tensors, index.numbers
 
 
-def wanted_pieces(index: Index, tensors: Mapping[str, Tensor], partial: Sequence[str]) -> dict[str, list[Wanted]]:
+def wanted_pieces(index: Index, tensors: Mapping[str, Tensor], partial: Sequence[str]) -> dict[str, list[WantedPiece]]:
     """The pieces of each file that the local parts of `tensors` need, in the order of the file."""
-    wanted: dict[str, list[Wanted]] = {}
+    wanted: dict[str, list[WantedPiece]] = {}
     for key, tensor in tensors.items():
         stored = index.tensors.get(key)
         if stored is None or (stored.dtype, stored.shape) != (tensor.dtype, tuple(tensor.shape)):
@@ -192,12 +192,12 @@ def wanted_pieces(index: Index, tensors: Mapping[str, Tensor], partial: Sequence
             offset, all_of_it = part.begin, met == part.box
             for piece, expected in zip(pieces(part.box, part.rows), part.checksums):
                 if all_of_it or own.meet(piece):
-                    wanted.setdefault(part.file, []).append(Wanted(offset, piece, expected, key, local, own))
+                    wanted.setdefault(part.file, []).append(WantedPiece(offset, piece, expected, key, local, own))
                 offset += piece.elements * tensor.element_size()
     return {name: sorted(found, key=lambda want: want.offset) for name, found in sorted(wanted.items())}
 
 
-def read_file(index: Index, name: str, wanted: Sequence[Wanted]) -> None:
+def read_file(index: Index, name: str, wanted: Sequence[WantedPiece]) -> None:
     """Reads pieces of one file to where they belong."""
     path, scratch = index.directory / name, torch.empty(0, dtype=torch.uint8)
     try:
@@ -211,7 +211,7 @@ def read_file(index: Index, name: str, wanted: Sequence[Wanted]) -> None:
             scratch = _read(file.fileno(), path, want, scratch)
 
 
-def _read(descriptor: int, path: Path, want: Wanted, scratch: Tensor) -> Tensor:
+def _read(descriptor: int, path: Path, want: WantedPiece, scratch: Tensor) -> Tensor:
     """Reads one piece and puts it where it belongs; returns the scratch buffer, which may have grown."""
     met = want.own.meet(want.box)
     assert met is not None

@@ -30,7 +30,7 @@ Entries = dict[str, dict[str, torch.dtype | None]]
 def current_state(
     module: nn.Module, optimizer: torch.optim.Optimizer, parameters: Sequence[LocalParameter]
 ) -> dict[str, Value]:
-    """Everything of a model and its optimizer that a checkpoint holds."""
+    """The state of a model and its optimizer that a checkpoint holds."""
     return {**state.model_state(module), **state.optimizer_values(optimizer, parameters)}
 
 

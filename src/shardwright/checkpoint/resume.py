@@ -98,7 +98,7 @@ def current_lineage(choice: Choice | None, nodes: Iterable[LineageNode]) -> Line
 def resume_setting(resume: str, choice: Choice | None, job: str) -> str:
     """What `checkpoint.resume` means to a job that is started again: the branch that the job has chosen itself.
 
-    job: its name; empty for a job that is started for the first time, which chooses anew.
+    job: its name; empty for a job that is started for the first time, which chooses for itself.
     """
     return "auto" if job and choice is not None and choice.job == job else resume
 
@@ -135,7 +135,7 @@ def find_checkpoint(output_dir: Path, resume: str, bad: Collection[Path] = ()) -
 
 
 def resolve_link(resume: str) -> Path:
-    """The directory that `checkpoint.resume` names; `latest` and `best` stand for what they link to."""
+    """The directory that `checkpoint.resume` names; `latest` and `best` stand for the checkpoints that they link to."""
     path = Path(resume)
     return path.parent / os.readlink(path) if path.is_symlink() else path
 

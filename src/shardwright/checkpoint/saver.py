@@ -31,7 +31,7 @@ from shardwright.checkpoint.index import TENSORS, file_order, write_parts
 from shardwright.checkpoint.manifest import Manifest
 from shardwright.checkpoint.multi_host.hosts import Hosts
 from shardwright.checkpoint.multi_host.transfer import add_hosts, send_copies
-from shardwright.checkpoint.parts import Held, Value, held_parts, local_part, writers
+from shardwright.checkpoint.parts import RankPart, Value, local_part, rank_parts, writers
 from shardwright.checkpoint.resume import current_lineage, read_choice
 from shardwright.errors import SaveError
 from shardwright.mesh.object_collectives import broadcast_object, gather_objects
@@ -76,7 +76,7 @@ class _Save:
     """(value, error) of the step that this rank has last ended."""
     thread: threading.Thread | None = None
     staged: threading.Event = field(default_factory=threading.Event)
-    """Set when nothing more is read from weights and optimizer."""
+    """Set when weights and optimizer have been copied."""
 
 
 class Saver:
@@ -105,8 +105,8 @@ class Saver:
         self._hosts, self._copies = hosts or Hosts.one(), copies
         self._save: _Save | None = None
         self._said: set[str] = set()
-        self._mine: list[Held] | None = None
-        self._signature: list[Held] = []
+        self._mine: list[RankPart] | None = None
+        self._signature: list[RankPart] = []
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     @property
@@ -159,12 +159,12 @@ class Saver:
         self._start(save, copy_and_write)
         return True
 
-    def _agree_on_parts(self, state: Mapping[str, Value], update: int) -> tuple[list[Held], dict[str, int | float]]:
+    def _agree_on_parts(self, state: Mapping[str, Value], update: int) -> tuple[list[RankPart], dict[str, int | float]]:
         """(the parts that this rank writes, the numbers of all ranks), with the directory made.
 
         Which parts ranks hold is exchanged only when that has changed on one of them.
         """
-        own = held_parts(state)
+        own = rank_parts(state)
         numbers = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
         prepare = lambda: directory.prepare(self.output_dir, update) if self._hosts.leads else []  # noqa: E731
         notes, problem = _attempt(prepare)
@@ -187,7 +187,7 @@ class Saver:
                     self._said.add(where + line)
                     self._say(where + line)
 
-    def _staging(self, parts: list[tuple[Held, Tensor]]) -> list[tuple[Held, Tensor]]:
+    def _staging(self, parts: list[tuple[RankPart, Tensor]]) -> list[tuple[RankPart, Tensor]]:
         """Each part with its place in the staging buffer."""
         size = sum(held.part_bytes for held, _ in parts)
         if self._buffer.numel() < size:
@@ -196,7 +196,7 @@ class Saver:
         copies = self._buffer[:size].split([held.part_bytes for held, _ in parts]) if parts else ()
         return [(held, copy.view(held.dtype).view(held.box.shape)) for (held, _), copy in zip(parts, copies)]
 
-    def _write(self, save: _Save, parts: list[tuple[Held, Tensor]]) -> dict[str, Any] | None:
+    def _write(self, save: _Save, parts: list[tuple[RankPart, Tensor]]) -> dict[str, Any] | None:
         if not parts:
             return None
         tensors = directory.incomplete_of(self.output_dir, save.manifest.update) / TENSORS
@@ -214,7 +214,7 @@ class Saver:
         save.thread.start()
 
     def before_step(self) -> None:
-        """Waits until nothing of a save under way is read from the weights and the optimizer. Not collective."""
+        """Waits until a save under way has copied weights and optimizer. Not collective."""
         if self._save is not None:
             self._save.staged.wait()
 
@@ -269,7 +269,7 @@ class Saver:
         return None
 
     def _work(self, save: _Save, step: Step, records: list[dict[str, Any]]) -> Callable[[], Any] | None:
-        """What this rank does in a step; None for nothing."""
+        """The work of this rank in a step; None where it has none."""
         output_dir, manifest, retention = self.output_dir, save.manifest, self._retention
         contents = (records, save.numbers, manifest, save.run_yaml)
 
@@ -295,7 +295,7 @@ def _raise_any(problems: list[str]) -> None:
         raise SaveError(
             f"The checkpoint was not written: {'; '.join(found)}.",
             "Older checkpoints are untouched.",
-            "Free or repair the disk. With checkpoint.on_save_error warn the run goes on without this checkpoint.",
+            "Free or repair the disk. With checkpoint.on_save_error warn the run continues without this checkpoint.",
         )
 
 

@@ -192,7 +192,7 @@ def allocate_optimizer_state(
     numbers: Mapping[str, int | float],
     zeros: Mapping[str, torch.dtype] = MappingProxyType({}),
 ) -> None:
-    """Gives a fresh optimizer the entries that the checkpoint has, for loading to fill; replaces what it had.
+    """Gives a fresh optimizer the entries that the checkpoint has, for loading to fill; replaces its present state.
 
     zeros: keys of more entries, of their parameter's shape, that begin with 0. An entry of the parameter's shape is divided as
     the parameter is; `step` lies on the CPU unless the optimizer is fused or capturable, as in torch. Where parameters are

@@ -125,10 +125,8 @@ def _twice(key: str, file: Path, source: Source, other: Path, by: Source) -> Dat
     what = f"{file} is named by `{by.path}` and by `{source.path}`."
     fix = "Name the file once; `weight` says how often a source is passed."
     if other != file:
-        what, fix = (
-            f"{other} and {file} are the same file.",
-            fix.replace("Name the file once", "Remove one of the links"),
-        )
+        what = f"{other} and {file} are the same file."
+        fix = fix.replace("Name the file once", "Remove one of the links")
     return DataError(f"{key}: {what}", "Its documents would count twice.", fix)
 
 

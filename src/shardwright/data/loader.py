@@ -42,9 +42,7 @@ class Microbatch:
     input_ids: Tensor  # [B, T] int64
     labels: Tensor  # [B, T] int64, shifted already: labels[b, t] is the target of position t, -100 where there is none
     row_ids: tuple[int, ...]  # rows of the table; -1 is a filler row: padding only, no targets
-    documents: Tensor | None = (
-        None  # [B, T] int32: number of the document within its row, -1 is padding; None: one document
-    )
+    documents: Tensor | None = None  # [B, T] int32: number of the document in its row, padding -1; None: one document
     weights: Tensor | None = None  # [B, T] float32: factor of the loss of each target; None: all 1
     lengths: tuple[int, ...] | None = None  # tokens of each row without padding; None: not known
 

@@ -38,9 +38,7 @@ class Cut:
     overlong: Overlong
     packing: PackingStrategy | None = None  # which documents share a row; None: a row holds one piece
     seed: int | None = None  # shuffles the documents before they are packed; None: the order of the files
-    bounds: tuple[int, ...] | None = (
-        None  # first document of each source, and the number of documents: rows of one source
-    )
+    bounds: tuple[int, ...] | None = None  # first document of each source, and their number; rows hold one source
 
     @property
     def name(self) -> str:

@@ -83,7 +83,7 @@ class SpecialTokens:
 
     @classmethod
     def of(cls, tokenizer: Any, encode: Callable[[str, bool], list[int]]) -> SpecialTokens:
-        """Those of a Hugging Face tokenizer. encode: the ids of a text, with or without the tokens that are added to it."""
+        """The special tokens of a Hugging Face tokenizer. encode: the ids of a text, with or without the added tokens."""
         if tokenizer is None:
             return cls()
         added = getattr(tokenizer, "added_tokens_decoder", {})

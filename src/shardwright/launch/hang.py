@@ -9,6 +9,7 @@ import re
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -216,28 +217,18 @@ class Watchdog:
             )
             self._store.set(f"{_STUCK}/{self._rank}", json.dumps(asdict(own)))
             self._stop.wait(2 * _STORE_SECONDS)
-            found = [self._stored_snapshot(rank) for rank in range(self._world_size)]
-            snapshots = [snapshot for snapshot in found if snapshot is not None]
+            keys = [f"{_STUCK}/{rank}" for rank in range(self._world_size)]
+            found = [json.loads(self._store.get(key)) for key in keys if self._store.check([key])]
+            snapshots = [RankSnapshot(**{**values, "stack": tuple(values["stack"])}) for values in found]
             if snapshots[0].rank == self._rank:
                 print("\n".join(describe(snapshots)), file=sys.stderr, flush=True)
-
-    def _stored_snapshot(self, rank: int) -> RankSnapshot | None:
-        """What a rank has left in the store."""
-        key = f"{_STUCK}/{rank}"
-        if not self._store.check([key]):
-            return None
-        found = json.loads(self._store.get(key))
-        return RankSnapshot(**{**found, "stack": tuple(found["stack"])})
 
 
 def _own_stack() -> tuple[str, ...]:
     """The frames of this process's main thread, as `main_stack` has them."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    frames = []
-    while frame is not None:
-        frames.append(f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}")
-        frame = frame.f_back
-    return tuple(frames)
+    innermost = sys._current_frames()[threading.main_thread().ident or 0]
+    walked = traceback.walk_stack(innermost)
+    return tuple(f"{frame.f_code.co_filename}:{line} {frame.f_code.co_name}" for frame, line in walked)
 
 
 def _is_stopped(process_id: int) -> bool:

@@ -92,13 +92,13 @@ def owned(directory: Path, what: str, say: Callable[[str], None], patience: floa
             "Make the directory writable, or set another checkpoint.output_dir.",
         ) from None
     ended = threading.Event()
-    heart = threading.Thread(target=_beat, args=(descriptor, ended), name="lock", daemon=True)
-    heart.start()
+    beats = threading.Thread(target=_beat, args=(descriptor, ended), name="lock", daemon=True)
+    beats.start()
     try:
         yield
     finally:
         ended.set()
-        heart.join(timeout=BEAT_SECONDS)
+        beats.join(timeout=BEAT_SECONDS)
         with suppress(OSError):
             if read_owner(path) == this:
                 path.unlink()

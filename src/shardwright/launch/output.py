@@ -1,4 +1,4 @@
-"""Standard output and error that never end a run: a line that cannot be written is lost, and the other stream says so once.
+"""Standard output and error that never end a run: lines that cannot be written are lost, and the other stream says so.
 
 A terminal that is closed (EIO), a reader that has ended (EPIPE) and a full disk (ENOSPC) otherwise raise in whatever prints:
 our lines, rich, logging, warnings and progress bars of libraries, which all write to `sys.stdout` and `sys.stderr`. A terminal
@@ -87,7 +87,7 @@ class LossyStream(io.TextIOBase):
         return self._stream.errors
 
     def _is_read(self) -> bool:
-        """Whether a line can be written now or soon: the kernel says so of a pipe with room for 4096 bytes."""
+        """Whether a line can be written now or soon: a pipe is ready when it has room for 4096 bytes."""
         with suppress(OSError, ValueError):
             ready = select.poll()
             ready.register(self._stream.fileno(), select.POLLOUT)

@@ -121,7 +121,7 @@ def report_outcome(outcome: dict[str, Any]) -> None:
     if outcome.get("lost_peer"):
         text += (
             f"\nshardwright: rank {rank} has lost the other ranks: {outcome['message'].splitlines()[0]}\nAnother rank or its "
-            "host has ended, or the network between them is cut; the output there says which. Start all again to go on "
+            "host has ended, or the network between them is cut; the output there says which. Start all ranks again to resume "
             "from the newest checkpoint."
         )
     print(f"shardwright: rank {rank}: {text}", file=sys.stderr)

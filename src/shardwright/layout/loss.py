@@ -1,4 +1,4 @@
-"""When the loss is made in chunks of tokens, and how large they are."""
+"""When the loss is computed in chunks of tokens, and how large the chunks are."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ IGNORE_INDEX = -100
 """The label of a position without a target: torch's and Transformers' own."""
 
 WORTHWHILE = 4
-"""Chunks from which on `auto` makes the loss in chunks: below, whole logits are no peak of memory."""
+"""`auto` computes the loss in chunks from so many chunks on: below, whole logits are no peak of memory."""
 
 
 def chunk_bytes(device: str, dtype: str) -> int:
-    """fp32 logits of a chunk on a device of this kind; dtype: of compute."""
+    """Bytes of fp32 logits in a chunk on a device of this kind; dtype: of compute."""
     facts = backend_facts(device)
     return facts.chunk_bytes_bf16 if dtype == "bf16" else facts.chunk_bytes
 
 
 def worthwhile(logits: float, packed: bool, device: str, dtype: str) -> bool:
-    """Whether `auto` makes a loss over so many logits in chunks. packed: several documents stand in a row."""
+    """Whether `auto` computes a loss over so many logits in chunks. packed: several documents stand in a row."""
     if packed and backend_facts(device).packed_in_chunks:
         return True
     return 4 * logits >= WORTHWHILE * chunk_bytes(device, dtype)

@@ -16,7 +16,7 @@ class ZeroStage:
     shards_optimizer, shards_gradients, shards_parameters: which state is divided by the dp_shard size while it rests.
     reshard_after_forward: gathered parameters are dropped after forward and gathered again for backward.
     reduces_each_microbatch: gradients are reduced at every microbatch (then they rest sharded), not once per update.
-    gathers_each_microbatch: parameters are gathered anew for each microbatch, not once per update.
+    gathers_each_microbatch: parameters are gathered again for each microbatch, not once per update.
     """
 
     name: str

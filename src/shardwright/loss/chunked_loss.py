@@ -1,6 +1,6 @@
 """Cross entropy of a head's logits in chunks of targets: whole logits are never in memory.
 
-With z = f(x W' + b) (f: what the model does behind its head), p = softmax(z) and a target y of weight w, the loss is
+With z = f(x W' + b) (f: what the model does after its head), p = softmax(z) and a target y of weight w, the loss is
 -w log p_y and its gradient by z is w (p - 1_y), which needs no later part of the graph. So forward computes the gradients
 of hidden states and head at once, chunk by chunk, and backward only scales them. Or backward computes the logits again,
 which costs one more product with W and keeps nothing in between. Positions without a target are left out of all products.
@@ -30,7 +30,7 @@ from shardwright.config.schema import RunFile
 from shardwright.errors import ModelError
 from shardwright.layout.axes import model_axes
 from shardwright.layout.loss import IGNORE_INDEX, chunk_tokens
-from shardwright.loss.output_head import Deferred, Step, apply_steps, steps_behind_head
+from shardwright.loss.output_head import Deferred, Step, apply_steps, steps_after_head
 from shardwright.loss.vocab_parallel_loss import check_ids, widened
 from shardwright.mesh.shard_geometry import chunk as shard_range
 from shardwright.mesh.shard_geometry import local_tensor
@@ -133,15 +133,15 @@ class _Chunk:
             return
         with torch.enable_grad():
             self._before = logits.detach().requires_grad_()
-            self._behind = apply_steps(steps, self._before)
-        z = self._behind.detach()
+            self._after_steps = apply_steps(steps, self._before)
+        z = self._after_steps.detach()
         self.z = z.to(accumulation_dtype(z.dtype), copy=True)
 
     def back(self, gradient: Tensor) -> Tensor:
         """The gradient by what the head gives, from that by `z`."""
         if not self.steps:
             return gradient.to(self.dtype)
-        return torch.autograd.grad(self._behind, self._before, gradient.to(self._behind.dtype))[0]
+        return torch.autograd.grad(self._after_steps, self._before, gradient.to(self._after_steps.dtype))[0]
 
 
 class _Gradients:
@@ -258,7 +258,7 @@ class LossChunks:
 
     tokens: of a chunk of logits, 0: logits are whole.
     vocabulary: rows of the head.
-    steps: what the model does behind its head.
+    steps: what the model does after its head.
     reason: why logits are whole although chunks would be worth their cost.
     """
 
@@ -268,7 +268,7 @@ class LossChunks:
     reason: str = ""
 
     def describe(self) -> str:
-        """For the line that says what runs."""
+        """A part of the line that names what runs."""
         why = f" ({self.reason})" if self.reason else ""
         return f"loss in chunks of {self.tokens} tokens" if self.tokens else f"loss on whole logits{why}"
 
@@ -290,7 +290,7 @@ def find_loss_chunks(model: nn.Module, parts: Parts, run: RunFile, device: str) 
     if not tokens:
         return LossChunks(0)
     try:
-        return LossChunks(tokens, vocabulary, steps_behind_head(model, parts))
+        return LossChunks(tokens, vocabulary, steps_after_head(model, parts))
     except ModelError as error:
         if asked != "auto":
             raise

@@ -1,4 +1,4 @@
-"""The head of a causal language model, and what the model does with its logits behind the head.
+"""The head of a causal language model, and what the model does with its logits after the head.
 
 A loss in chunks is computed where the head stands, so it must know what the model's own forward would do with the logits:
 divide them by a number, cap them with tanh, widen them. No table of families says so: the model's forward runs on meta, with
@@ -39,7 +39,7 @@ class Step:
 
 
 def apply_steps(steps: Sequence[Step], logits: Tensor) -> Tensor:
-    """`logits` after what the model does with them behind its head."""
+    """`logits` after the steps that the model takes after its head."""
     for step in steps:
         logits = step(logits)
     return logits
@@ -123,8 +123,8 @@ register_pytree_node(
 )
 
 
-def steps_behind_head(model: nn.Module, parts: Parts) -> tuple[Step, ...]:
-    """What `model` (whole, on meta) does with its logits behind the head, in order.
+def steps_after_head(model: nn.Module, parts: Parts) -> tuple[Step, ...]:
+    """What `model` (whole, on meta) does with its logits after the head, in order.
 
     Raises `ModelError` for a model without a known head, or with another use of its logits, by name.
     """

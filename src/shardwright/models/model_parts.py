@@ -1,4 +1,4 @@
-"""Where the pieces of a causal language model are: repeated blocks, embedding, final norm, head, ties."""
+"""The parts of a causal language model, by name: repeated blocks, embedding, final norm, head, tied parameters."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module."
 
 @dataclass(frozen=True)
 class Parts:
-    """The pieces of a causal language model by fully qualified name.
+    """The parts of a causal language model by fully qualified name.
 
-    blocks: repeated blocks in order, at least one. embedding, norm, head: module names, None where not known.
-    tied: groups of parameter names that are one tensor.
+    blocks: the repeated blocks in order, at least one.
+    embedding, norm, head: module names; None where the model does not tell.
+    tied: groups of names of one parameter.
     """
 
     blocks: tuple[str, ...]
@@ -30,19 +31,19 @@ class Parts:
 
 
 def is_transformers(model: nn.Module) -> bool:
-    """Whether `model` is a causal language model of Transformers, with its keyword arguments."""
+    """Whether `model` is a causal language model of Transformers, which takes the keyword arguments of those."""
     return hasattr(model, "config") and hasattr(model, "generate")
 
 
 def canonical_name(name: str) -> str:
-    """`name` without the parts that torch.compile and activation checkpointing put into it."""
+    """`name` without the prefixes of torch.compile and activation checkpointing."""
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
     return name
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside DDP and `torch.compile`; `model` itself where there is no wrapper around it."""
+    """The model inside DDP and `torch.compile`; `model` itself where it has no wrapper."""
     if isinstance(model, DistributedDataParallel):
         return unwrapped(model.module)
     inner = own_modules(model).get("_orig_mod")
@@ -50,9 +51,9 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def canonical_parameters(model: nn.Module, remove_duplicate: bool = True) -> dict[str, nn.Parameter]:
-    """Every parameter by the name that it has in the unwrapped model, as in a checkpoint of Transformers.
+    """Every parameter by its name in the unwrapped model, as in a checkpoint of Transformers.
 
-    Tied weights appear under their first name; under all of them without `remove_duplicate`.
+    Tied weights appear under their first name; under all their names without `remove_duplicate`.
     """
     named = unwrapped(model).named_parameters(remove_duplicate=remove_duplicate)
     return {canonical_name(name): parameter for name, parameter in named}
@@ -61,9 +62,8 @@ def canonical_parameters(model: nn.Module, remove_duplicate: bool = True) -> dic
 def find_parts(model: nn.Module) -> Parts:
     """The parts of `model`: a Transformers causal LM, or any module.
 
-    Blocks are the modules that Transformers says must not be split, else the elements of the `ModuleList`
-    or `Sequential` with the most parameters, else the children that have parameters. Raises `ModelError`
-    where there are none.
+    Blocks are the modules that Transformers says must not be split, else the elements of the `ModuleList` or `Sequential` with
+    the most parameters, else the children that have parameters. Raises `ModelError` where a model has no blocks.
     """
     model = unwrapped(model)
     names = {id(module): canonical_name(name) for name, module in model.named_modules()}
@@ -137,12 +137,12 @@ def _lists(model: nn.Module) -> list[nn.ModuleList | nn.Sequential]:
 
 
 def _class_name(module: nn.Module) -> str:
-    """The module's class before `fully_shard` put its own in front."""
+    """The class name of `module` before `fully_shard`, which makes a subclass with the prefix FSDP (torch 2.11 to 2.14)."""
     return type(module).__name__.removeprefix("FSDP")
 
 
 def _norm(model: nn.Module, last_block: nn.Module, names: dict[int, str]) -> str | None:
-    """The norm behind the blocks: a sibling of the list of blocks under one of the usual names."""
+    """The norm after the blocks: a sibling of the list of blocks with one of the usual names."""
     path = names[id(last_block)].split(".")
     for depth in range(len(path) - 1, -1, -1):
         parent = ".".join(path[:depth])

@@ -44,11 +44,13 @@ from shardwright.parallel.tensor.tp_plan import VOCABULARY, TensorPlan, attentio
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """How one model is split, found on meta before anything is changed. Everything that splits it reads this plan.
+    """How one model is split, found on meta before anything is changed. Every step of `parallelize` reads this plan.
 
-    parts: of the unsplit model. split: modules of each pipeline stage; None without a pipeline. tensor: styles of layers; None
-    without tensor parallelism. attention: modules that attend, where sequence parallelism cuts sequences into pieces.
-    loss_chunks: how the head makes its loss where targets are announced to it (see `ChunkedHead`).
+    parts: of the unsplit model.
+    loss_chunks: how the head computes the loss where targets are announced to it (see `ChunkedHead`).
+    split: modules of each pipeline stage; None without a pipeline.
+    tensor: styles of layers; None without tensor parallelism.
+    attention: modules that attend, where sequence parallelism cuts sequences into pieces; else none.
     """
 
     parts: Parts
@@ -99,14 +101,8 @@ def parallelize(
             recompute_block(model.get_submodule(name), run.memory.activation_checkpointing)
         if run.memory.compile:
             compile_block(model.get_submodule(name))
-    data_parallel: Sequence[DataParallel]
-    if p.data_parallel == "ddp":
-        data_parallel = [_ddp(model, stages, run, mesh, device)]
-    elif split is None:
-        data_parallel = _fsdp(model, [(model, model)], [parts], run, mesh, device)
-    else:
-        each = [split.parts_of(plan.parts, [stage.index]) for stage in stages]
-        data_parallel = _fsdp(model, [(stage, stage.part) for stage in stages], each, run, mesh, device)
+    each = [parts] if split is None else [split.parts_of(plan.parts, [stage.index]) for stage in stages]
+    data_parallel = _data_parallel(model, stages, each, run, mesh, device)
     data_parallel[-1].finishers = (tensor.finish_gradients,) if tensor is not None else ()
     if split is None:
         return data_parallel[0]
@@ -128,38 +124,36 @@ def _replace_attention(model: nn.Module, parts: Parts, run: RunFile, mesh: Devic
             choose_backend(device.type).replace_attention(model)
 
 
-def _ddp(model: nn.Module, stages: Sequence[Stage], run: RunFile, mesh: DeviceMesh, device: torch.device) -> DDP:
-    reduce_dtype = TORCH_DTYPES[run.precision.reduce_dtype]
-    # a stage holds what fully_shard and materialise know of it
-    filled = nn.ModuleList([model, *stages]) if stages else model
-    materialise(filled, run.model, seed=run.training.seed, device=device)
-    compute_in(model, TORCH_DTYPES[run.precision.param_dtype])
-    group, bucket_bytes = replica_group(mesh), run.parallelism.bucket_bytes or backend_facts(device.type).bucket_bytes
-    return DDP(model, group, bucket_bytes, reduce_dtype, overlap=not stages)
-
-
-def _fsdp(
+def _data_parallel(
     model: nn.Module,
-    roots: Sequence[tuple[nn.Module, nn.Module]],
+    stages: Sequence[Stage],
     parts: Sequence[Parts],
     run: RunFile,
     mesh: DeviceMesh,
     device: torch.device,
-) -> list[FSDP]:
-    """One `FSDP` for each of `roots`: (module that is called, model whose names `parts` are)."""
-    options, dp = shard_options(run, device.type), shard_mesh(mesh)
-    wrapped = [
-        FSDP(root, shard_units(named, own, run.parallelism.unit), dp, options)
+) -> list[DataParallel]:
+    """Data parallelism of `model`, or of its `stages`; fills this rank's part of every parameter. parts: of each."""
+    seed, dtype = run.training.seed, TORCH_DTYPES[run.precision.param_dtype]
+    filled = nn.ModuleList([model, *stages]) if stages else model  # fully_shard keeps its state on the stages
+    if run.parallelism.data_parallel == "ddp":
+        materialise(filled, run.model, seed=seed, device=device)
+        compute_in(model, dtype)
+        bucket_bytes = run.parallelism.bucket_bytes or backend_facts(device.type).bucket_bytes
+        reduce_dtype = TORCH_DTYPES[run.precision.reduce_dtype]
+        return [DDP(model, replica_group(mesh), bucket_bytes, reduce_dtype, overlap=not stages)]
+    options, shards = shard_options(run, device.type), shard_mesh(mesh)
+    roots: list[tuple[nn.Module, nn.Module]] = [(stage, stage.part) for stage in stages] or [(model, model)]
+    wrapped: list[DataParallel] = [
+        FSDP(root, shard_units(named, own, run.parallelism.unit), shards, options)
         for (root, named), own in zip(roots, parts)
     ]
-    filled = model if roots[0][0] is model else nn.ModuleList([model, *(root for root, _ in roots)])
-    offloaded = torch.device("cpu") if options.cpu_offload else device
-    materialise(filled, run.model, seed=run.training.seed, device=offloaded)
+    home = torch.device("cpu") if options.cpu_offload else device
+    materialise(filled, run.model, seed=seed, device=home)
     return wrapped
 
 
 def check_model(model: nn.Module, run: RunFile) -> None:
-    """Raises what `parallelize` would for this model, before any process starts."""
+    """Raises the errors that `parallelize` would raise for this model, before any process starts."""
     p, plan = run.parallelism, plan_model(model, run, "cpu")
     head = plan.parts.head or ""
     if plan.tensor is not None and run.training.loss != CROSS_ENTROPY and plan.tensor.styles.get(head) == VOCABULARY:
@@ -189,12 +183,10 @@ def context_shard(run: RunFile, mesh: DeviceMesh) -> ContextShard | None:
 def shard_options(run: RunFile, device: str) -> ShardOptions:
     """How the data-parallel kind of `run` gathers and reduces on a device of this type."""
     p = run.parallelism
-    stage = STAGES[p.data_parallel]
+    stage, reshard = STAGES[p.data_parallel], p.reshard_after_forward
     return ShardOptions(
         stage=stage,
-        reshard_after_forward=stage.reshard_after_forward
-        if p.reshard_after_forward is None
-        else p.reshard_after_forward,
+        reshard_after_forward=stage.reshard_after_forward if reshard is None else reshard,
         prefetch=backend_facts(device).prefetch if p.prefetch is None else p.prefetch,
         param_dtype=TORCH_DTYPES[run.precision.param_dtype],
         reduce_dtype=TORCH_DTYPES[run.precision.reduce_dtype],
@@ -203,11 +195,11 @@ def shard_options(run: RunFile, device: str) -> ShardOptions:
 
 
 def shard_units(model: nn.Module, parts: Parts, unit: str | int) -> list[Unit]:
-    """What is gathered together, in the order of forward; what is in no unit belongs to the root.
+    """The modules that are gathered together, in the order of forward. All other modules belong to the root unit.
 
     An untied embedding is a unit of its own, and so are the final norm and head together: at a large vocabulary each is
-    as big as several blocks. A tied one stays in the root, with all that share it: a shared parameter in two units is
-    gathered and reduced twice (and refused by torch >= 2.13).
+    as big as several blocks. A tied embedding stays in the root, with all modules that share its weight: a shared parameter
+    in two units is gathered and reduced twice (torch >= 2.13 refuses it).
     """
     if unit == "root":
         return []
@@ -232,7 +224,7 @@ def shard_units(model: nn.Module, parts: Parts, unit: str | int) -> list[Unit]:
 
 
 def _looks_up(modules: Sequence[nn.Module]) -> bool:
-    """Whether these are plain embeddings. Any other may compute with its weight, and its backward reads it then."""
+    """Whether these are plain embeddings. Another forward may compute with the weight, so that backward reads the weight."""
     return all(
         type(module).forward is nn.Embedding.forward and ("forward" not in vars(module) or is_vocab_parallel(module))
         for module in modules

@@ -33,7 +33,8 @@ class ShardOptions:
     """How `FSDP` gathers and reduces.
 
     stage: when parameters are gathered and gradients reduced.
-    reshard_after_forward: whether a unit drops its gathered parameters after forward; a number: keeps them over so many ranks.
+    reshard_after_forward: whether a unit drops its gathered parameters after forward; a number: only down to shards on so
+        many ranks.
     prefetch: units that are gathered ahead.
     param_dtype: of gathered parameters and compute; None: as stored.
     reduce_dtype: of gradients that are reduced; None: as stored.
@@ -121,7 +122,7 @@ class FSDP(DataParallel):
         for module in self._modules:
             module.set_requires_gradient_sync(last or stage.reduces_each_microbatch, recurse=False)
             module.set_reshard_after_backward(last or stage.gathers_each_microbatch, recurse=False)
-        self._reductions.begin(last)  # behind set_requires_gradient_sync, which sets set_requires_all_reduce too
+        self._reductions.begin(last)  # after set_requires_gradient_sync, which sets set_requires_all_reduce too
         yield
 
     def reduce_gradients(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardwright.planner.network import Line, all_reduce_lines, gather_line, group_of
+from shardwright.planner.network import TransferTime, all_reduce_times, gather_time, group_of
 from shardwright.planner.rank_time import RankClock, RankKind, RankSeconds
 
 if TYPE_CHECKING:
@@ -57,22 +57,22 @@ class DataParallelClock(RankClock):
         load = self.device.node.transfer_load
         # Seconds that compute loses for each second of a transfer beside it.
         self.slowdown = self.program.overlap_slowdown if load is None else load
-        self._gathers: dict[tuple[int, int], Line] = {}
-        self._reduces: dict[tuple[int, int], tuple[Line, Line]] = {}
+        self._gathers: dict[tuple[int, int], TransferTime] = {}
+        self._reduces: dict[tuple[int, int], tuple[TransferTime, TransferTime]] = {}
         self._transfers: dict[tuple, tuple[float, float]] = {}
 
-    def _gather(self, size: int, stride: int) -> Line:
+    def _gather(self, size: int, stride: int) -> TransferTime:
         key = (size, stride)
         found = self._gathers.get(key)
         if found is None:
-            found = self._gathers[key] = gather_line(self.device, group_of(size, stride, self.device.node.devices))
+            found = self._gathers[key] = gather_time(self.device, group_of(size, stride, self.device.node.devices))
         return found
 
     def _reduce(self, size: int, stride: int, payload: float) -> float:
         key = (size, stride)
         lines = self._reduces.get(key)
         if lines is None:
-            lines = self._reduces[key] = all_reduce_lines(self.device, group_of(size, stride, self.device.node.devices))
+            lines = self._reduces[key] = all_reduce_times(self.device, group_of(size, stride, self.device.node.devices))
         ring, tree = lines
         return min(ring.fixed + ring.per_byte * payload, tree.fixed + tree.per_byte * payload)
 
@@ -85,7 +85,7 @@ class DataParallelClock(RankClock):
             once = layout.axes.pp > 1 and self.program.pipeline_keeps_gathered
             microbatches = 1 if once or layout.data_parallel != "zero2" else layout.microbatches(self.problem)
             return [Waits(0.0, self._once(layout, rank, microbatches)) for rank in ranks]
-        shard = self._shard_line(layout)
+        shard = self._shard_time(layout)
         # Embedding and head are gathered once (`ZeroStage.gathers`), blocks that are dropped in between twice.
         edges = shard.per_byte * (self._size + self._reduce_size) + self._copied(1, 1)
         unit = self.unit_wait(layout)
@@ -107,14 +107,14 @@ class DataParallelClock(RankClock):
         moved = gathers * program.gather_passes * self._size
         return (moved + reductions * program.reduce_passes * self._reduce_size) / self._speed
 
-    def _shard_line(self, layout: Layout) -> Line:
+    def _shard_time(self, layout: Layout) -> TransferTime:
         """A gather over the ranks that share the states."""
         a = layout.axes
         line = self._gather(a.dp_shard * a.cp, a.tp)
         if layout.offload == "params":
             # Each gather first brings this rank's shard from the host, each reduction ends in sending one
             # there.
-            return Line(line.fixed, line.per_byte + 1 / (a.dp_shard * a.cp * self.device.host_bandwidth))
+            return TransferTime(line.fixed, line.per_byte + 1 / (a.dp_shard * a.cp * self.device.host_bandwidth))
         return line
 
     def unit_wait(self, layout: Layout) -> float:
@@ -138,7 +138,7 @@ class DataParallelClock(RankClock):
         found = self._transfers.get(key)
         if found is not None:
             return found
-        shard = self._shard_line(layout)
+        shard = self._shard_time(layout)
         parameters = size * (self._block_split / a.tp + self._block_whole)
         gather = shard.fixed + shard.per_byte * parameters * self._size
         leave = shard.fixed + shard.per_byte * parameters * self._reduce_size

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from shardwright.arch.parameters import counts, matmuls
 from shardwright.dtypes import DTYPE_BYTES
 from shardwright.planner.kernels import attention_flops, attention_seconds, matmul_seconds
-from shardwright.planner.network import gather_line, group_of, ring_bandwidth, step_latency
+from shardwright.planner.network import gather_time, group_of, ring_bandwidth, step_latency
 from shardwright.units import format_bytes, format_flops, format_seconds
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def _collectives(clock: Clock, layout: Layout) -> Iterator[str]:
         return (
             f"  {name}: {ranks} ranks ({group.local} in a node): {ranks - 1} steps x "
             f"{format_seconds(step_latency(device, group))} + {ranks - 1}/{ranks} x {format_bytes(payload)} / "
-            f"{format_bytes(ring_bandwidth(device, group))}/s = {format_seconds(gather_line(device, group).seconds(payload))}"
+            f"{format_bytes(ring_bandwidth(device, group))}/s = {format_seconds(gather_time(device, group).seconds(payload))}"
         )
 
     yield (

@@ -50,45 +50,45 @@ def step_latency(device: Device, group: RankGroup) -> float:
     return device.node.link_latency if group.size <= group.local else device.node.network_latency
 
 
-class Line(NamedTuple):
-    """Seconds of a collective as fixed + per_byte x payload."""
+class TransferTime(NamedTuple):
+    """Seconds of a collective by the alpha-beta model: fixed + per_byte x payload."""
 
-    fixed: float
-    per_byte: float
+    fixed: float  # seconds
+    per_byte: float  # seconds per byte of the payload
 
     def seconds(self, payload_bytes: float) -> float:
         return self.fixed + self.per_byte * payload_bytes
 
 
-def gather_line(device: Device, group: RankGroup) -> Line:
+def gather_time(device: Device, group: RankGroup) -> TransferTime:
     """An all-gather or a reduce-scatter, by the bytes of the full tensor."""
     n = group.size
     if n == 1:
-        return Line(0.0, 0.0)
-    return Line((n - 1) * step_latency(device, group), (n - 1) / n / ring_bandwidth(device, group))
+        return TransferTime(0.0, 0.0)
+    return TransferTime((n - 1) * step_latency(device, group), (n - 1) / n / ring_bandwidth(device, group))
 
 
-def all_reduce_lines(device: Device, group: RankGroup) -> tuple[Line, Line]:
+def all_reduce_times(device: Device, group: RankGroup) -> tuple[TransferTime, TransferTime]:
     """An all-reduce as a ring (reduce-scatter and all-gather) and as a tree; NCCL takes the faster one."""
     if group.size == 1:
-        return Line(0.0, 0.0), Line(0.0, 0.0)
-    gather = gather_line(device, group)
+        return TransferTime(0.0, 0.0), TransferTime(0.0, 0.0)
+    gather = gather_time(device, group)
     steps = device.node.link_latency * log2(group.local)
     if group.nodes > 1:
         steps += device.node.network_latency * log2(group.nodes)
-    return Line(2 * gather.fixed, 2 * gather.per_byte), Line(
+    return TransferTime(2 * gather.fixed, 2 * gather.per_byte), TransferTime(
         2 * steps, 2 / (ring_bandwidth(device, group) * TREE_BANDWIDTH)
     )
 
 
 def gather_seconds(device: Device, group: RankGroup, payload_bytes: float) -> float:
     """An all-gather or a reduce-scatter whose full tensor has `payload_bytes`."""
-    return gather_line(device, group).seconds(payload_bytes)
+    return gather_time(device, group).seconds(payload_bytes)
 
 
 def all_reduce_seconds(device: Device, group: RankGroup, payload_bytes: float) -> float:
     """The faster of ring and tree."""
-    ring, tree = all_reduce_lines(device, group)
+    ring, tree = all_reduce_times(device, group)
     return min(ring.seconds(payload_bytes), tree.seconds(payload_bytes))
 
 

@@ -70,7 +70,7 @@ class Checkpoints:
         self._lineage: Lineage = ()
         self._branch_at_next_save: tuple[Choice, Manifest | None] | None = None
         self.unsaved: SaveError | None = None
-        """Why the newest save has failed, where the run went on (`checkpoint.on_save_error` warn); None since one is good."""
+        """Why the newest save has failed, where the run continued (`checkpoint.on_save_error` warn); None since one is good."""
         self._settings = c = loaded.run.checkpoint
         self.output_dir = Path(c.output_dir)
         self.saved_position: SavedPosition | None = None
@@ -160,7 +160,7 @@ class Checkpoints:
             if self._settings.on_save_error == "stop":
                 raise
             self.unsaved = error
-            self._say(f"{error.what} {error.why} The run goes on (checkpoint.on_save_error is warn).")
+            self._say(f"{error.what} {error.why} The run continues (checkpoint.on_save_error is warn).")
 
     def refuse_unsaved(self) -> None:
         """Raises `SaveError` where the last checkpoint of the run could not be written: exit code 0 would hide that."""
@@ -238,7 +238,7 @@ class Checkpoints:
             names = ", ".join(name for _, name in sorted(left))
             self._say(
                 f"{names} in {self.output_dir} {'is' if len(left) == 1 else 'are'} not on the branch that this run follows "
-                f"from update {at}: checkpoint.resume auto passes over what was left."
+                f"from update {at}: checkpoint.resume auto skips checkpoints of other branches."
             )
 
     def _find(self, setting: str, bad: set[Path]) -> Source | None:

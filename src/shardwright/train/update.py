@@ -93,6 +93,15 @@ class UpdateEngine:
     """A model under a layout, with its optimizer: `forward_backward(batch)`, then `step()`.
 
     Collective: every rank makes one and calls the same methods in the same order.
+
+    parts: the parts of the unsplit model; parameters: its number of parameters.
+    strategy: runs forward and backward under the layout.
+    module: this rank's part of the model, with the names of the unsplit model.
+    params: this rank's part of each trainable parameter, as the optimizer holds it.
+    context: the tokens of each row that this rank holds; None for whole rows.
+    counts_loss: whether this rank's loss enters the sum over ranks. Tensor-parallel ranks compute the same loss, one counts it.
+    batch: the batch from `forward_backward` to the end of `step`, else None.
+    hooks: see `Hooks`.
     """
 
     def __init__(self, run: RunFile, axes: Axes, device: torch.device, updates: int) -> None:
@@ -102,7 +111,7 @@ class UpdateEngine:
         model = build_model(run.model, TORCH_DTYPES[run.precision.master_dtype])
         self.parameters = sum(p.numel() for p in model.parameters())  # of the unsplit model
         plan = plan_model(model, run, device.type)
-        self.loss_chunks = plan.loss_chunks
+        self.parts, self.loss_chunks = plan.parts, plan.loss_chunks
         self.strategy: Strategy = parallelize(model, run, self.mesh, device, plan)
         self.module: nn.Module = self.strategy.module
         self.context = context_shard(run, self.mesh)
@@ -113,13 +122,11 @@ class UpdateEngine:
                 "Every parameter is frozen.", "No parameter is left to train.", "Loosen model.freeze."
             )
         tables = [name for name, module in self.module.named_modules() if isinstance(module, nn.Embedding)]
-        named = {*tables, plan.parts.embedding, plan.parts.head} - {None}
+        named = {*tables, self.parts.embedding, self.parts.head} - {None}
         self.optimizer = make_optimizer(t, self.params, [f"{name}.weight" for name in named])
         self.factor = learning_rate_factor(t, updates)
         self.counts_loss = coordinates["tp"] == 0
-        """Whether this rank's loss enters the sum over ranks: tensor-parallel peers compute the same loss."""
         self.batch: UpdateBatch | None = None
-        """The batch between `forward_backward` and the end of `step`."""
         self._cp_rank, self._checked = coordinates["cp"], False
         self._head, self._arguments = chunked_head(self.module), forward_arguments(self.module)
         self._by_length, self._own_loss = follows_length(model), own_loss(t.loss)
@@ -127,13 +134,8 @@ class UpdateEngine:
         self._loss = torch.zeros((), dtype=torch.float64, device=device)  # this rank's sum over the update
         self._count = torch.zeros_like(self._loss)  # targets, as a loss of the user's own counts them
 
-    @property
-    def named_params(self) -> dict[str, ShardedParam]:
-        """Trainable parameters by their name in the unsplit model."""
-        return {param.name: param for param in self.params}
-
     def set_length(self, updates: int) -> None:
-        """Tells how many updates the run has, where that was known only after a checkpoint was read.
+        """Sets the number of updates, where it became known only after a checkpoint was read.
 
         Raises `ConfigError` where the schedule of the learning rate does not fit.
         """
@@ -152,8 +154,10 @@ class UpdateEngine:
         batch = self.hooks.on_batch(batch)
         if batch.target_tokens < 1:
             raise ShardwrightError(f"Update {batch.update} has no target token.", "Its loss would be 0 / 0.")
-        if not self._checked:
-            self._check_optimizer()
+        stale = [] if self._checked else [param.name for param in self.params if not param.is_current()]
+        if stale:  # it would train nothing, silently
+            raise ShardwrightError(f"The optimizer does not hold the memory of {stale[0]} ({len(stale)} parameters).")
+        self._checked = True
         if not self.module.training:
             self.module.train()
         self.batch = batch
@@ -266,13 +270,6 @@ class UpdateEngine:
                 "Return the number of targets, or the sum of their weights, as the second value.",
             )
         return count.item()
-
-    def _check_optimizer(self) -> None:
-        """Refuses an optimizer that holds other memory than the model: it would train nothing, silently."""
-        stale = [param.name for param in self.params if not param.is_current()]
-        if stale:
-            raise ShardwrightError(f"The optimizer does not hold the memory of {stale[0]} ({len(stale)} parameters).")
-        self._checked = True
 
     # Gradients and the step
 

@@ -288,7 +288,7 @@ def test_what_the_branch_reaches_again(facts: list[dict[str, Any]]) -> None:
     screen = facts[0]["back"]["to the end"]["screen"]
     for number in (4, 6):
         assert f"checkpoint-{number} of a branch that was left is replaced." in screen
-    dropped = "entries of an earlier attempt, of update 3 on, are dropped"
+    dropped = "entries of an earlier attempt, from update 3 on, are dropped"
     assert dropped in facts[0]["back"]["stopped"]["screen"]
 
 

@@ -374,7 +374,7 @@ def test_a_full_disk_on_one_rank(how: str, facts: list[dict[str, Any]]) -> None:
             assert found["error"] == "" and found["names"] == ["checkpoint-2", "checkpoint-6"]
     if how.startswith("warn"):
         assert "rank 1: OSError: [Errno 27] File too large" in facts[0]["full"][how]["screen"]
-        assert "The run goes on" in facts[0]["full"][how]["screen"]
+        assert "The run continues" in facts[0]["full"][how]["screen"]
 
 
 @pytest.mark.parametrize("how", ("stop", "warn beside"))

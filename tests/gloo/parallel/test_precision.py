@@ -84,7 +84,7 @@ def _small_steps(kind: str) -> tuple[float, bool]:
             **BF16,
         )
     )
-    weight = engine.named_params["model.norm.weight"]
+    weight = next(param for param in engine.params if param.name == "model.norm.weight")
     for update in range(20):
         engine.forward_backward(batches_for(engine, update % 2))
         for _, gradient in engine.gradients():

@@ -21,7 +21,7 @@ from shardwright.checkpoint.directory import (
     surplus,
 )
 from shardwright.checkpoint.manifest import MANIFEST, problems_of, read_index, read_manifest, verify
-from shardwright.checkpoint.parts import PIECE_BYTES, Held, pieces, rows_of, writers
+from shardwright.checkpoint.parts import PIECE_BYTES, RankPart, pieces, rows_of, writers
 from shardwright.checkpoint.reader import covers, read_into
 from shardwright.checkpoint.resume import find_checkpoint
 from shardwright.errors import CheckpointError, DamagedCheckpointError
@@ -223,14 +223,14 @@ def test_pieces_are_runs_of_rows() -> None:
 
 def test_who_writes_what() -> None:
     """Replicas are written once and shared out; what is missing or ambiguous is refused."""
-    whole = [Held(f"model.{n}", torch.float32, (8,), Box((0,), (8,))) for n in range(4)]
-    halves = [Held("model.s", torch.float32, (6,), Box((start,), (3,))) for start in (0, 3)]
+    whole = [RankPart(f"model.{n}", torch.float32, (8,), Box((0,), (8,))) for n in range(4)]
+    halves = [RankPart("model.s", torch.float32, (6,), Box((start,), (3,))) for start in (0, 3)]
     first, second = writers([[*whole, halves[0]], [*whole, halves[1]]])
     assert sorted(h.key for h in first) == sorted(["model.s", "model.0", "model.2"])
     assert sorted(h.key for h in second) == sorted(["model.s", "model.1", "model.3"])
     with pytest.raises(CheckpointError, match="hold 3 elements of"):
         writers([[halves[0]], []])
-    other = Held("model.0", torch.bfloat16, (8,), Box((0,), (8,)))
+    other = RankPart("model.0", torch.bfloat16, (8,), Box((0,), (8,)))
     with pytest.raises(
         CheckpointError, match=r"model.0 is torch.bfloat16 \(8,\) on one rank and torch.float32 \(8,\) on another"
     ):

@@ -39,11 +39,11 @@ def loaders(found: Table, order: Order, ranks: int, rows: int = 1, **widths: Any
 
 
 @pytest.mark.parametrize(("ranks", "rows"), [(1, 1), (1, 4), (2, 2), (3, 1), (4, 1), (3, 4)])
-@pytest.mark.parametrize("window", [1, 3])
-def test_an_update_holds_the_same_rows_on_every_layout(ranks: int, rows: int, window: int) -> None:
+@pytest.mark.parametrize("megabatch", [1, 3])
+def test_an_update_holds_the_same_rows_on_every_layout(ranks: int, rows: int, megabatch: int) -> None:
     """A22 A23: the rows and targets of an update do not depend on ranks, microbatches or widths; all have equally many."""
     found = rows_of(100)
-    order = order_of(100, 12, bucket_updates=window, lengths=found.real_tokens)
+    order = order_of(100, 12, bucket_updates=megabatch, lengths=found.real_tokens)
     (reference,) = loaders(found, order, 1, 12)
     parts = loaders(found, order, ranks, rows, bucket_multiple=8)
     for number in range(len(reference)):
@@ -62,7 +62,7 @@ def test_an_update_holds_the_same_rows_on_every_layout(ranks: int, rows: int, wi
                 assert (m.labels[b, len(tokens) :] == -100).all()
 
 
-def test_one_window_changes_no_objective() -> None:
+def test_one_update_megabatch_changes_no_objective() -> None:
     """With bucket_updates 1 an update holds exactly the rows that it has under pad."""
     found, order = rows_of(50), order_of(50, 8)
     (plain,) = loaders(found, order, 1, bucket_multiple=None)
@@ -102,22 +102,22 @@ def test_a_pipeline_has_one_width() -> None:
             assert {m.input_ids.shape[1] for m in batch.microbatches} == {-(-longest // 4) * 4}
 
 
-@pytest.mark.parametrize("window", [1, 2, 5, 50])
-def test_epochs_hold_every_row_once_in_other_company(window: int) -> None:
+@pytest.mark.parametrize("megabatch", [1, 2, 5, 50])
+def test_epochs_hold_every_row_once_in_other_updates(megabatch: int) -> None:
     """A24 A25: three epochs of 24 rows, 4 an update: every row once in each; other updates in each; again the same."""
     found = rows_of(24)
-    order = order_of(24, 4, num_train_epochs=3, bucket_updates=window, lengths=found.real_tokens)
+    order = order_of(24, 4, num_train_epochs=3, bucket_updates=megabatch, lengths=found.real_tokens)
     updates = [frozenset(order.update_rows(u).tolist()) for u in range(18)]
     epochs = [updates[i : i + 6] for i in (0, 6, 12)]
     assert all(sorted(row for u in epoch for row in u) == list(range(24)) for epoch in epochs)
     assert set(epochs[0]) != set(epochs[1]) != set(epochs[2])
-    again = order_of(24, 4, num_train_epochs=3, bucket_updates=window, lengths=found.real_tokens)
+    again = order_of(24, 4, num_train_epochs=3, bucket_updates=megabatch, lengths=found.real_tokens)
     assert [frozenset(again.update_rows(u).tolist()) for u in range(18)] == updates
 
 
 @pytest.mark.parametrize("rows", [3, 21, 22])
 def test_no_row_meets_itself_where_epochs_do_not_end_with_updates(rows: int) -> None:
-    """A24: every row as often as there are epochs; where an update holds two epochs its rows are those without windows."""
+    """A24: every row as often as there are epochs; where an update holds two epochs its rows are those without megabatches."""
     found, options = rows_of(rows), {"num_train_epochs": 4, "bucket_updates": 3}
     plain, order = order_of(rows, 4, **options), order_of(rows, 4, **options, lengths=found.real_tokens)
     updates = [order.update_rows(u).tolist() for u in range(order.total_updates)]
@@ -128,21 +128,21 @@ def test_no_row_meets_itself_where_epochs_do_not_end_with_updates(rows: int) -> 
         assert crosses or FILLER in update or len(set(update)) == 4
 
 
-def test_windows_save_padding_and_long_rows_come_at_any_time() -> None:
+def test_megabatches_save_padding_and_long_rows_come_at_any_time() -> None:
     found = rows_of(512)
     slots = {}
-    for window in (1, 16):
-        order = order_of(512, 8, bucket_updates=window, lengths=found.real_tokens)
+    for megabatch in (1, 16):
+        order = order_of(512, 8, bucket_updates=megabatch, lengths=found.real_tokens)
         (loader,) = loaders(found, order, 1, 4)
-        slots[window] = sum(loader.counts(u)[0].slots for u in range(len(loader)))
+        slots[megabatch] = sum(loader.counts(u)[0].slots for u in range(len(loader)))
         longest = [max(found.real_tokens(order.update_rows(u))) for u in range(16)]
-        assert window == 1 or longest != sorted(longest, reverse=True)
+        assert megabatch == 1 or longest != sorted(longest, reverse=True)
     real = found.counts["row_tokens"]
     assert 1 - real / slots[16] < 0.05 < 0.15 < 1 - real / slots[1]
 
 
 def test_a_part_filled_last_update_keeps_its_rows() -> None:
-    """A10: 21 rows, 4 an update: the sixth holds the row that it would hold without windows, and three fillers."""
+    """A10: 21 rows, 4 an update: the sixth holds the row that it would hold without megabatches, and three fillers."""
     found = rows_of(21)
     plain = order_of(21, 4, bucket_updates=4)
     order = order_of(21, 4, bucket_updates=4, lengths=found.real_tokens)
@@ -164,8 +164,8 @@ def test_a_last_update_can_be_dropped() -> None:
         order_of(3, 4, drop_last=True)
 
 
-def test_a_late_update_reads_the_lengths_of_its_window_only() -> None:
-    """Resume in O(1): update 10 million of a billion rows asks for one window's lengths."""
+def test_a_late_update_reads_the_lengths_of_its_megabatch_only() -> None:
+    """Resume in O(1): update 10 million of a billion rows asks for one megabatch's lengths."""
     asked: list[int] = []
 
     def lengths(rows: np.ndarray) -> np.ndarray:

@@ -37,16 +37,14 @@ from shardwright.loss.chunked_loss import (
     find_loss_chunks,
 )
 from shardwright.loss.objective import cross_entropy_sum, own_loss
-from shardwright.loss.output_head import Deferred, Step, apply_steps, steps_behind_head
+from shardwright.loss.output_head import Deferred, Step, apply_steps, steps_after_head
 from shardwright.models.build import build_model
 from shardwright.models.model_parts import find_parts
 from shardwright.parallel.apply import check_model
 
 P, D, V = 37, 16, 101
 ROUNDING = tolerance.mixed(P, D, V)
-BF16_ROUNDING = tolerance.positive(
-    P, V, dtype=torch.float32
-)  # logits are given; their softmax and the sum are in float32
+IN_FLOAT32 = tolerance.positive(P, V, dtype=torch.float32)  # logits are given; their softmax and the sum are in float32
 CAP = (Step("divide", 3.0), Step("tanh"), Step("multiply", 3.0))
 CPU = torch.device("cpu")
 
@@ -146,14 +144,14 @@ def test_bf16_against_float64() -> None:
     x, w, _, labels = tensors(torch.bfloat16, False)
     right = plain(x, w, None, labels, None, ())
     exact_loss = F.cross_entropy(F.linear(x, w).double(), labels, ignore_index=-100, reduction="sum")
-    assert abs(right - exact_loss) <= BF16_ROUNDING * exact_loss
+    assert abs(right - exact_loss) <= IN_FLOAT32 * exact_loss
     logits = F.linear(x, w).detach().double().requires_grad_()
     loss = F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
     exact = torch.autograd.grad(loss, logits)[0].t() @ x.detach().double()
     errors = {}
     for chunk in (1, P):
         loss = chunked_cross_entropy_sum(x, w, None, Targets.of(labels, None, chunk, CPU, fixed=False), LossOptions())
-        assert loss.dtype == torch.float32 and abs(loss - exact_loss) <= BF16_ROUNDING * exact_loss
+        assert loss.dtype == torch.float32 and abs(loss - exact_loss) <= IN_FLOAT32 * exact_loss
         errors[chunk] = (torch.autograd.grad(loss, w)[0].double() - exact).norm() / exact.norm()
     assert errors[1] < 1.5 * errors[P] and errors[P] <= tolerance.in_norm(1, torch.bfloat16)
 
@@ -208,7 +206,7 @@ def test_what_models_do_behind_their_head(config: Any, steps: Any) -> None:
     """Noted from the model's own forward, which is left as it was."""
     model = built(config)
     forwards = [m.forward for m in model.modules()]
-    assert steps_behind_head(model, find_parts(model)) == steps
+    assert steps_after_head(model, find_parts(model)) == steps
     assert [m.forward for m in model.modules()] == forwards
 
 
@@ -227,7 +225,7 @@ def test_other_uses_of_logits_are_refused_by_name(change: Any, message: str) -> 
     forward = model.forward
     model.forward = lambda **kwargs: SimpleNamespace(logits=change(forward(**kwargs).logits))
     with pytest.raises(ModelError, match=f"The loss of LlamaForCausalLM cannot be computed in chunks: .*({message})"):
-        steps_behind_head(model, find_parts(model))
+        steps_after_head(model, find_parts(model))
     values = {"model.model_name_or_path": "m", "data.train": ["a"], "training.max_steps": 1,
               "training.global_batch_size": 1}  # fmt: skip
     long = load_run_file(None, {**values, "data.max_length": 2**20}).run

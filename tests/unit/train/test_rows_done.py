@@ -1,4 +1,4 @@
-"""Known fault A50 and siblings: a run that goes on with another batch size, length, window or order takes the rows left."""
+"""Known fault A50 and siblings: a run that goes on with another batch size, length, megabatch or order takes the rows left."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def lengths(rows: Int64) -> Int64:
     return rows * 7919 % 97 + 1
 
 
-def order_of(rows: int, size: int, window: int = 1, mixture: Mixture | None = None, **options: Any) -> Order:
+def order_of(rows: int, size: int, megabatch: int = 1, mixture: Mixture | None = None, **options: Any) -> Order:
     options = {"seed": 5} | options
-    return Order(rows, global_batch_size=size, bucket_updates=window, mixture=mixture, lengths=lengths, **options)
+    return Order(rows, global_batch_size=size, bucket_updates=megabatch, mixture=mixture, lengths=lengths, **options)
 
 
 def after(order: Order, former: Order, update: int, trusted: bool = False) -> Order:
@@ -82,18 +82,18 @@ def test_fewer_epochs_than_are_done_leave_nothing_to_do() -> None:
 
 @pytest.mark.parametrize("trial", [pytest.param(n, marks=[pytest.mark.slow] if n >= 12 else []) for n in range(60)])
 def test_rows_come_once_in_each_epoch_whatever_changes(trial: int) -> None:
-    """Batch sizes, windows and lengths drawn anew at up to five resumes, within windows, epochs and part-filled updates."""
+    """Batch sizes, megabatches and lengths drawn anew at up to five resumes, within megabatches, epochs and last updates."""
     draw = random.Random(trial)
     rows, seen, update, epochs = draw.choice([3, 7, 10, 24, 50]), [], 0, 0.0
     former: Order | None = None
     for _ in range(draw.choice([2, 3, 5])):
-        size, window = draw.choice([1, 2, 3, 4, 6, 8]), draw.choice([1, 2, 3, 5])
+        size, megabatch = draw.choice([1, 2, 3, 4, 6, 8]), draw.choice([1, 2, 3, 5])
         epochs += draw.choice([0.5, 1, 2])
-        order = order_of(rows, size, window, num_train_epochs=epochs)
+        order = order_of(rows, size, megabatch, num_train_epochs=epochs)
         order = order if former is None else after(order, former, update)
         stop = draw.randint(update, order.total_updates)
         again = draw.randint(update, stop)  # an unchanged resume gives the updates of a run that was not stopped
-        same = after(order_of(rows, size, window, num_train_epochs=epochs), order, again)
+        same = after(order_of(rows, size, megabatch, num_train_epochs=epochs), order, again)
         assert rows_of(same, again) == rows_of(order, again)
         seen += rows_of(order, update, stop)
         former, update = order, stop
@@ -149,13 +149,13 @@ def test_what_has_changed_is_said_with_numbers() -> None:
     assert "row 5 of 12 of epoch 1. The data have changed: some rows may come again or be passed over." in line
 
 
-@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("megabatch", [1, 3])
 @pytest.mark.parametrize("change", [{"seed": 6}, {"shuffle": False}])
-def test_rows_that_another_order_repeats_are_counted(change: dict[str, Any], window: int) -> None:
+def test_rows_that_another_order_repeats_are_counted(change: dict[str, Any], megabatch: int) -> None:
     """Counted here by training the rest of the epoch: as many rows come twice in it as do not come."""
-    first = order_of(30, 4, window, num_train_epochs=1)
+    first = order_of(30, 4, megabatch, num_train_epochs=1)
     done = rows_of(first, 0, 4)
-    second = order_of(30, 4, window, num_train_epochs=1, **change)
+    second = order_of(30, 4, megabatch, num_train_epochs=1, **change)
     (line,) = resume_rows(second, _former(first, 4), _run(), "rows")
     counts = Counter(done + rows_of(second, 4))
     twice = sum(count == 2 for count in counts.values())
@@ -166,7 +166,7 @@ def test_rows_that_another_order_repeats_are_counted(change: dict[str, Any], win
 
 
 def test_a_checkpoint_without_the_number_of_rows_is_read_as_it_was_meant() -> None:
-    """Its updates times its batch size; the same rows where nothing has changed, within a window too."""
+    """Its updates times its batch size; the same rows where nothing has changed, within a megabatch too."""
     whole = order_of(24, 4, 3, num_train_epochs=2)
     order = order_of(24, 4, 3, num_train_epochs=2)
     old = {"training.num_train_epochs": 2.0, "data.bucket_updates": 3}

@@ -42,7 +42,7 @@ class Hosts:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank does what is done once on each host."""
+        """Whether this rank does the work that one rank of each host does."""
         return self.ranks(self.own)[0] == dist.get_rank()
 
     def ranks(self, host: int) -> list[int]:

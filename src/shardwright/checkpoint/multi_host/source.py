@@ -1,6 +1,6 @@
 """Checkpoints whose files lie on the disks of several hosts: found together, missing files read over the network.
 
-Which host has which file is what the directories say when the run resumes: own files and copies count alike. The rank that
+The directories of all hosts are listed when the run resumes: own files and copies count alike. The rank that
 needs a piece checks it. Where a file turns out to be damaged on one host, another host that has the file is asked.
 """
 
@@ -30,7 +30,7 @@ from shardwright.checkpoint.manifest import (
 )
 from shardwright.checkpoint.multi_host.hosts import Hosts
 from shardwright.checkpoint.multi_host.transfer import Span, Transfer, exchange, open_files
-from shardwright.checkpoint.reader import Wanted, read_file, wanted_pieces
+from shardwright.checkpoint.reader import WantedPiece, read_file, wanted_pieces
 from shardwright.checkpoint.resume import (
     Choice,
     current_lineage,
@@ -45,7 +45,7 @@ from shardwright.models.safetensors_io import byte_view
 
 T = TypeVar("T")
 Shares = dict[int, Share]
-"""Host -> what it has of one checkpoint."""
+"""Host -> its share of one checkpoint."""
 Problem = tuple[int, str, str]
 """(host, file, what is wrong with it there)."""
 
@@ -106,8 +106,8 @@ class MultiHostCheckpoint:
                 raise DamagedCheckpointError(lost[0], "No other host has it.")
             wanted = {name: wanted[name] for _, name, _ in own if name in wanted}
 
-    def _round(self, index: Index, wanted: Mapping[str, Sequence[Wanted]]) -> list[Problem]:
-        """Reads what lies here, serves what others ask for and takes what was asked of them; returns what went wrong."""
+    def _round(self, index: Index, wanted: Mapping[str, Sequence[WantedPiece]]) -> list[Problem]:
+        """Reads the files of this host, sends what other hosts need, receives the rest; returns the problems of this rank."""
         here, rank, problems = self.hosts.own, dist.get_rank(), []
         asked = {name: found for name, found in wanted.items() if here not in self.holders[f"{TENSORS}/{name}"]}
         for name in wanted.keys() - asked.keys():
@@ -136,7 +136,7 @@ class MultiHostCheckpoint:
         return ranks[target % len(ranks)]
 
     def _exchanged(
-        self, index: Index, transfers: Sequence[Transfer], pieces: Mapping[tuple[str, int], Wanted]
+        self, index: Index, transfers: Sequence[Transfer], pieces: Mapping[tuple[str, int], WantedPiece]
     ) -> list[tuple[Transfer, str]]:
         if not transfers:
             return []
@@ -157,7 +157,7 @@ class MultiHostCheckpoint:
 
 
 def latest_choice(hosts: Hosts, output_dir: Path) -> Choice | None:
-    """What was chosen last, by the disks of all hosts: one that was away may say what was chosen before. Collective."""
+    """The last choice on the disks of all hosts: a host that was away may hold an older choice. Collective."""
     found = gather_objects(read_choice(output_dir) if hosts.leads else None)
     return max((c for c in found if c is not None), key=lambda c: number_of(c.lineage), default=None)
 
@@ -220,7 +220,7 @@ def _node(key: str, shares: Shares) -> LineageNode:
 
 
 def _listing(parent: Path, keys: Sequence[str]) -> dict[str, Any]:
-    """What one host has: checkpoint -> its share, or what is wrong with the manifest."""
+    """The checkpoints of one host: name -> its share, or what is wrong with the manifest."""
     found: dict[str, Any] = {}
     for key in keys:
         if (parent / key / MANIFEST).is_file():

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwright.attention.core import Attended, Merged, attend, attend_backward
+from shardwright.attention.core import AttentionOutput, OnlineSoftmax, attend, attend_backward
 from shardwright.attention.packed_rows import PackedRows
 from shardwright.errors import ModelError
 from shardwright.layout.size_rules import chunks
@@ -145,10 +145,10 @@ def _masks(shard: ContextShard, length: int, window: int, device: torch.device) 
 
 
 class _Gathered(torch.autograd.Function):
-    """Keys and values [B, K, T, H] of all ranks as [B, K, S, H] in the row's order; gradients go back summed.
+    """Keys and values [B, K, T, H] of all ranks as [B, K, S, H] in the row's order; gradients are summed over ranks.
 
-    Both travel in one tensor. Gradients travel by all-to-all and are summed here, in wide dtype: the bytes of a
-    reduce-scatter, one rounding instead of one per hop, and half of what gloo's reduce-scatter sends.
+    One message carries both. Gradients are sent by all-to-all and summed here in float32 or wider: as many bytes as a
+    reduce-scatter, one rounding instead of one per hop, and half of the bytes of gloo's reduce-scatter.
     """
 
     @staticmethod
@@ -201,7 +201,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, blocks: list[Block]) -> Tensor:
-        merged, begun = Merged(query, value.shape[-1]), set()
+        merged, begun = OnlineSoftmax(query, value.shape[-1]), set()
         for queries, keys, causal in blocks:
             found = attend(query[:, :, queries], key[:, :, keys], value[:, :, keys], scale, causal)
             merged.add(queries, found, first=queries.start not in begun)
@@ -214,7 +214,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse, *seeds = ctx.saved_tensors
-        whole, wide = Attended(out, lse, tuple(seeds)), accumulation_dtype(query.dtype)
+        whole, wide = AttentionOutput(out, lse, tuple(seeds)), accumulation_dtype(query.dtype)
         sums = [torch.zeros_like(t, dtype=wide) for t in (query, key, value)]
         for block in ctx.blocks:
             _add_gradients(sums, grads[0], (query, key, value), whole, ctx.scale, block)
@@ -225,14 +225,14 @@ def _add_gradients(
     sums: list[Tensor],
     grad: Tensor,
     tensors: tuple[Tensor, Tensor, Tensor],
-    whole: Attended,
+    whole: AttentionOutput,
     scale: float,
     block: Block,
 ) -> None:
     """Adds one block's gradients of query, key and value to `sums`."""
     queries, keys, causal = block
     query, key, value = tensors
-    own = Attended(whole.out[:, :, queries], whole.lse[:, :, queries].contiguous(), whole.seeds)
+    own = AttentionOutput(whole.out[:, :, queries], whole.lse[:, :, queries].contiguous(), whole.seeds)
     found = attend_backward(
         grad[:, :, queries], query[:, :, queries], key[:, :, keys], value[:, :, keys], own, scale, causal
     )
@@ -241,9 +241,9 @@ def _add_gradients(
 
 
 class _Ring(torch.autograd.Function):
-    """Attention while keys and values go round: in step i this rank holds those of rank - i, and passes them on.
+    """Ring attention: in step i this rank holds the keys and values of rank - i, and sends them on.
 
-    blocks: what the queries here see of each rank's keys; one causal block of its own for each query, first.
+    blocks: for each rank, its keys that the queries here see. Every query has one causal block, which comes first.
     """
 
     @staticmethod
@@ -256,10 +256,10 @@ class _Ring(torch.autograd.Function):
         shard: ContextShard,
         blocks: list[list[Block]],
     ) -> Tensor:
-        merged = Merged(query, value.shape[-1])
+        merged = OnlineSoftmax(query, value.shape[-1])
         held, width = torch.cat([key, value], -1), key.shape[-1]
         for step in range(shard.size):
-            passing = _Passing(held, shard) if step + 1 < shard.size else None
+            passing = _RingShift(held, shard) if step + 1 < shard.size else None
             for queries, keys, causal in blocks[(shard.rank - step) % shard.size]:
                 part = held[:, :, keys]
                 found = attend(query[:, :, queries], part[..., :width], part[..., width:], scale, causal)
@@ -272,23 +272,23 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of keys and values travel one step behind them, each rank adding its part, and end at their owner."""
+        """Gradients of keys and values follow them one step later. Each rank adds its part; their owner gets the sum."""
         query, key, value, out, lse, *seeds = ctx.saved_tensors
         shard: ContextShard = ctx.shard
-        whole, wide = Attended(out, lse, tuple(seeds)), accumulation_dtype(query.dtype)
+        whole, wide = AttentionOutput(out, lse, tuple(seeds)), accumulation_dtype(query.dtype)
         by_query = torch.zeros_like(query, dtype=wide)
         held, width = torch.cat([key, value], -1), key.shape[-1]
         own = torch.zeros_like(held, dtype=wide)
-        behind: _Passing | None = None
+        behind: _RingShift | None = None
         for step in range(shard.size):
-            passing = _Passing(held, shard) if step + 1 < shard.size else None
+            passing = _RingShift(held, shard) if step + 1 < shard.size else None
             found = own if step == 0 else torch.zeros_like(own)
             for block in ctx.blocks[(shard.rank - step) % shard.size]:
                 sums = [by_query, found[..., :width], found[..., width:]]
                 parts = (query, held[..., :width], held[..., width:])
                 _add_gradients(sums, grads[0], parts, whole, ctx.scale, block)
             if step:
-                behind = _Passing(found if behind is None else found.add_(behind.wait()), shard)
+                behind = _RingShift(found if behind is None else found.add_(behind.wait()), shard)
             held = held if passing is None else passing.wait()
         if behind is not None:
             own += behind.wait()
@@ -296,8 +296,8 @@ class _Ring(torch.autograd.Function):
         return by_query.to(query.dtype), by_key, by_value, None, None, None
 
 
-class _Passing:
-    """A tensor on its way to the next rank, while the one of the rank before arrives."""
+class _RingShift:
+    """Sends a tensor to the next rank while receiving the tensor of the rank before."""
 
     def __init__(self, tensor: Tensor, shard: ContextShard) -> None:
         self._sent, self._received = tensor, torch.empty_like(tensor)
@@ -311,7 +311,7 @@ class _Passing:
         )
 
     def wait(self) -> Tensor:
-        """What arrived."""
+        """The tensor of the rank before."""
         for work in self._work:
             work.wait()
         return self._received

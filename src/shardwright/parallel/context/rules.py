@@ -1,4 +1,4 @@
-"""What context parallelism refuses of a model: whatever would make a rank's tokens miss the rest of their row, by name."""
+"""Refuses models, by name, in which a rank's tokens would not see the rest of their row under context parallelism."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _CONTEXT = Replacement(
     name="Context parallelism",
     fix=_ALONE,
     bypassed="Its tokens would see this rank's part of the row only.",
-    convolution="At the edges of this rank's part it would miss its neighbours.",
-    not_causal="The split of a row follows from causality.",
+    convolution="At the edges of this rank's part the convolution would miss its neighbours.",
+    not_causal="Rows are split for causal attention.",
 )
 
 
@@ -40,7 +40,7 @@ def check_context_model(model: nn.Module, run: RunFile) -> None:
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise ModelError(
             f"{name} does not take position_ids.",
-            "Each rank holds part of every row, which would be numbered from 0 on each of them.",
+            "Each rank holds part of every row, and the model would number each part from 0.",
             _ALONE,
         )
     values: dict[str, Any] = config.to_dict()
@@ -66,8 +66,8 @@ def _check_dropout(name: str, values: dict[str, Any], calls: Iterable[AttentionC
         zeros = ", ".join(f"{key}: 0.0" for key in keys)
         raise ModelError(
             f"{name} has dropout with p = {', '.join(f'{p:g}' for p in drawn)} inside attention.",
-            "Attention over pieces of a row is merged from blocks of scores, without masks between them.",
-            f"Set model.config_overrides to {{{zeros}}}." if keys else "Set it to 0.",
+            "Attention over pieces of a row is merged from blocks of scores, which have no dropout masks.",
+            f"Set model.config_overrides to {{{zeros}}}." if keys else "Set this dropout to 0.",
         )
 
 

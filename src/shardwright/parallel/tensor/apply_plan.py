@@ -35,9 +35,9 @@ from shardwright.models.model_parts import Parts
 from shardwright.parallel.pipeline.stages import Stage
 from shardwright.parallel.tensor.styles import (
     Change,
-    ColwiseParallel,
+    ColumnParallelLinear,
     Replaced,
-    RowwiseParallel,
+    RowParallelLinear,
     VocabParallelEmbedding,
     VocabParallelHead,
     change_input,
@@ -137,14 +137,14 @@ class TensorParallel:
         inside = self._in_block(name)
         if style in ROW:
             leave = self._leave_region if inside else partial(tp_collectives.reduce_from_tp, peers=self.peers)
-            return RowwiseParallel(self.peers, replaced, leave, splits=style == "rowwise_split_input")
+            return RowParallelLinear(self.peers, replaced, leave, splits=style == "rowwise_split_input")
         entry: Change | None = self._enter_region if inside else partial(tp_collectives.copy_to_tp, peers=self.peers)
         if name.rpartition(".")[0] in self._regions:
             entry = None
         if style == VOCABULARY:
             return VocabParallelHead(self.peers, replaced, entry)
         gathers = style == "colwise_gather_output"
-        return ColwiseParallel(self.peers, replaced, entry, self._gather_features if gathers else None)
+        return ColumnParallelLinear(self.peers, replaced, entry, self._gather_features if gathers else None)
 
     # What happens to tensors on the way
 

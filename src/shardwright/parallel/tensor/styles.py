@@ -68,7 +68,7 @@ def local_bias(module: nn.Module) -> Tensor | None:
 
 
 @dataclass
-class ColwiseParallel(ParallelStyle):
+class ColumnParallelLinear(ParallelStyle):
     """Output features are divided: weight and bias.
 
     entry: changes the input; None where the region around the module has changed it. leave: changes the output.
@@ -91,7 +91,7 @@ class ColwiseParallel(ParallelStyle):
 
 
 @dataclass
-class VocabParallelHead(ColwiseParallel):
+class VocabParallelHead(ColumnParallelLinear):
     """A column layer over the vocabulary whose logits stay divided: a DTensor that knows its unsplit shape."""
 
     def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -108,7 +108,7 @@ class VocabParallelHead(ColwiseParallel):
 
 
 @dataclass
-class RowwiseParallel(ParallelStyle):
+class RowParallelLinear(ParallelStyle):
     """Input features are divided. The products are summed between ranks, then the bias, whole, is added once.
 
     leave: turns partial products into the output. splits: the input arrives whole and is cut here.

@@ -1,6 +1,6 @@
-"""Which layer of a model is divided how: Transformers' own plan (`_tp_plan`), ours, or a user's `{pattern: style}`.
+"""The tensor-parallel style of each layer: from Transformers' plan (`_tp_plan`), ours, or a user's `{pattern: style}`.
 
-Nothing here needs ranks: what cannot be divided is refused by name before any process starts.
+Nothing here needs ranks: a layer that cannot be divided is refused by name before any process starts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ EMBEDDING, SUMMED, WHOLE = "embedding_rowwise", "replicated_with_grad_allreduce"
 STYLES = (*COLUMN, *ROW, EMBEDDING, SUMMED, WHOLE, *ALIASES)
 
 OWN_PLANS: dict[str, dict[str, str]] = {
-    # Fused query, key and value [D, 3 D]: divided as they lie, made whole, and attention done by every rank alike.
+    # Fused query, key and value [D, 3 D]: their columns are divided in order, the outputs gathered, and every rank computes the
+    # whole attention.
     "gpt2": {
         "*.h.*.attn.c_attn": "colwise_gather_output",
         "*.h.*.attn.c_proj": "rowwise_split_input",
@@ -38,12 +39,12 @@ OWN_PLANS: dict[str, dict[str, str]] = {
         "*.h.*.mlp.c_proj": "rowwise",
     },
 }
-"""Plans for families that Transformers has none for."""
+"""Plans for families without a plan in Transformers."""
 
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """styles: module name -> style. regions: modules whose divided layers share one exchange on entry."""
+    """styles: module name -> style. regions: modules whose divided layers share one gather or copy of their input."""
 
     styles: dict[str, str]
     regions: frozenset[str]
@@ -69,9 +70,9 @@ def plan_tensor(model: nn.Module, parts: Parts, run: RunFile) -> TensorPlan:
 
 
 def attention_modules(model: nn.Module, parts: Parts) -> tuple[str, ...]:
-    """The modules of `model` (on meta) that attend; nothing where the model cannot be looked into.
+    """The modules of `model` (on meta) that attend; none where its forward cannot be traced.
 
-    Raises `ModelError` where blocks mix tokens in another way, which pieces of a sequence would cut off.
+    Raises `ModelError` where blocks mix tokens in another way, which would stop at the end of a piece of the sequence.
     """
     try:
         calls = trace_forward(model).calls
@@ -83,7 +84,7 @@ def attention_modules(model: nn.Module, parts: Parts) -> tuple[str, ...]:
         for path, module in model.get_submodule(block).named_modules()
         if isinstance(module, nn.Conv1d)
     ]
-    if mixing := [*convolutions, *blocks_without_attention(model, calls)]:
+    if mixing := [*convolutions, *blocks_without_attention(parts.blocks, calls)]:
         raise ModelError(
             f"`{mixing[0]}` of {type(model).__name__} mixes tokens by something other than attention.",
             "With sequence_parallel each rank holds only a piece of the sequence there.",
@@ -93,7 +94,7 @@ def attention_modules(model: nn.Module, parts: Parts) -> tuple[str, ...]:
 
 
 def _shape_of(config: Any) -> Any:
-    """What `check_tensor` needs, of a Transformers config (which knows its family's own words for it)."""
+    """The sizes that `check_tensor` needs, from a Transformers config, which maps the names of its family."""
     heads = getattr(config, "num_attention_heads", 0)
     return SimpleNamespace(
         family=config.model_type,
@@ -104,11 +105,11 @@ def _shape_of(config: Any) -> Any:
 
 
 def _check_compiled(model: nn.Module, run: RunFile) -> None:
-    """Refuses dropout in compiled blocks: they switch random streams inside, which a graph does not carry."""
+    """Refuses dropout in compiled blocks: they switch random streams, which a compiled graph cannot."""
     if run.memory.compile and has_dropout(model):
         raise ModelError(
             f"{type(model).__name__} has dropout, with memory.compile and tp_size = {run.parallelism.tp_size}.",
-            "Masks of divided tensors come from another random stream, which torch.compile cannot switch to.",
+            "Dropout masks of divided tensors come from another random stream, to which torch.compile cannot switch.",
             "Set memory.compile to false, or the dropout probabilities to 0 in model.config_overrides.",
         )
 
@@ -116,7 +117,7 @@ def _check_compiled(model: nn.Module, run: RunFile) -> None:
 def find_plan(model: nn.Module, parts: Parts, given: Mapping[str, str]) -> dict[str, str]:
     """Module name -> style, for every module that is divided; `given` (patterns) replaces the model's own plan.
 
-    `*` stands for one part of a name. A model's own plan is extended: embedding and head are divided by vocabulary.
+    `*` matches one part of a name. A model's own plan is extended: embedding and head are divided by vocabulary.
     Raises `ModelError` for a model without a plan, a pattern without a match, or a style that is not known.
     """
     patterns = dict(given) or _own_plan(model)
@@ -130,8 +131,8 @@ def find_plan(model: nn.Module, parts: Parts, given: Mapping[str, str]) -> dict[
         parameters = sorted(filter(regex.match, held))
         if (matched or parameters) and (style not in STYLES or parameters):
             raise ModelError(
-                f"{(matched or parameters)[0]}: the tensor-parallel style `{asked}` cannot be run on it.",
-                "Its gradients are not known to come out right." if style not in STYLES else "It is no module.",
+                f"{(matched or parameters)[0]}: the tensor-parallel style `{asked}` cannot be applied.",
+                "Shardwright does not have this style." if style not in STYLES else "A style needs a module.",
                 did_you_mean(asked, STYLES) or f"Styles are {', '.join(STYLES)}. Or set parallelism.tp_size to 1.",
             )
         if given and not matched:
@@ -150,8 +151,8 @@ def _own_plan(model: nn.Module) -> dict[str, str]:
         name = type(model).__name__
         raise ModelError(
             f"{name} has no tensor-parallel plan.",
-            "Neither Transformers nor Shardwright says which of its layers can be divided, and how.",
-            "Give one as parallelism.tp_plan, or set parallelism.tp_size to 1.",
+            "Neither Transformers nor Shardwright says how its layers can be divided.",
+            "Give a plan as parallelism.tp_plan, or set parallelism.tp_size to 1.",
         )
     return plan
 
@@ -160,38 +161,34 @@ def check_plan(model: nn.Module, parts: Parts, plan: Mapping[str, str], tp_size:
     """Raises `ModelError` for a layer that cannot be divided as the plan says, by name, before anything is changed."""
     for name, style in plan.items():
         module = model.get_submodule(name)
-        linear = isinstance(module, (nn.Linear, Conv1D)) and type(module).forward in (
-            nn.Linear.forward,
-            Conv1D.forward,
-        )
+        # a subclass with a forward of its own may compute more than a product
+        linear = type(module).forward in (nn.Linear.forward, Conv1D.forward)
         if not (isinstance(module, nn.Embedding) if style == EMBEDDING else linear or style == SUMMED):
             raise ModelError(
                 f"{name} is a {type(module).__name__}, which `{style}` cannot divide.",
                 "Column- and row-wise styles divide nn.Linear and Conv1D, embedding_rowwise divides nn.Embedding.",
-                "Leave it out of parallelism.tp_plan, or set parallelism.tp_size to 1.",
+                "Leave this module out of parallelism.tp_plan, or set parallelism.tp_size to 1.",
             )
         if style == SUMMED:
             continue
         if style in (EMBEDDING, VOCABULARY):
             rows = module.num_embeddings if isinstance(module, nn.Embedding) else features(module)[1]
             if -(-rows // tp_size) * (tp_size - 1) >= rows:
-                raise ModelError(
-                    f"{name} has {rows} rows, of which tp_size = {tp_size} ranks would leave one without any."
-                )
+                raise ModelError(f"{name} has {rows} rows: on tp_size = {tp_size} ranks, one rank would have none.")
             continue
         inputs, outputs = features(module)
         size, word = (outputs, "output") if style in COLUMN else (inputs, "input")
         if size % tp_size:
             raise ModelError(
                 f"{name} has {size} {word} features, not divisible by tp_size = {tp_size}.",
-                "Pieces of different size do not fit between column- and row-wise layers.",
+                "Column- and row-wise layers must be cut into pieces of equal size.",
                 "Set parallelism.tp_size to a divisor, or leave the layer out of parallelism.tp_plan.",
             )
     _check_ties(parts, plan)
 
 
 def _check_ties(parts: Parts, plan: Mapping[str, str]) -> None:
-    """A tied weight must be divided alike in all its places."""
+    """Refuses a tied weight that two modules would divide differently."""
     how = {EMBEDDING: "rows", **dict.fromkeys(COLUMN, "rows"), **dict.fromkeys(ROW, "columns")}
     for names in parts.tied:
         cuts = {name: how.get(plan.get(name.rpartition(".")[0], ""), "whole") for name in names}
@@ -204,10 +201,10 @@ def _check_ties(parts: Parts, plan: Mapping[str, str]) -> None:
 
 
 def _regions(model: nn.Module, parts: Parts, plan: Mapping[str, str], strict: bool) -> set[str]:
-    """Modules inside blocks whose column- and row-wise layers share one exchange on entry.
+    """Modules inside blocks whose column- and row-wise layers share one gather or copy of their input.
 
-    That holds where nothing else in the module has parameters. `strict` (a model's own plan): refuses one that has,
-    unless its column-wise layers all give whole outputs, since what lies between gets partial gradients.
+    Nothing else in such a module may have parameters: between the layers they would get partial gradients. `strict` (a model's
+    own plan) refuses a module with other parameters, unless its column-wise layers all gather their outputs.
     """
     found = set()
     parents = {name.rpartition(".")[0] for name, style in plan.items() if style in ROW}
@@ -228,8 +225,8 @@ def _regions(model: nn.Module, parts: Parts, plan: Mapping[str, str], strict: bo
             if strict:
                 raise ModelError(
                     f"{other[0]} has no tensor-parallel style, but its module {parent} is divided by heads or features.",
-                    "Each rank would see a part of its gradient only.",
-                    "Give a whole parallelism.tp_plan in which it has one (replicated_with_grad_allreduce sums it).",
+                    "Each rank would compute only a part of its gradient.",
+                    "Give a parallelism.tp_plan with a style for it (replicated_with_grad_allreduce sums its gradient).",
                 )
             continue
         found.add(parent)

@@ -1,9 +1,9 @@
-"""Random numbers of a tensor-parallel rank: one stream for tensors that all ranks hold alike, one of its own for divided ones.
+"""Random numbers of a tensor-parallel rank: a common stream for whole tensors, one stream per rank for divided tensors.
 
-The generators are seeded alike on all ranks before each microbatch (`train/rng.py`). Where work is divided, this rank goes on
-from a seed made of a number drawn from the common stream and its own rank; behind it, the common stream goes on where it was.
-Nothing is kept from one block to the next, so that recomputation, which starts with the generators of a block's start, draws
-the same again.
+All ranks seed their generators alike before each microbatch (`train/rng.py`). Where work is divided, this rank switches to
+a seed made of a number drawn from the common stream and its rank. After divided work the common stream goes on where it
+stopped. Nothing is kept from one block to the next: recomputation restores the generators of the start of a block and draws
+the same numbers again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from shardwright.models.initialization import seed_generators
 
 _ODD = 0x9E3779B97F4A7C15
-"""Times a rank, an odd number changes the low bits too, which are all that the CPU generator uses."""
+"""An odd factor of the rank: it changes the low bits too. The CPU generator uses only those."""
 
 
 class RNGStreams:
@@ -26,7 +26,7 @@ class RNGStreams:
         self._common: tuple[Tensor, Tensor | None] | None = None
 
     def divided(self) -> None:
-        """From here on this rank draws other numbers than its peers."""
+        """From now on this rank draws numbers of its own."""
         if self._common is not None:
             return
         drawn = int(torch.randint(2**62, (), device="cpu"))
@@ -35,7 +35,7 @@ class RNGStreams:
         seed_generators((drawn + self._rank * _ODD) % 2**63)
 
     def common(self) -> None:
-        """From here on this rank draws the numbers that its peers draw."""
+        """From now on this rank draws the same numbers as its peers."""
         if self._common is None:
             return
         on_cpu, on_device = self._common

@@ -19,7 +19,6 @@ from shardwright.attention.packed_rows import PackedRows
 from shardwright.data.loader import Microbatch, UpdateBatch
 from shardwright.errors import ConfigError, did_you_mean
 from shardwright.layout.loss import IGNORE_INDEX
-from shardwright.models import find_parts
 from shardwright.parallel.strategy import Ties
 from shardwright.train.update import UpdateEngine
 
@@ -116,7 +115,7 @@ def _local_norm(engine: UpdateEngine, norm: float) -> float:
 
 def _one_use_of_a_tied_weight(engine: UpdateEngine) -> None:
     """The embedding gives no gradient; where two pipeline ranks hold the tied weight, neither sends its gradient."""
-    parts, strategy = find_parts(engine.module), engine.strategy
+    parts, strategy = engine.parts, engine.strategy
     planted = torch.zeros((), device=engine.device)
     if strategy.ties.names:
         strategy.ties = Ties()
@@ -196,7 +195,7 @@ def _own_weights_on_rank_1(engine: UpdateEngine) -> None:
 
 
 def _one_unit(engine: UpdateEngine) -> None:
-    block = find_parts(engine.module).blocks[1]
+    block = engine.parts.blocks[1]
     _scale_gradients(lambda e: e.axes.data_ranks, only=f"{block}.")(engine)
 
 
@@ -204,7 +203,7 @@ def _change_embedded(change: Callable[[Tensor], Tensor]) -> Fault:
     """Changes the output of the embedding, [B, T, D], on the ranks that hold it."""
 
     def fault(engine: UpdateEngine) -> None:
-        name = find_parts(engine.module).embedding
+        name = engine.parts.embedding
         if name is None:
             raise ConfigError("This fault needs a model with an embedding that Transformers knows.")
         engine.module.get_submodule(name).register_forward_hook(lambda module, args, out: change(out))

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.checkpoint.parts import Held, held_parts, local_part
+from shardwright.checkpoint.parts import RankPart, local_part, rank_parts
 from shardwright.mesh.object_collectives import gather_objects
 from shardwright.mesh.shard_geometry import Box
 
@@ -18,9 +18,9 @@ def whole_on_first_rank(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     Of equal parts the lowest rank's counts. Ranks may hold other tensors (pipeline stages) and other parts of one.
     """
-    everyone: list[list[Held]] = gather_objects(held_parts(tensors))
-    sent: list[list[Held]] = [[] for _ in everyone]
-    seen: set[Held] = set()
+    everyone: list[list[RankPart]] = gather_objects(rank_parts(tensors))
+    sent: list[list[RankPart]] = [[] for _ in everyone]
+    seen: set[RankPart] = set()
     for rank, parts in enumerate(everyone):
         sent[rank] = [held for held in parts if held not in seen]
         seen.update(parts)
@@ -41,13 +41,13 @@ def whole_on_first_rank(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return whole
 
 
-def _message(tensors: Mapping[str, Tensor], parts: list[Held]) -> Tensor:
+def _message(tensors: Mapping[str, Tensor], parts: list[RankPart]) -> Tensor:
     """The bytes of this rank's `parts`, one after another."""
     pieces = [local_part(tensors[held.key]).cpu().contiguous().flatten().view(torch.uint8) for held in parts]
     return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8)
 
 
-def _put(whole: dict[str, Tensor], parts: list[Held], message: Tensor) -> None:
+def _put(whole: dict[str, Tensor], parts: list[RankPart], message: Tensor) -> None:
     """Writes the `parts` of one rank's `message` to where they belong in `whole`."""
     for held, piece in zip(parts, message.split([held.part_bytes for held in parts])):
         if held.key not in whole:

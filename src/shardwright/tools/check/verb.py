@@ -91,12 +91,12 @@ def check_layouts(
         tolerance = _tolerance(adjusted, ranks)
         say(
             console,
-            f"Allowed: {tolerance.formula}; relative to each tensor's largest element; from update 2 on r + min(10 p, 0.1), "
-            "where p is how far weights have drifted, in steps. AdamW steps as tools/check/tolerance.py derives. (%): the part "
-            "used.",
+            f"Allowed: {tolerance.formula}, relative to each tensor's largest element; from update 2 on r + min(10 p, 0.1), "
+            "where p is the drift of the weights in steps. tools/check/tolerance.py derives the bound of an AdamW step. (%) is "
+            "the used share of the allowance.",
         )
         if fault:
-            say(console, f"Planted into every candidate: {fault}.")
+            say(console, f"Fault injected into every candidate: {fault}.")
         run = adjusted.run.model_copy(update={"training": training})
         candidates = []
         for i, name in enumerate(names):

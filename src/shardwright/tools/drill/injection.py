@@ -107,7 +107,7 @@ def _inject_at(target: TargetRun, rank: int, point: Callable[[Beat], str], fault
 
 
 def _stop(process_id: int) -> None:
-    """Sends SIGSTOP and returns when the process has stopped, so that what its files show stays true."""
+    """Sends SIGSTOP and returns when the process has stopped, so that its files no longer change."""
     with suppress(ProcessLookupError, psutil.NoSuchProcess):
         os.kill(process_id, signal.SIGSTOP)
         process, end = psutil.Process(process_id), clock.now() + STOP_SECONDS

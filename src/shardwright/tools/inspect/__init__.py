@@ -1,1 +1,1 @@
-"""What the model sees: rows with their trained and other tokens, and the padding of each way of batching."""
+"""What the model sees: rows with their trained tokens and their context, and the padding of each way of batching."""

@@ -1,4 +1,4 @@
-"""A row as the loader gives it to the model: its pieces of text, trained or not, in colour or with marks."""
+"""A row as the loader gives it to the model: its pieces of text, trained or context, in colour or with marks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardwright.data.prepare import Prepared
 from shardwright.layout.loss import IGNORE_INDEX
 
 _STYLES = {
-    "not trained": "dim",
+    "context": "dim",
     "trained": "black on green",
     "padding": "dim red",
     "document: file:line": "bold blue",
@@ -123,8 +123,7 @@ def legend(colour: bool) -> Text:
     """What the styles, or the marks, of a sample mean."""
     if not colour:
         return Text(
-            "[+trained+] [+0.5:trained with weight 0.5+], other text is not trained, -- document: file:line --, "
-            "↵ a newline of the text"
+            "[+trained+] [+0.5:trained with weight 0.5+] context, -- document: file:line --, ↵ a newline of the text"
         )
     text = Text()
     for name, style in _STYLES.items():
@@ -172,7 +171,7 @@ def _text(document: Document, colour: bool) -> Text:
 def _style(piece: Piece) -> str:
     if piece.special:
         return _STYLES["special token"] + (" underline" if piece.weight else "")
-    return _STYLES["trained" if piece.weight else "not trained"]
+    return _STYLES["trained" if piece.weight else "context"]
 
 
 def counted(number: int, name: str) -> str:

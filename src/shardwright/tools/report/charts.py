@@ -18,6 +18,7 @@ from shardwright.tools.report.svg import (
     marks,
     number,
     polyline,
+    rect,
     stack,
     steps,
     svg,
@@ -76,10 +77,7 @@ def histogram(
     for start, end, count in found:
         left, right = (across(start), across(end)) if end > start else (across(start) - 8, across(start) + 8)
         note = tip(f"{label(start)} to {label(end)}: {count}")
-        content += element(
-            "rect", note, x=left + 0.5, y=up(count), width=max(right - left - 1, 1), height=up(0) - up(count),
-            class_="bar c0",
-        )  # fmt: skip
+        content += rect(left + 0.5, up(count), max(right - left - 1, 1), up(0) - up(count), "bar c0", note)
     bottom, names = frame.inner[3], ""
     for row, (name, value) in enumerate(marked):
         x, y = across(value), 12 + LINE * row
@@ -191,15 +189,7 @@ def bars(named: Named, width: float, rows: Sequence[Bar], label: Label, title: s
         start = 0.0
         for style, length, what in row.parts:
             x, end = across(start), across(start + length)
-            content += element(
-                "rect",
-                tip(f"{row.name}: {what}"),
-                x=x,
-                y=top,
-                width=max(end - x, 0.5),
-                height=16,
-                class_=f"bar {style}",
-            )
+            content += rect(x, top, max(end - x, 0.5), 16, f"bar {style}", tip(f"{row.name}: {what}"))
             start += length
         if row.spread and row.spread[1] > row.spread[0]:
             low, far = across(row.spread[0]), across(row.spread[1])
@@ -219,10 +209,7 @@ def gantt(named: Named, width: float, spans: Sequence[Span], ranks: int, label: 
     row = max(18.0, min(34.0, 260 / ranks))
     frame = Frame(width, row * ranks + 58, left, top=4, bottom=50)
     across = frame.x(0, total)
-    content = element(
-        "rect", tip("idle"), x=frame.left, y=frame.top, width=across(total) - frame.left, height=row * ranks,
-        class_="idle",
-    )  # fmt: skip
+    content = rect(frame.left, frame.top, across(total) - frame.left, row * ranks, "idle", tip("idle"))
     for rank in range(ranks):
         y = frame.top + rank * row
         name = f"rank {rank}" if width >= NARROW else f"{rank}"
@@ -232,9 +219,7 @@ def gantt(named: Named, width: float, spans: Sequence[Span], ranks: int, label: 
         y = frame.top + span.rank * row + 2
         stage, kind, microbatch = span.action
         note = tip(f"stage {stage}, {STYLES[kind]}, microbatch {microbatch}: {label(span.start)} to {label(span.end)}")
-        content += element(
-            "rect", note, x=x, y=y, width=max(end - x - 0.6, 0.4), height=row - 4, class_=f"act {STYLES[kind]}"
-        )
+        content += rect(x, y, max(end - x - 0.6, 0.4), row - 4, f"act {STYLES[kind]}", note)
         if end - x > len(str(microbatch)) * CHARACTER + 4:
             content += text((x + end) / 2, y + row / 2 + 2, str(microbatch), f"in {STYLES[kind]}-in", "middle")
     content += x_axis(frame, across, ticks(0, total, 4 if width < NARROW else 8), label, title)
@@ -251,10 +236,9 @@ def ratios(named: Named, width: float, rows: Sequence[tuple[str, str, float]], l
     frame = Frame(width, pitch * len(rows) + 62, left, right=44, top=8, bottom=50)
     across = frame.x(places[0], places[-1])
     _, top, _, bottom = frame.inner
-    content = element(
-        "rect", tip(f"within {limit:.0%}"), x=across(1 - limit), y=top, width=across(1 + limit) - across(1 - limit),
-        height=bottom - top, class_="near",
-    )  # fmt: skip
+    content = rect(
+        across(1 - limit), top, across(1 + limit) - across(1 - limit), bottom - top, "near", tip(f"within {limit:.0%}")
+    )
     content += x_axis(frame, across, places, lambda v: f"{v:.3g}", "measured ÷ predicted", grid=True)
     content += element("line", x1=across(1), x2=across(1), y1=top, y2=bottom, class_="one")
     for i, (name, style, ratio) in enumerate(rows):

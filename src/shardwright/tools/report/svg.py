@@ -126,6 +126,11 @@ def text(x: float, y: float, label: str, class_: str = "tick", anchor: str = "st
     return element("text", escape(label), x=x, y=y, class_=class_, text_anchor=None if anchor == "start" else anchor)
 
 
+def rect(x: float, y: float, width: float, height: float, class_: str, content: str = "") -> str:
+    """A rectangle."""
+    return element("rect", content, x=x, y=y, width=width, height=height, class_=class_)
+
+
 def tip(label: str) -> str:
     """A tooltip, to be put into the element that it describes."""
     return element("title", escape(label))

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shardwright.attention.calls import trace_forward
-from shardwright.attention.core import Attended, Merged, attend, attend_backward, kernel
+from shardwright.attention.core import AttentionOutput, OnlineSoftmax, attend, attend_backward, kernel
 from shardwright.config.schema import Model, RunFile
 from shardwright.errors import ConfigError, ModelError
 from shardwright.layout.legality import check_run
@@ -108,14 +108,14 @@ def test_merged_blocks_are_the_whole_attention(kv_heads: int, width: int) -> Non
         (slice(4, 6), slice(4, 6), True),
     ]
     with torch.no_grad():
-        merged = Merged(q, width)
+        merged = OnlineSoftmax(q, width)
         for a, b, causal in blocks:
             merged.add(a, attend(q[:, :, a], k[:, :, b], v[:, :, b], 0.4, causal), first=b.start == 0)
         rounding = tolerance.mixed(6, 8)
         assert torch.allclose(merged.out, right, rtol=0, atol=rounding * float(right.abs().max()))
         sums = [torch.zeros_like(t) for t in (q, k, v)]
         for a, b, causal in blocks:
-            whole = Attended(merged.out[:, :, a], merged.lse[:, :, a].contiguous())
+            whole = AttentionOutput(merged.out[:, :, a], merged.lse[:, :, a].contiguous())
             parts = attend_backward(grad[:, :, a], q[:, :, a], k[:, :, b], v[:, :, b], whole, 0.4, causal)
             for total, part, found in zip(sums, (a, b, b), parts):
                 total[:, :, part] += found
@@ -130,7 +130,7 @@ def test_bf16_blocks_are_merged_in_float32(width: int) -> None:
     q, k = (torch.randn(1, 2, 64, 8) for _ in range(2))
     v = torch.randn(1, 2, 64, width) + 3
     right = F.scaled_dot_product_attention(*(t.bfloat16().double() for t in (q, k, v)))
-    merged = Merged(q.bfloat16(), width)
+    merged = OnlineSoftmax(q.bfloat16(), width)
     for start in range(0, 64, 4):
         part = slice(start, start + 4)
         found = attend(q.bfloat16(), k[:, :, part].bfloat16(), v[:, :, part].bfloat16(), 8**-0.5, False)

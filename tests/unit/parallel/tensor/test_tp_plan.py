@@ -99,7 +99,7 @@ def test_users_plans() -> None:
     assert "matches no module" in refusal(PLAIN, 2, **plan(blocks_s_up="colwise"))
     assert "colwise" in refusal(PLAIN, 2, **plan(blocks_s_wide="columnwise"))
     assert "blocks.0.before is a LayerNorm" in refusal(PLAIN, 2, **plan(blocks_s_before="colwise"))
-    assert "It is no module" in refusal(PLAIN, 2, parallelism__tp_plan={"head.weight": "colwise"})
+    assert "A style needs a module" in refusal(PLAIN, 2, parallelism__tp_plan={"head.weight": "colwise"})
     tied = {"model__kwargs": {"tied": True}}
     assert "are one tensor" in refusal(PLAIN, 2, **tied, **plan(embed="embedding_rowwise"))
     loaded = run_file(LLAMA, parallelism__tp_plan={"a": "colwise"})

@@ -8,7 +8,7 @@ import pytest
 
 from shardwright.planner.hardware import find_device
 from shardwright.planner.kernels import attention_seconds, matmul_seconds
-from shardwright.planner.network import all_reduce_lines, gather_seconds, group_of
+from shardwright.planner.network import all_reduce_times, gather_seconds, group_of
 from shardwright.tools.doctor.fit import Link, Measured, Product, Transfer, fit_link, fit_products
 from shardwright.tools.doctor.hardware_file import fitted, hardware, to_yaml
 from shardwright.tools.doctor.machine import (
@@ -86,7 +86,7 @@ def test_the_planner_reads_what_the_doctor_wrote(tmp_path: Path) -> None:
     group = group_of(4, 1, device.node.devices)
     # tolerance: the fit ends at a hundredth
     assert gather_seconds(device, group, 2**20) == pytest.approx(3 * 2e-4 + 0.75 * 2**20 * 1e-9, rel=0.01)
-    ring, _ = all_reduce_lines(device, group)
+    ring, _ = all_reduce_times(device, group)
     # tolerance: the fit ends at a hundredth
     assert ring.seconds(2**20) == pytest.approx(2 * (3 * 2e-4 + 0.75 * 2**20 * 1e-9), rel=0.01)
 
