@@ -133,6 +133,11 @@ class Axes:
         return " x ".join(named) or "1 rank"
 
 
+def model_axes(p: Parallelism) -> Axes:
+    """The axes of `MODEL_AXES` alone: those of one model copy, before the number of ranks is known."""
+    return Axes(**{name: getattr(p, AXES[name].key) for name in MODEL_AXES})
+
+
 def resolve_axes(parallelism: Parallelism, world_size: int) -> Axes:
     """The axes of `parallelism` on `world_size` ranks, with the data-parallel remainder filled in.
 

@@ -11,7 +11,7 @@ from shardwright.config.schema import RunFile
 from shardwright.data.streaming.rows import StreamTable
 from shardwright.data.table import Table
 from shardwright.errors import ConfigError
-from shardwright.layout.axes import Axes
+from shardwright.layout.axes import model_axes
 from shardwright.layout.size_rules import row_multiple
 from shardwright.models.model_parts import is_transformers
 from shardwright.models.position_tables import position_tables
@@ -31,7 +31,7 @@ def check_positions(model: nn.Module, run: RunFile, tables: Iterable[Table | Str
         needed, what = run.data.max_length, "data.batching pad makes every row"
     elif run.data.batching == "bucket":
         p = run.parallelism
-        multiple = row_multiple(run, Axes(cp=p.cp_size, tp=p.tp_size))
+        multiple = row_multiple(run, model_axes(p))
         needed = -(-longest // multiple) * multiple
         what = "data.batching bucket makes the widest row"
     for table in position_tables(model):
