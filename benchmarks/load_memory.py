@@ -70,7 +70,7 @@ def write_llama(directory: Path, gigabytes: float) -> int:
     from transformers import LlamaConfig
 
     from shardwright.config.schema import Model
-    from shardwright.export.tensor_files import append, header, split_files, write_index
+    from shardwright.export.files import append, header, split_files, write_index
     from shardwright.models import build_model
 
     width, vocabulary = 1024, 32_001

@@ -91,7 +91,7 @@ def main() -> None:
             targets = engine.total(sum(int((~y.isnan()).sum()) for _, y in own))
             engine.forward_backward(own, targets)
             result = engine.step()
-            if connection.placement.rank == 0 and (update + 1) % 10 == 0:
+            if connection.rank_info.rank == 0 and (update + 1) % 10 == 0:
                 print(f"update {update + 1}: loss {result.loss:.5f}, gradient norm {result.grad_norm:.4f}")
 
 

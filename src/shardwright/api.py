@@ -30,7 +30,8 @@ from shardwright.checkpoint.settings import changes, refuse_unaccepted
 from shardwright.config.load import Loaded, load_run_file
 from shardwright.data.loader import Microbatch, UpdateBatch
 from shardwright.errors import ConfigError
-from shardwright.layout.functions import names_function
+from shardwright.layout.axes import AXES, ROW_AXES
+from shardwright.layout.import_path import is_import_path
 from shardwright.layout.legality import check_run
 from shardwright.layout.names import parse_layout
 from shardwright.mesh.device_mesh import make_mesh
@@ -209,7 +210,7 @@ def _run(model: Callable[[], nn.Module] | str, layout: str, options: Mapping[str
         "training.global_batch_size": dist.get_world_size(),
         "training.max_steps": updates,
     }
-    if names_function(values["model.model_name_or_path"]):
+    if is_import_path(values["model.model_name_or_path"]):
         values["model.init"] = "random"
     values |= {f"parallelism.{key}": value for key, value in parse_layout(layout).items()}
     for key in given:
@@ -221,10 +222,10 @@ def _run(model: Callable[[], nn.Module] | str, layout: str, options: Mapping[str
                 f"`{key}` has no effect here.", "The caller brings microbatches and loss.", "Leave it out."
             )
     loaded = load_run_file(None, {**values, **given})
-    for axis in ("pp", "cp"):
-        if getattr(loaded.run.parallelism, f"{axis}_size") > 1:
+    for axis in ("pp", *ROW_AXES):
+        if getattr(loaded.run.parallelism, AXES[axis].key) > 1:
             raise ConfigError(
-                f"{axis}_size > 1 with a loss function of your own.",
+                f"{AXES[axis].key} > 1 with a loss function of your own.",
                 "The loss function gets whole rows and a whole model. This axis cuts the rows or the model.",
                 f"Leave {axis} out of the layout.",
             )

@@ -115,10 +115,10 @@ def record(directory: str) -> int:
     from shardwright.mesh.process_group import connect
 
     with connect("cpu", LIMIT) as connection:
-        value = torch.tensor([connection.placement.rank + 1.0])
+        value = torch.tensor([connection.rank_info.rank + 1.0])
         torch.distributed.all_reduce(value)
         entry = connection.configuration() | {"sum": value.item(), "torch_threads": torch.get_num_threads()}
-        path = Path(directory) / f"{connection.placement.started_by}-{connection.placement.rank}.json"
+        path = Path(directory) / f"{connection.rank_info.started_by}-{connection.rank_info.rank}.json"
         path.write_text(json.dumps(entry))
     return 0
 

@@ -18,7 +18,7 @@ from shardwright.arch.known_models import known_shape
 from shardwright.arch.parameters import named_sizes
 from shardwright.arch.shape import Counted, ParameterGroup, Part, Shape, Split
 from shardwright.errors import ConfigError
-from shardwright.layout.functions import names_function
+from shardwright.layout.import_path import is_import_path
 
 Inventory = Callable[[dict[str, Any]], dict[str, Any]]
 """Builds the model of a `model` section without memory, as what `shardwright.models.parameter_inventory.inventory`."""
@@ -32,7 +32,7 @@ def shape_of_model(name: str, inventory: Inventory | None = None, section: Mappi
     cannot be known, and any error of building the model.
     """
     exists, section = Path(name).exists(), dict(section or {})
-    if not exists and not names_function(name):
+    if not exists and not is_import_path(name):
         return known_shape(name)
     if exists:
         config = read_config(name)

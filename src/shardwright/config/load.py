@@ -195,9 +195,7 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
         if not word.startswith("--") or "." not in word.split("=", 1)[0]:
             hint = did_you_mean(word.lstrip("-").split("=")[0].replace("-", "_"), [key.split(".")[1] for key in keys()])
             raise ConfigError(
-                f"`{word}` is no option and no override.",
-                "",
-                f"Overrides read --section.key value. {hint}".strip(),
+                f"`{word}` is no option and no override.", "", f"Overrides read --section.key value. {hint}".strip()
             )
         name, given, text = word[2:].partition("=")
         if not given:

@@ -1,4 +1,4 @@
-"""Whether a run has the updates that the schedule of its learning rate needs: one rule for all schedules."""
+"""Checks that a run is long enough for its learning rate schedule."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _whole_number(name: str, value: Any) -> int:
 
 
 def _check_cycles(training: Training, updates: int, length: str) -> None:
-    """Raises `ConfigError` for cycles of no length, or of fewer than two updates: the rates would not show such cycles."""
+    """Raises `ConfigError` for cycles of no length, or of fewer than two updates: no rate would show such a cycle."""
     cycles = training.lr_scheduler_kwargs.get("num_cycles")
     if cycles is None:
         return

@@ -29,29 +29,37 @@ class Section(BaseModel):
 
 
 class Model(Section):
-    """Which model is trained and how its first weights come about."""
+    """Which model is trained, and where its first weights come from."""
 
     model_name_or_path: str = Field(
-        description="Hugging Face directory (config.json, perhaps safetensors) or package.module:function"
+        description="Directory with config.json (and safetensors), or package.module:function that builds an nn.Module"
     )
     init: Literal["pretrained", "random"] = Field(
-        "pretrained", description="pretrained: read safetensors. random: from (seed, parameter name) only"
+        "pretrained",
+        description="First weights. pretrained: from the safetensors of the directory. random: drawn from the seed and each "
+        "parameter's name",
     )
     config_overrides: dict[str, Any] = Field(
-        {}, description="Keys of config.json to replace, for example num_hidden_layers"
+        {}, description="Values that replace those of config.json, for example {num_hidden_layers: 4}"
     )
-    kwargs: dict[str, Any] = Field({}, description="Arguments of package.module:function")
-    attn_implementation: Literal["sdpa", "eager"] = "sdpa"
-    tokenizer_name_or_path: str | None = Field(None, description="Default: the model's directory")
-    freeze: list[str] = Field([], description="Patterns of parameter names that are not trained (fnmatch)")
+    kwargs: dict[str, Any] = Field({}, description="Keyword arguments of package.module:function")
+    attn_implementation: Literal["sdpa", "eager"] = Field(
+        "sdpa", description="Core attention. sdpa: torch's fused kernels. eager: plain matrix products"
+    )
+    tokenizer_name_or_path: str | None = Field(
+        None, description="Directory of the tokenizer; default: the model's directory"
+    )
+    freeze: list[str] = Field(
+        [], description="Parameters that are not trained: patterns of their names (fnmatch), for example *embed*"
+    )
 
 
 class Source(Section):
     """One entry of data.train or data.validation with more than a path."""
 
-    path: str
-    weight: PositiveFloat = Field(1.0, description="Passes over its rows per epoch; data.train only")
-    split: str | None = Field(None, description="Of a saved DatasetDict; default: train or validation")
+    path: str = Field(description="File, glob, directory or package.module:function, as in data.train")
+    weight: PositiveFloat = Field(1.0, description="How often an epoch uses each row of this source; data.train only")
+    split: str | None = Field(None, description="Split of a saved DatasetDict; default: train or validation")
 
 
 def _entry_kind(value: object) -> str:
@@ -67,144 +75,169 @@ class Data(Section):
 
     train: list[Entry] = Field(
         min_length=1,
-        description="Files, globs or directories (JSONL, text, parquet, save_to_disk), or {path, weight, split}",
+        description="Training data: files, globs or directories (JSONL, text, parquet, save_to_disk), or {path, weight, split}",
     )
-    validation: list[Entry] = []
-    format: Format = Field("auto", description="auto: by the columns of each file")
-    text_column: str = Field("text", description="The column of format text")
-    chat_template: str | None = Field(None, description="File with a Jinja template in place of the tokenizer's own")
+    validation: list[Entry] = Field([], description="Data for evaluation, named as in data.train")
+    format: Format = Field("auto", description="What a record holds; auto: told by the columns of each file")
+    text_column: str = Field("text", description="Column that holds the text, for format text")
+    chat_template: str | None = Field(
+        None, description="File with a Jinja chat template, used instead of the tokenizer's own"
+    )
     assistant_only_loss: bool | None = Field(
-        None, description="Messages: train only what the assistant writes; default true"
+        None, description="For chats: train only on what the assistant writes; default true"
     )
     completion_only_loss: bool | None = Field(
-        None, description="Prompt and completion: train only the completion; default true"
+        None, description="For prompts with completions: train only on the completion; default true"
     )
-    max_length: Positive = 1024
+    max_length: Positive = Field(1024, description="Tokens per row")
     overlong: Literal["split", "truncate", "error"] | None = Field(
         None,
-        description="A document of more than max_length tokens: cut into rows (default for text and tokens), cut "
-        "off (default for all else), or refused",
+        description="A document of more than max_length tokens. split: cut into several rows (default for text and tokens). "
+        "truncate: its end is dropped (default for all else). error: refused",
     )
-    append_eos: bool = Field(True, description="End token after text and completions; chat templates end turns")
+    append_eos: bool = Field(
+        True, description="Put the end token behind each text and completion; chat templates end turns themselves"
+    )
     batching: Literal["pad", "bucket", "pack"] = Field(
         "pad",
-        description="pad: a document to a row of max_length. bucket: a document to a row, microbatches as wide as their "
-        "longest. pack: documents share rows",
+        description="pad: one document per row of max_length. bucket: one document per row, each microbatch as wide as its "
+        "longest row. pack: several documents per row, which attention keeps apart",
     )
     packing_strategy: Literal["bfd", "wrapped"] = Field(
         "bfd",
-        description="pack only. bfd: whole documents (no_split), by best fit decreasing. wrapped: one after the other, cut "
-        "where a row is full (split)",
+        description="With batching pack. bfd: whole documents, best fit decreasing (no_split). wrapped: documents one after "
+        "the other, cut where a row is full (split)",
     )
     bucket_updates: Positive = Field(
         1,
-        description="bucket only: the rows of so many updates, at most half an epoch, are sorted by length together. "
-        "1: updates hold the rows of pad",
+        description="With batching bucket: number of updates (at most half an epoch) whose rows are sorted by length "
+        "together. 1: each update holds the same rows as with pad",
     )
     streaming: bool = Field(
         False,
-        description="Read data.train while training, from files or package.module:function (an IterableDataset): for data "
-        "that is not there as a whole, or too large to tokenise first",
+        description="Read and tokenise data.train while training, from files or from package.module:function that returns "
+        "an IterableDataset. For data that does not exist as a whole, or is too large to tokenise first",
     )
     stream_window: Positive = Field(
-        10_000, description="streaming only: documents that are shuffled and packed together"
+        10_000, description="With streaming: number of documents that are shuffled and packed together"
     )
-    shuffle: bool = True
-    drop_last: bool = Field(
-        False, description="With num_train_epochs: leave out a last update that would be part-filled"
+    shuffle: bool = Field(
+        True, description="New order of rows in each epoch, from training.seed; false: order of the data"
     )
-    num_proc: Positive | None = Field(None, description="Tokenising processes; default: all cores")
-    cache_dir: str | None = Field(None, description="Tokenised data; default: `.cache` beside output_dir")
+    drop_last: bool = Field(False, description="With num_train_epochs: leave out a last update that has too few rows")
+    num_proc: Positive | None = Field(None, description="Number of processes that tokenise; default: all cores")
+    cache_dir: str | None = Field(None, description="Directory for tokenised data; default: `.cache` beside output_dir")
 
 
 class Training(Section):
     """The objective: what is minimised, over which rows, by which steps. No layout may change it."""
 
-    max_steps: Positive | None = Field(None, description="Updates; give this or num_train_epochs")
-    num_train_epochs: PositiveFloat | None = None
+    max_steps: Positive | None = Field(None, description="Length of the run in updates; set this or num_train_epochs")
+    num_train_epochs: PositiveFloat | None = Field(
+        None, description="Length of the run in passes over the data; set this or max_steps"
+    )
     global_batch_size: Positive = Field(description="Rows per update, over all ranks and microbatches")
     per_device_train_batch_size: Positive = Field(
-        1, description="Rows per microbatch: memory and speed, not the objective"
+        1, description="Rows per microbatch; changes memory and speed, not the objective"
     )
-    per_device_eval_batch_size: Positive | None = Field(None, description="Default: per_device_train_batch_size")
+    per_device_eval_batch_size: Positive | None = Field(
+        None, description="Rows per microbatch of evaluation; default: per_device_train_batch_size"
+    )
     loss: str = Field(
         "cross_entropy",
-        description="cross_entropy, or package.module:function(logits, labels, weights) -> (loss_sum, target_count)",
+        description="cross_entropy, or package.module:function, called with (logits, labels, weights), that returns "
+        "(loss_sum, target_count)",
     )
-    learning_rate: PositiveFloat = 3e-4
+    learning_rate: PositiveFloat = Field(3e-4, description="Learning rate after warm-up")
     optimizer: str = Field("adamw", description="adamw, sgd, muon or package.module:Class")
-    optimizer_kwargs: dict[str, Any] = {}
-    weight_decay: NonNegativeFloat = 0.0
+    optimizer_kwargs: dict[str, Any] = Field(
+        {}, description="Further arguments of the optimizer, for example {momentum: 0.9}"
+    )
+    weight_decay: NonNegativeFloat = Field(0.0, description="Decoupled weight decay where the optimizer has it (adamw)")
     no_decay: list[str] = Field(
         ["*bias", "*norm*", "*ln_*"],
-        description="Patterns of names that weight decay skips; vectors and scalars are always skipped",
+        description="Patterns of parameter names without weight decay; vectors and scalars never have any",
     )
-    adam_beta1: Probability = 0.9
-    adam_beta2: Probability = 0.999
-    adam_epsilon: PositiveFloat = 1e-8
-    lr_scheduler_type: str = "linear"
-    lr_scheduler_kwargs: dict[str, Any] = {}
+    adam_beta1: Probability = Field(0.9, description="adamw: decay of the mean of gradients")
+    adam_beta2: Probability = Field(0.999, description="adamw: decay of the mean of squared gradients")
+    adam_epsilon: PositiveFloat = Field(1e-8, description="adamw: added to the root of the mean of squares")
+    lr_scheduler_type: str = Field(
+        "linear", description="Schedule of the learning rate, by its name in transformers.get_scheduler"
+    )
+    lr_scheduler_kwargs: dict[str, Any] = Field({}, description="Arguments of the schedule")
     warmup_steps: NonNegative = Field(
-        0,
-        description="Updates of warm-up, fewer than the run has; the first update has a learning rate of 0",
+        0, description="Updates over which the learning rate rises from 0, fewer than the run has"
     )
     max_grad_norm: PositiveFloat | None = Field(
-        1.0, description="Gradient norm limit over all parameters; null: no clipping"
+        1.0, description="Largest gradient norm over all parameters, larger ones are clipped; null: no clipping"
     )
-    seed: NonNegative = 42
+    seed: NonNegative = Field(42, description="Seed of first weights, row order and dropout")
     eval_steps: Positive | None = Field(
-        None, description="Evaluate every so many updates, and at the end; needs data.validation"
+        None, description="Updates between evaluations; needs data.validation. Default: only at the end"
     )
     until_eval_loss: PositiveFloat | None = Field(
-        None, description="Stop once eval/loss is this or less; needs eval_steps"
+        None, description="Stop once eval/loss is at most this; needs eval_steps"
     )
     on_non_finite: Literal["stop", "skip"] = Field(
-        "stop",
-        description="A loss or gradient that is not finite: stop all ranks, or skip the update on all ranks",
+        "stop", description="A loss or gradient that is not finite: stop the run, or skip the update, on all ranks"
     )
     on_spike: Literal["continue", "warn", "stop"] = Field(
         "warn",
-        description="A loss 10 robust deviations above, or a gradient norm 20 times, the median of the last 64 updates",
+        description="What follows a loss 10 robust standard deviations above the median of the last 64 updates, or a gradient "
+        "norm 20 times their median",
     )
 
 
 class Parallelism(Section):
     """The layout: sizes of the mesh axes (pp, dp_replicate, dp_shard, cp, tp) and the data-parallel kind."""
 
-    data_parallel: DataParallel = Field("zero3", description="fsdp2 is another name of zero3")
-    dp_replicate_size: Positive = Field(
-        1, description="> 1 with zero*: hybrid sharding (HSDP). With ddp: all the data ranks"
+    data_parallel: DataParallel = Field(
+        "zero3",
+        description="ddp: DistributedDataParallel. With fully_shard: zero1 shards optimizer states, zero2 gradients too, zero3 "
+        "(= fsdp2) parameters too",
     )
-    dp_shard_size: int = Field(-1, description="zero* only. -1: the ranks that the other axes leave")
-    tp_size: Positive = 1
+    dp_replicate_size: Positive = Field(
+        1,
+        description="With zero*: number of replicas, above 1 for hybrid sharding (HSDP). With ddp: the data-parallel ranks",
+    )
+    dp_shard_size: int = Field(
+        -1, description="With zero*: ranks that share one copy of the state. -1: all that the other axes leave"
+    )
+    tp_size: Positive = Field(1, description="Tensor-parallel ranks, which divide each layer")
     sequence_parallel: bool | None = Field(
-        None, description="With tp_size > 1: shard norms and residuals too; default true"
+        None,
+        description="With tp_size > 1: divide rows over the same ranks between layers (norms, residuals); default true",
     )
     tp_plan: dict[str, str] = Field(
-        {},
-        description="With tp_size > 1: {pattern of module names: style}, in place of the model's own plan",
+        {}, description="With tp_size > 1: {pattern of module names: style}, instead of the model's own plan"
     )
-    cp_size: Positive = 1
+    cp_size: Positive = Field(1, description="Context-parallel ranks, which divide each row")
     cp_attention: ContextAttention | None = Field(
-        None, description="With cp_size > 1: gather keys and values (default all_gather), or pass them round"
+        None,
+        description="With cp_size > 1. all_gather (default): each rank gathers all keys and values. ring: ranks pass keys and "
+        "values on",
     )
     cp_load_balance: bool | None = Field(
         None,
-        description="With cp_size > 1: each rank holds a chunk of the row's head and one of its tail; default true",
+        description="With cp_size > 1: each rank holds a chunk of a row's head and a chunk of its tail, so that "
+        "causal attention is equal work; default true",
     )
-    pp_size: Positive = 1
-    pp_schedule: Schedule | None = Field(None, description="With pp_size > 1; default 1f1b")
+    pp_size: Positive = Field(1, description="Pipeline ranks, which divide the layers")
+    pp_schedule: Schedule | None = Field(None, description="Pipeline schedule, with pp_size > 1; default 1f1b")
     unit: Literal["block", "root"] | Positive = Field(
-        "block", description="What is gathered together: a block, all, or N blocks"
+        "block",
+        description="With zero*: parameters that are gathered together: of a block, of all the model, or of N blocks",
     )
     reshard_after_forward: bool | Positive | None = Field(
         None,
-        description="zero3 only: drop gathered parameters after forward (default true), or keep them on N ranks",
+        description="With zero3: drop gathered parameters after forward (default true), or keep them sharded over N ranks",
     )
     prefetch: NonNegative | None = Field(
-        None, description="zero* only: units gathered ahead; default 2 on the CPU, 1 else"
+        None, description="With zero*: units gathered ahead of their use; default 2 on CPUs, 1 on GPUs"
     )
-    bucket_bytes: Positive | None = Field(None, description="ddp only: gradient bucket; default 25 MiB, 4 on CPUs")
+    bucket_bytes: Positive | None = Field(
+        None, description="With ddp: bytes of a gradient bucket; default 25 MiB on GPUs, 4 MiB on CPUs"
+    )
 
     @field_validator("data_parallel", mode="before")
     @classmethod
@@ -220,99 +253,108 @@ class Parallelism(Section):
 
 
 class Precision(Section):
-    """Numbers: the dtype of compute, of gradient reduction, and of the stored (master) weights."""
+    """Dtypes of compute, of gradient reduction, and of the stored (master) weights."""
 
-    param_dtype: Dtype = Field("fp32", description="Forward and backward")
-    reduce_dtype: Dtype = Field("fp32", description="Gradients between ranks")
-    master_dtype: Dtype = Field("fp32", description="Stored weights and optimizer states")
+    param_dtype: Dtype = Field("fp32", description="Dtype of forward and backward")
+    reduce_dtype: Dtype = Field("fp32", description="Dtype in which ranks sum gradients")
+    master_dtype: Dtype = Field("fp32", description="Dtype of stored weights and optimizer states")
 
 
 class Memory(Section):
-    """What is traded for memory."""
+    """What saves memory, for time."""
 
     activation_checkpointing: Literal["none", "full", "selective"] = Field(
-        "none", description="full: recompute each block. selective: keep matrix products, recompute the rest"
+        "none",
+        description="What backward recomputes. full: each block. selective: all but the matrix products of a block",
     )
     cpu_offload: Literal["none", "params"] = Field(
-        "none", description="Shards and optimizer on the host (zero* on a GPU only)"
+        "none", description="params: shards and optimizer states stay in host memory; with zero* on GPUs"
     )
-    compile: bool = Field(False, description="torch.compile each block")
+    compile: bool = Field(False, description="Compile each block with torch.compile")
     loss_chunk_tokens: Literal["auto"] | NonNegative = Field(
         "auto",
-        description="Make logits and their loss for so many targets at a time; 0: whole. auto: where they are large",
+        description="Targets whose logits and loss are computed at a time. 0: all of a microbatch. auto: chosen where logits "
+        "are large",
     )
 
 
 class Checkpoint(Section):
-    """Where the run writes, and what it keeps."""
+    """Where the run writes, and which checkpoints it keeps."""
 
-    output_dir: str = "runs/run"
+    output_dir: str = Field("runs/run", description="Directory of checkpoints, metrics.jsonl and logs")
     storage: Literal["shared", "per_host"] = Field(
         "shared",
-        description="per_host: output_dir is each host's own disk, and each writes what its ranks hold",
+        description="shared: all hosts see the same output_dir. per_host: it is a disk of each host, which holds what "
+        "its ranks hold",
     )
     copies: NonNegative = Field(
-        1, description="With storage per_host: how many other hosts hold a copy of what a host writes"
+        1, description="With storage per_host: number of other hosts that keep a copy of what a host writes"
     )
-    save_steps: Positive | None = Field(None, description="Default: only at the end and when stopped")
-    save_total_limit: Positive | None = Field(None, description="Newest checkpoints kept; default: all")
+    save_steps: Positive | None = Field(
+        None, description="Updates between checkpoints; default: only at the end and when stopped"
+    )
+    save_total_limit: Positive | None = Field(
+        None, description="Number of newest checkpoints that are kept; default: all"
+    )
     keep_every: Positive | None = Field(
-        None, description="With save_total_limit: those of every so many updates are kept too"
+        None, description="With save_total_limit: also keep checkpoints of updates that this number divides"
     )
     keep_best: bool = Field(
-        False, description="Keep the one with the lowest eval/loss, and point the link `best` to it"
+        False, description="Keep the checkpoint with the lowest eval/loss, and link `best` to that checkpoint"
     )
     on_save_error: Literal["stop", "warn"] = Field(
-        "stop", description="A checkpoint that cannot be written: stop all ranks, or say so and go on"
+        "stop", description="A checkpoint that cannot be written: stop the run, or print a warning and go on"
     )
     async_save: bool = Field(
-        False, description="Write while training goes on; takes a copy of each rank's state in host memory"
+        False, description="Write while training goes on, from a copy of each rank's state in host memory"
     )
     async_when_busy: Literal["wait", "skip"] = Field(
-        "wait", description="With async_save, when the one before is still being written"
+        "wait", description="With async_save: a save that is due while the last is still written waits, or is skipped"
     )
     resume: Literal["auto", "never"] | str = Field(
         "auto",
-        description="auto: the newest good checkpoint of the branch chosen last; or a directory, which begins a branch",
+        description="auto: the newest intact checkpoint of the branch chosen last. never: start anew. Or the directory of a "
+        "checkpoint, which begins a new branch",
     )
     partial: list[str] = Field(
         [],
-        description="Patterns of names that the checkpoint may lack, have too much, or have in another shape",
+        description="Patterns of parameter names that the checkpoint need not hold, may hold in excess, or in another shape",
     )
     accept_changes: list[str] = Field(
         [],
-        description="Keys of the objective that may differ from the checkpoint's; the count of rows done is kept, and the "
-        "optimizer state that both have",
+        description="Keys of the objective that may differ from those of the checkpoint. The number of rows done is kept, and "
+        "the optimizer states that both have",
     )
-    export_hf: Literal["none", "final"] = Field("final", description="Write a Hugging Face directory at the end")
+    export_hf: Literal["none", "final"] = Field("final", description="final: write a Hugging Face directory at the end")
 
 
 class Hardware(Section):
-    """Where it runs."""
+    """Where the run computes, and its time limits."""
 
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where each rank has a GPU, else cpu")
     threads_per_rank: Positive | None = Field(
         None,
-        description="CPU threads of a rank; default: its cores, divided by the ranks on this machine that share them",
+        description="CPU threads of a rank; default: the cores it may use, divided among the ranks that share them",
     )
     timeout_seconds: Positive = Field(
-        600, description="A collective, or a phase of a rank without progress, that takes longer ends the run"
+        600, description="Seconds after which a collective, or a rank without progress, ends the run"
     )
     grace_seconds: Positive = Field(
-        30, description="How long ranks may take to save after a request to stop; they are then killed"
+        30, description="Seconds that ranks have to save after a request to stop, before they are killed"
     )
 
 
 class Logging(Section):
     """What is printed and recorded. metrics.jsonl is always written."""
 
-    log_steps: Positive = 1
+    log_steps: Positive = Field(1, description="Updates between entries of metrics.jsonl")
     profile_steps: Positive | None = Field(
         None,
-        description="Profile the third update, and then one in so many: comm/exposed_seconds; in the update after it, in "
-        "the first evaluation and the first save, what tensors take by phase: mem/*_peak_bytes; costs these some time",
+        description="Updates between profiles, from the third update on. A profiled update gives comm/exposed_seconds. The "
+        "update after that, the first evaluation and the first save give memory by phase, mem/*_peak_bytes. All of these take "
+        "longer",
     )
-    report_to: list[Literal["tensorboard", "trackio"]] = []
+    report_to: list[Literal["tensorboard", "trackio"]] = Field([], description="Where metrics are written too")
 
 
 class RunFile(Section):

@@ -27,7 +27,7 @@ from typing import Any, BinaryIO
 
 from shardwright.config.schema import Source
 from shardwright.errors import DataError
-from shardwright.layout.functions import names_function
+from shardwright.layout.import_path import is_import_path
 
 LINES = (".jsonl", ".json", ".txt")
 TABLES = (".parquet", ".arrow")
@@ -117,7 +117,7 @@ def _no_file(source: Source, key: str) -> DataError:
         others = _unread(path)
         why = f"The directory holds {_some(others)}." if others else "The directory is empty."
         return DataError(f"{key}: `{path}` is a directory without data files.", why, _KINDS)
-    fix = "A function needs data.streaming: true." if names_function(source.path) else _KINDS
+    fix = "A function needs data.streaming: true." if is_import_path(source.path) else _KINDS
     return DataError(f"{key}: `{source.path}` names no file.", f"The name was looked up from {Path.cwd()}.", fix)
 
 

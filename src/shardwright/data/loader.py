@@ -25,8 +25,8 @@ from shardwright.data.arrays import FILLER, Int64
 from shardwright.data.order import Cursor, Order
 from shardwright.data.streaming.rows import StreamTable
 from shardwright.data.table import Table
-from shardwright.layout.batch import accumulation_steps
-from shardwright.mesh.placement import stop_signals
+from shardwright.layout.size_rules import accumulation_steps
+from shardwright.mesh.cluster_environment import stop_signals
 
 EVALUATION_BATCHES = 64
 """Evaluation batches whose rows are sorted by length together."""

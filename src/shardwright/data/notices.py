@@ -15,7 +15,7 @@ from typing import Any
 from shardwright.config.schema import RunFile
 from shardwright.data.files import file_notices, is_compressed, sources_of
 from shardwright.data.formats import FORMATS
-from shardwright.layout.functions import names_function
+from shardwright.layout.import_path import is_import_path
 
 NoteKey = tuple[str, str]
 """Kind and subject of a note."""
@@ -122,7 +122,7 @@ def notices(
     notes = Notes.of(meta)
     totals = notes.totals(meta["files"])
     lines = [
-        *file_notices([source for source in sources_of(entries) if not names_function(source.path)]),
+        *file_notices([source for source in sources_of(entries) if not is_import_path(source.path)]),
         *_of_files(meta, notes),
         *_of_records(totals),
         *_of_ends(run, meta, totals),

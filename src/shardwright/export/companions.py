@@ -1,4 +1,4 @@
-"""What an exported directory holds beside weights: configs, tokenizer, templates, code, terms.
+"""The files of an exported directory beside its weights: configs, tokenizer, templates, code, licence.
 
 All these files are known before training: `companions_of` reads the model's directory and says what will differ or be left out.
 """
@@ -14,23 +14,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from shardwright.arch.model_files import (
-    FOREIGN_WEIGHTS,
-    MODEL_FILES,
-    OTHER_FILES,
-    TOKENIZER_FILES,
-    matching,
-)
+from shardwright.arch.model_files import FOREIGN_WEIGHTS, MODEL_FILES, OTHER_FILES, TOKENIZER_FILES, matching
 from shardwright.config.schema import Model
 from shardwright.errors import ModelError
 
 
 @dataclass(frozen=True)
 class Companions:
-    """copied: source of each file, by its path in the export. config, generation: values to write; None: no such file.
+    """The files of an export beside its weights.
 
-    template: in place of every chat template of the tokenizer. lines: what a person should know, one each.
+    copied: source of each file, by its path in the export.
+    config, generation: to write into config.json and generation_config.json; None: no such file.
+    template: file that replaces every chat template of the tokenizer.
+    lines: what differs from the model's directory, for the user.
     """
 
     copied: dict[str, Path]
@@ -53,37 +51,36 @@ class Companions:
 
 
 def companions_of(
-    spec: Model,
-    config: Any,
-    dtype: torch.dtype,
-    architecture: str,
-    *,
-    tokenizer: Path | None,
-    template: Path | None,
-    end_tokens: Sequence[int],
+    model: nn.Module, spec: Model, *, tokenizer: Path | None, chat_template: str | None, end_tokens: Sequence[int]
 ) -> Companions:
-    """What is written for the model of `spec`, built from `config` (None: a model that has none).
+    """The files beside the weights of `model`.
 
-    tokenizer: its directory; None: the model's. end_tokens: with which the model is trained to stop.
+    tokenizer: directory of the tokenizer; None: that of the run file, else of the model.
+    chat_template: file that replaces the tokenizer's templates.
+    end_tokens: with which the model is trained to stop.
     """
     source = Path(spec.model_name_or_path)
     copied = {name: source / name for name in matching(source, OTHER_FILES)}
+    own = spec.tokenizer_name_or_path
+    tokenizer = tokenizer or (None if own is None else Path(own))
     named = tokenizer or source
     copied |= {name: named / name for name in matching(named, TOKENIZER_FILES)}
     if tokenizer is not None:
         copied |= {name: named / name for name in matching(named, ("*.py",)) if name not in copied}
     lines = list(_left_out(source, copied))
-    if template is not None:
+    if chat_template is not None:
         extra = [name for name in copied if name.startswith("additional_chat_templates/")]
         for name in extra:
             del copied[name]
         if extra:
             lines.append(f"not exported: {', '.join(extra)}; data.chat_template replaces every template")
-    written, generation = None, None
+    written, generation, config = None, None, getattr(model, "config", None)
     if config is not None and hasattr(config, "save_pretrained"):
-        written = _written_config(config, source, dtype, architecture)
+        architecture = type(model).__name__.removeprefix("FSDP")  # `fully_shard` puts its own class in front
+        written = _written_config(config, source, next(model.parameters()).dtype, architecture)
         generation, more = _generation(source, written)
         lines += [*more, *_with_ends(written, generation, end_tokens)]
+    template = None if chat_template is None else Path(chat_template)
     return Companions(copied, written, generation, template, tuple(lines))
 
 
@@ -157,51 +154,39 @@ _NEUTRAL = {"temperature": (1.0,), "top_p": (1.0,), "top_k": (50,)}
 
 
 def _with_ends(config: Any, generation: dict[str, Any] | None, ends: Sequence[int]) -> Iterator[str]:
-    """Adds the end tokens that training teaches where generation looks for end tokens, and adds a line."""
+    """Adds the end tokens of training to `eos_token_id`, where generation looks for end tokens, and gives a line."""
     text = config.get_text_config(decoder=True)
     owner = config if getattr(config, "eos_token_id", None) is not None else text
-    stops = _stops(getattr(owner, "eos_token_id", None))
-    places = []
-    if missing := [end for end in ends if end not in stops]:
-        owner.eos_token_id = _joined(stops, missing)
-        places.append("config.json")
+    known = {"config.json": getattr(owner, "eos_token_id", None)}
     if generation is not None:
-        known = _stops(generation.get("eos_token_id"))
-        if lacking := [end for end in ends if end not in known]:
-            generation["eos_token_id"] = _joined(known, lacking)
-            missing = missing or lacking
-            places.append("generation_config.json")
-    if missing:
+        known["generation_config.json"] = generation.get("eos_token_id")
+    changed: dict[str, int | list[int]] = {}
+    added: list[int] = []
+    for name, value in known.items():
+        own = [] if value is None else value if isinstance(value, list) else [value]
+        if missing := [end for end in ends if end not in own]:
+            every = [*own, *missing]
+            changed[name] = every[0] if len(every) == 1 else every
+            added = added or missing
+    if "config.json" in changed:
+        owner.eos_token_id = changed["config.json"]
+    if generation is not None and "generation_config.json" in changed:
+        generation["eos_token_id"] = changed["generation_config.json"]
+    if added:
         yield (
-            f"exported with end token {' and '.join(map(str, missing))} added to eos_token_id of {' and '.join(places)}: "
+            f"exported with end token {' and '.join(map(str, added))} added to eos_token_id of {' and '.join(changed)}: "
             "training teaches the model to stop with it"
         )
 
 
-def _stops(value: int | list[int] | None) -> list[int]:
-    return [] if value is None else value if isinstance(value, list) else [value]
-
-
-def _joined(known: list[int], more: list[int]) -> int | list[int]:
-    ends = [*known, *more]
-    return ends[0] if len(ends) == 1 else ends
-
-
 def _read_json(file: Path) -> dict[str, Any]:
+    why, fix = "The file is exported with the model.", "Repair or remove the file."
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ModelError(
-            f"{file} cannot be read: {error}.",
-            "The file is exported with the model.",
-            "Repair or remove the file.",
-        ) from None
+        raise ModelError(f"{file} cannot be read: {error}.", why, fix) from None
     if not isinstance(values, dict):
-        raise ModelError(
-            f"{file} is not a JSON object.",
-            "The file is exported with the model.",
-            "Repair or remove the file.",
-        )
+        raise ModelError(f"{file} is not a JSON object.", why, fix)
     return values
 
 

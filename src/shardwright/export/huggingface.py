@@ -1,7 +1,7 @@
-"""A directory that Transformers, and servers of models, read, written from a model that no rank holds whole.
+"""Writes a Hugging Face directory from a model that no rank holds whole.
 
-Tensors have the names that the hub has (`models.hub_names`). They are streamed: rank 0 holds the tensors of the model that
-one tensor of the files is made of, never a file's worth.
+Tensors have the names that Transformers gives them in files (`models.hub_names`). They are streamed: rank 0 holds the tensors
+of the model that one tensor of the files is made of, never a whole file.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardwright.config.schema import Model
 from shardwright.errors import ConfigError, ModelError
-from shardwright.export.companions import Companions, companions_of
-from shardwright.export.place import refusal, replace
-from shardwright.export.tensor_files import TensorFile, append, header, split_files, write_index
+from shardwright.export.companions import companions_of
+from shardwright.export.files import TensorFile, append, header, refusal, replace, split_files, write_index
 from shardwright.models.gather_full_tensors import described, whole_tensors
 from shardwright.models.materialise import whole_of
 from shardwright.models.model_parts import canonical_name, canonical_parameters, unwrapped
@@ -50,7 +49,7 @@ def save_pretrained(
     `max_shard_bytes`, or one tensor.
 
     The directory appears complete or not at all: rank 0 writes beside it and renames. A directory that is there is
-    replaced if it holds an earlier export; a place that `place.refusal` names is never replaced.
+    replaced if it holds an earlier export; a directory that `files.refusal` names is never replaced.
 
     Raises `ModelError` on every rank when rank 0 cannot write.
     """
@@ -62,8 +61,16 @@ def save_pretrained(
     export = _Export.of(root, spec, max_shard_bytes)
     failure = refusal(target, spec) if _is_writer() else None
     _agree(failure)
+
+    def start() -> None:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        companions_of(root, spec, tokenizer=tokenizer, chat_template=chat_template, end_tokens=end_tokens).write(
+            partial
+        )
+
     if _is_writer():
-        failure = _attempt(_start, root, spec, tokenizer, chat_template, end_tokens, partial)
+        failure = _attempt(start)
     failure = export.write(partial, failure)
     if failure is None and _is_writer():
         failure = _attempt(replace, partial, target)
@@ -82,7 +89,7 @@ def check_export(
     chat_template: str | None,
     end_tokens: Sequence[int],
 ) -> tuple[str, ...]:
-    """What should be known of the later `save_pretrained` with these arguments, one line each; call this before training.
+    """Lines about what a later `save_pretrained` with these arguments leaves out or changes; called before training.
 
     Raises `ConfigError` for what would stop the export.
     """
@@ -93,15 +100,17 @@ def check_export(
             "checkpoint.export_hf: final puts the trained model there.",
             "Set another checkpoint.output_dir, or checkpoint.export_hf to none.",
         )
-    return _companions(model, spec, tokenizer, chat_template, end_tokens).lines
+    return companions_of(model, spec, tokenizer=tokenizer, chat_template=chat_template, end_tokens=end_tokens).lines
 
 
 @dataclass(frozen=True)
 class _Export:
-    """The weights of one export, the same on every rank but for `held`.
+    """The weights of one export; `held` alone differs between ranks.
 
-    held: this rank's parts of the model's tensors. like: shape and dtype of each tensor of the files, on meta. origins:
-    what each is made of.
+    held: this rank's parts of the model's tensors.
+    like: shape and dtype of each tensor of the files, on meta.
+    origins: the tensors of the model that each is made of.
+    files: which tensors each file holds.
     """
 
     held: dict[str, Tensor]
@@ -125,7 +134,7 @@ class _Export:
         return cls(held, like, origins, split_files(like, max_shard_bytes))
 
     def write(self, directory: Path, failure: str | None) -> str | None:
-        """Writes all files; gives `failure`, or what went wrong on rank 0.
+        """Writes all files; returns `failure`, or what failed on rank 0.
 
         All ranks gather every tensor, even after rank 0 has failed: a rank that left would hang the others.
         """
@@ -176,39 +185,6 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
-def _start(
-    model: nn.Module,
-    spec: Model,
-    tokenizer: Path | None,
-    chat_template: str | None,
-    end_tokens: Sequence[int],
-    partial: Path,
-) -> None:
-    """Makes the directory with everything but weights."""
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    _companions(model, spec, tokenizer, chat_template, end_tokens).write(partial)
-
-
-def _companions(
-    model: nn.Module,
-    spec: Model,
-    tokenizer: Path | None,
-    chat_template: str | None,
-    end_tokens: Sequence[int],
-) -> Companions:
-    own = spec.tokenizer_name_or_path
-    return companions_of(
-        spec,
-        getattr(model, "config", None),
-        next(model.parameters()).dtype,
-        type(model).__name__.removeprefix("FSDP"),
-        tokenizer=tokenizer or (None if own is None else Path(own)),
-        template=None if chat_template is None else Path(chat_template),
-        end_tokens=end_tokens,
-    )
-
-
 def _append_made(path: Path, origin: Origin, dtype: torch.dtype, parts: Mapping[str, Tensor]) -> None:
     """Writes the tensor that `origin` makes of the whole tensors `parts`."""
     if isinstance(origin, Stored):
@@ -233,7 +209,7 @@ def _sync(directory: Path) -> None:
 
 
 def _attempt(function: Any, *args: Any) -> str | None:
-    """Calls it; gives what it raised as text, because the other ranks must hear of it first."""
+    """Calls the function; returns the error that it raised as text, which all ranks must know before one raises."""
     try:
         function(*args)
     except Exception as error:

@@ -23,7 +23,7 @@ from shardwright.launch.hang_analysis import RankSnapshot, describe
 from shardwright.launch.heartbeat import Beat, Heartbeat, read_heartbeat
 from shardwright.launch.processes import RankProcess
 from shardwright.measure import clock
-from shardwright.mesh.placement import STARTED_HERE
+from shardwright.mesh.cluster_environment import STARTED_HERE
 
 if TYPE_CHECKING:
     from shardwright.torch_private import Store  # the launcher does not load torch

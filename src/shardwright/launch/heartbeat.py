@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwright.measure import clock
-from shardwright.mesh.placement import STARTED_HERE
+from shardwright.mesh.cluster_environment import STARTED_HERE
 
 FILE = "heartbeat"
 PHASES = ("start", "data", "forward_backward", "reduce", "step", "log", "evaluate", "save", "end")

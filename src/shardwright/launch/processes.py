@@ -17,7 +17,7 @@ from typing import Any
 from shardwright.errors import ConfigError, ExitCode
 from shardwright.launch.rank import OUTCOME
 from shardwright.measure import clock
-from shardwright.mesh.placement import STARTED_HERE, STORE_FD, stop_signals
+from shardwright.mesh.cluster_environment import STARTED_HERE, STORE_FD, stop_signals
 
 # Ends the ranks when this process is killed. It reads the ranks' process groups from a pipe that closes with us.
 _GUARD = """

@@ -15,7 +15,7 @@ from shardwright.errors import ConfigError, ExitCode, ShardwrightError
 from shardwright.launch.hang_analysis import own_frame
 from shardwright.launch.output import bounded_writes
 from shardwright.measure import clock
-from shardwright.mesh.placement import STARTED_HERE, Job, job_of, started_by
+from shardwright.mesh.cluster_environment import STARTED_HERE, Job, job_of, started_by
 
 OUTCOME = "outcome.json"
 

@@ -17,13 +17,13 @@ from shardwright.errors import ConfigError, ExitCode
 from shardwright.launch.output import bounded_writes
 from shardwright.launch.processes import guard_process, started_ranks
 from shardwright.launch.watch import Watch
-from shardwright.mesh.placement import (
+from shardwright.mesh.cluster_environment import (
     JOB,
     RESTARTS,
     job_of,
     stop_signals,
 )
-from shardwright.mesh.seat import seat_here, share_of_cores
+from shardwright.mesh.host_resources import local_resources, share_of_cores
 
 
 def run_workers(
@@ -106,8 +106,8 @@ def rank_environment(
     kept = {name: value for name, value in inherited.items() if not name.startswith("TORCHELASTIC_")}
     # silences notes of torch's profiler, which some builds print at each start and stop
     defaults = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "KINETO_LOG_LEVEL": "99"}
-    seat = seat_here(inherited)
-    share = str(threads or kept.get("OMP_NUM_THREADS") or share_of_cores(seat, [seat] * local_ranks))
+    resources = local_resources(inherited)
+    share = str(threads or kept.get("OMP_NUM_THREADS") or share_of_cores(resources, [resources] * local_ranks))
     defaults |= {"OMP_NUM_THREADS": share, "MKL_NUM_THREADS": share}
     defaults |= backend_facts(device).rank_environment(kept)
     forced = {"OMP_NUM_THREADS": share, "MKL_NUM_THREADS": share} if threads else {}

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardwright.errors import ConfigError
-from shardwright.layout.axes import Axes
-from shardwright.layout.functions import names_function
+from shardwright.layout.axes import AXES, MODEL_AXES, Axes
+from shardwright.layout.import_path import is_import_path
+from shardwright.layout.size_rules import schedule_of
 
 if TYPE_CHECKING:  # the planner reads the table and loads no pydantic
     from shardwright.config.schema import RunFile
@@ -24,7 +25,7 @@ FULLY_SHARD = ("zero1", "zero2", "zero3")
 
 @dataclass(frozen=True)
 class Exclusion:
-    """`first` and `second` are features (any one of each tuple) that do not go together, with the reason and the way out."""
+    """Two sets of features: no feature of `first` combines with one of `second`. reason, fix: of the error."""
 
     first: tuple[str, ...]
     second: tuple[str, ...]
@@ -93,12 +94,13 @@ EXCLUSIONS = (
 
 
 def features(run: RunFile, axes: Axes) -> dict[str, str]:
-    """The features of a run -> how an error spells each."""
+    """{feature of a run: its key and value, as an error shows them}."""
     p, memory = run.parallelism, run.memory
     found: dict[str, str] = {p.data_parallel: f"data_parallel {p.data_parallel}"}
-    found |= {a: f"parallelism.{a}_size {getattr(axes, a)}" for a in ("pp", "cp", "tp") if getattr(axes, a) > 1}
+    sizes = {name: getattr(axes, name) for name in MODEL_AXES}
+    found |= {name: f"parallelism.{AXES[name].key} {size}" for name, size in sizes.items() if size > 1}
     if axes.pp > 1:
-        schedule = p.pp_schedule or "1f1b"
+        schedule = schedule_of(p)
         found[schedule] = f"parallelism.pp_schedule {schedule}"
     if memory.activation_checkpointing != "none":
         kind = memory.activation_checkpointing
@@ -113,7 +115,7 @@ def features(run: RunFile, axes: Axes) -> dict[str, str]:
         found["offload"] = f"memory.cpu_offload {memory.cpu_offload}"
     if run.data.batching == "pack":
         found["pack"] = "data.batching pack"
-    if names_function(run.model.model_name_or_path):
+    if is_import_path(run.model.model_name_or_path):
         found["module"] = f"the model function {run.model.model_name_or_path}"
     return found
 

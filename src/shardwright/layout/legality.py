@@ -5,24 +5,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from shardwright.config.load import Loaded, keys, sections
 from shardwright.config.rates import check_length
-from shardwright.config.schema import RunFile
+from shardwright.config.schema import Parallelism, RunFile
 from shardwright.dtypes import DTYPES
 from shardwright.errors import ConfigError, did_you_mean
-from shardwright.layout.axes import Axes, resolve_axes
-from shardwright.layout.batch import accumulation_steps
+from shardwright.layout.axes import AXES, Axes, resolve_axes
 from shardwright.layout.combinations import check_combination
-from shardwright.layout.functions import names_function
-from shardwright.layout.rules_context import check_context
-from shardwright.layout.rules_pipeline import check_pipeline
-from shardwright.layout.rules_tensor import check_sequence
+from shardwright.layout.import_path import is_import_path
+from shardwright.layout.size_rules import SIZE_RULES, accumulation_steps
 
 
-@dataclass(frozen=True)
-class Rule:
+class Rule(NamedTuple):
     """`keys` have no effect in a run where `idle` is true, for `reason`."""
 
     idle: bool
@@ -30,83 +26,59 @@ class Rule:
     keys: tuple[str, ...]
 
 
+def layout_rules(p: Parallelism) -> list[Rule]:
+    """The rules of keys of section `parallelism`."""
+    sharded, kind = p.data_parallel != "ddp", p.data_parallel
+    reshard = ("parallelism.reshard_after_forward",)
+    return [
+        Rule(not sharded, "ddp keeps whole parameters on every rank", ("parallelism.unit", "parallelism.prefetch")),
+        Rule(kind != "zero3", "only zero3 drops gathered parameters after forward", reshard),
+        Rule(sharded, "only ddp reduces in buckets", ("parallelism.bucket_bytes",)),
+        *(
+            Rule(getattr(p, axis.key) == 1, f"{axis.key} is 1", tuple(f"parallelism.{key}" for key in axis.options))
+            for axis in AXES.values()
+            if axis.options
+        ),
+    ]
+
+
 def effect_rules(run: RunFile) -> list[Rule]:
     """The rules of every key that has no effect in some runs; a key that stands in none always has one.
 
     Keys of `data` that only some formats read have theirs where the formats are known (`data/formats.py`).
     """
-    p, t = run.parallelism, run.training
-    sharded, module = p.data_parallel != "ddp", names_function(run.model.model_name_or_path)
-    rules: list[Rule] = []
-
-    def when(condition: bool, reason: str, *keys: str) -> None:
-        rules.append(Rule(condition, reason, keys))
-
-    when(not sharded, "ddp keeps whole parameters on every rank", "parallelism.unit", "parallelism.prefetch")
-    when(
-        p.data_parallel != "zero3",
-        "only zero3 drops gathered parameters after forward",
-        "parallelism.reshard_after_forward",
-    )
-    when(sharded, "only ddp reduces in buckets", "parallelism.bucket_bytes")
-    when(p.unit == "root", "one unit has no next one to gather ahead", "parallelism.prefetch")
-    when(p.tp_size == 1, "tp_size is 1", "parallelism.sequence_parallel", "parallelism.tp_plan")
-    when(p.cp_size == 1, "cp_size is 1", "parallelism.cp_attention", "parallelism.cp_load_balance")
-    when(p.pp_size == 1, "pp_size is 1", "parallelism.pp_schedule")
-    when(
-        t.optimizer != "adamw",
-        f"the optimizer is {t.optimizer}",
-        "training.adam_beta1",
-        "training.adam_beta2",
-        "training.adam_epsilon",
-    )
-    when(
-        t.lr_scheduler_type == "constant",
-        "lr_scheduler_type constant has no warm-up",
-        "training.warmup_steps",
-    )
-    when(
-        t.lr_scheduler_type in ("constant", "constant_with_warmup"),
-        f"lr_scheduler_type {t.lr_scheduler_type} has no arguments",
-        "training.lr_scheduler_kwargs",
-    )
-    when(t.weight_decay == 0, "training.weight_decay is 0", "training.no_decay")
-    when(
-        not run.data.validation,
-        "data.validation is empty",
-        "training.eval_steps",
-        "training.until_eval_loss",
-        "training.per_device_eval_batch_size",
-    )
-    when(t.eval_steps is None, "nothing is evaluated before the end", "training.until_eval_loss")
-    c = run.checkpoint
-    when(c.save_total_limit is None, "every checkpoint is kept", "checkpoint.keep_every")
-    when(c.storage == "shared", "checkpoint.storage is shared", "checkpoint.copies")
-    when(not c.async_save, "checkpoint.async_save is false", "checkpoint.async_when_busy")
-    when(
-        c.resume == "never",
-        "checkpoint.resume is never",
-        "checkpoint.partial",
-        "checkpoint.accept_changes",
-    )
-    when(module, "the model is a function of a package", "model.config_overrides", "model.attn_implementation")
-    batching = run.data.batching
-    when(batching != "pack", f"data.batching is {batching}", "data.packing_strategy")
-    when(batching != "bucket", f"data.batching is {batching}", "data.bucket_updates")
-    when(not run.data.streaming, "data.streaming is false", "data.stream_window")
-    alone = run.data.streaming and not run.data.validation
-    when(alone, "a stream is tokenised while it is read, by one process", "data.num_proc")
-    when(t.max_steps is not None, "every update of a run of max_steps is full", "data.drop_last")
-    when(not module, "the model is a Hugging Face directory", "model.kwargs")
-    when(
-        run.data.batching == "pack" and run.model.attn_implementation == "eager",
-        "packed rows have a core attention that keeps documents apart",
-        "model.attn_implementation",
-    )
-    when(c.save_steps is None, "only the last update is saved", "checkpoint.keep_every")
-    updates = t.max_steps or 3
-    when(updates < 3, "the third update is the first that is profiled", "logging.profile_steps")
-    return rules
+    t, c, data = run.training, run.checkpoint, run.data
+    module, schedule = is_import_path(run.model.model_name_or_path), t.lr_scheduler_type
+    adam = ("training.adam_beta1", "training.adam_beta2", "training.adam_epsilon")
+    evaluation = ("training.eval_steps", "training.until_eval_loss", "training.per_device_eval_batch_size")
+    alone = data.streaming and not data.validation
+    packed = data.batching == "pack" and run.model.attn_implementation == "eager"
+    without_arguments = schedule in ("constant", "constant_with_warmup")
+    unit = run.parallelism.unit
+    return [
+        *layout_rules(run.parallelism),
+        Rule(unit == "root", "one unit has no next unit to gather ahead", ("parallelism.prefetch",)),
+        Rule(t.optimizer != "adamw", f"the optimizer is {t.optimizer}", adam),
+        Rule(schedule == "constant", "lr_scheduler_type constant has no warm-up", ("training.warmup_steps",)),
+        Rule(without_arguments, f"lr_scheduler_type {schedule} has no arguments", ("training.lr_scheduler_kwargs",)),
+        Rule(t.weight_decay == 0, "training.weight_decay is 0", ("training.no_decay",)),
+        Rule(not data.validation, "data.validation is empty", evaluation),
+        Rule(t.eval_steps is None, "nothing is evaluated before the end", ("training.until_eval_loss",)),
+        Rule(c.save_total_limit is None, "every checkpoint is kept", ("checkpoint.keep_every",)),
+        Rule(c.storage == "shared", "checkpoint.storage is shared", ("checkpoint.copies",)),
+        Rule(not c.async_save, "checkpoint.async_save is false", ("checkpoint.async_when_busy",)),
+        Rule(c.resume == "never", "checkpoint.resume is never", ("checkpoint.partial", "checkpoint.accept_changes")),
+        Rule(module, "the model is a function of a package", ("model.config_overrides", "model.attn_implementation")),
+        Rule(data.batching != "pack", f"data.batching is {data.batching}", ("data.packing_strategy",)),
+        Rule(data.batching != "bucket", f"data.batching is {data.batching}", ("data.bucket_updates",)),
+        Rule(not data.streaming, "data.streaming is false", ("data.stream_window",)),
+        Rule(alone, "a stream is tokenised while it is read, by one process", ("data.num_proc",)),
+        Rule(t.max_steps is not None, "every update of a run of max_steps is full", ("data.drop_last",)),
+        Rule(not module, "the model is a Hugging Face directory", ("model.kwargs",)),
+        Rule(packed, "packed rows have a core attention that keeps documents apart", ("model.attn_implementation",)),
+        Rule(c.save_steps is None, "only the last update is saved", ("checkpoint.keep_every",)),
+        Rule((t.max_steps or 3) < 3, "the third update is the first that is profiled", ("logging.profile_steps",)),
+    ]
 
 
 def idle_keys(loaded: Loaded) -> dict[str, str]:
@@ -122,12 +94,7 @@ def idle_keys(loaded: Loaded) -> dict[str, str]:
     return {key: rule.reason for rule in effect_rules(loaded.run) if rule.idle for key in rule.keys if key in given}
 
 
-_HOMES = {
-    "lr": "training.learning_rate",
-    "params": "",
-    "weight_decay": "training.weight_decay",
-    "wrap": "",
-}
+_HOMES = {"lr": "training.learning_rate", "params": "", "weight_decay": "training.weight_decay", "wrap": ""}
 """Arguments of optimizers that the run file sets elsewhere."""
 
 
@@ -268,10 +235,10 @@ def check_run(loaded: Loaded, world_size: int) -> Axes:
     check_settings(loaded)
     axes = resolve_axes(run.parallelism, world_size)
     check_combination(run, axes)
-    check_pipeline(run, axes)
-    check_context(run, axes)
-    check_sequence(run, axes)
-    shards, whole = run.parallelism.reshard_after_forward, axes.dp_shard * axes.cp
+    for axis, check in SIZE_RULES.items():
+        if getattr(axes, axis) > 1:
+            check(run, axes)
+    shards, whole = run.parallelism.reshard_after_forward, axes.shard_ranks
     if isinstance(shards, int) and not isinstance(shards, bool) and (whole % shards or shards in (1, whole)):
         raise ConfigError(
             f"parallelism.reshard_after_forward {shards} on dp_shard_size x cp_size = {whole}.",

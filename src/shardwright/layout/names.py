@@ -1,31 +1,41 @@
 """Layout names on the command line: `ddp`, `zero1+hsdp2`, `pp2:zero_bubble+zero1+tp2`.
 
-A name is parts joined by `+`. A part is a data-parallel kind (`ddp`, `zero1`, `zero2`, `zero3` = `fsdp2`), `hsdpN`
-(dp_replicate_size N, with zero3 unless another zero kind stands beside it), `tpN`, `cpN[:attention]` or `ppN[:schedule]`.
+A name is parts joined by `+`. A part is a data-parallel kind (`ddp`, `zero1`, `zero2`, `zero3` = `fsdp2`), or the size of an
+axis with that axis's prefix in `layout.axes.AXES` and perhaps a choice behind a colon: `tp2`, `cp2:ring`, `pp2:gpipe`.
+`hsdpN` (dp_replicate_size N) means zero3 unless another zero kind stands beside it.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
+from math import prod
 from typing import Any, get_args
 
 from shardwright.config.load import Loaded
-from shardwright.config.schema import ContextAttention, DataParallel, Parallelism, Schedule
+from shardwright.config.schema import DataParallel, Parallelism
 from shardwright.errors import ConfigError, did_you_mean
+from shardwright.layout.axes import AXES, MODEL_AXES, Axis
+from shardwright.layout.legality import layout_rules
 
 KINDS = {**{kind: kind for kind in get_args(DataParallel)}, "fsdp2": "zero3"}
-SCHEDULES = get_args(Schedule)
-OPTIONS = {
-    "pp": ("pp_schedule", "pipeline schedule", SCHEDULES),
-    "cp": ("cp_attention", "context-parallel attention", get_args(ContextAttention)),
-}
-"""What may stand behind a colon: the key, what it is, and the values that it takes."""
+_BY_PART = {axis.part: axis for axis in AXES.values() if axis.part}
+_PART = re.compile(rf"({'|'.join(_BY_PART)})(\d*)(?::(\w+))?")
+_EXAMPLES = (*KINDS, *(f"{part}{size}" for part in _BY_PART for size in (2, 4)), "all")
 
-_SIZED = {"hsdp": "dp_replicate_size", "tp": "tp_size", "cp": "cp_size", "pp": "pp_size"}
-_PART = re.compile(r"(hsdp|tp|cp|pp)(\d*)(?::(\w+))?")
-_EXAMPLES = (*KINDS, "hsdp2", "hsdp4", "tp2", "tp4", "cp2", "pp2", "pp4", "all")
+
+def _choices(axis: Axis) -> tuple[str, ...]:
+    """What may stand behind the colon in a layout name for this axis: the values that the schema allows."""
+    if axis.choice is None:
+        return ()
+    allowed, _none = get_args(Parallelism.model_fields[axis.choice[0]].annotation)
+    return get_args(allowed)
+
+
+def _shown(axis: Axis) -> str:
+    return f"{axis.part}N" + (f"[:{axis.choice[1].split()[-1]}]" if axis.choice else "")
 
 
 def _part(part: str, name: str) -> dict[str, Any]:
@@ -33,48 +43,30 @@ def _part(part: str, name: str) -> dict[str, Any]:
     if part in KINDS:
         return {"data_parallel": KINDS[part]}
     match = _PART.fullmatch(part)
-    axis, digits, option = match.groups() if match else ("", "", None)
-    if match is None or (not digits and axis != "hsdp") or (option and axis not in OPTIONS):
+    prefix, digits, option = match.groups() if match else ("", "", None)
+    axis = _BY_PART.get(prefix)
+    if axis is None or (not digits and prefix != "hsdp") or (option and axis.choice is None):
         shown = f"`{part}` in `{name}`" if part != name else f"`{part}`"
         hint = did_you_mean(part.partition(":")[0], _EXAMPLES)
-        raise ConfigError(
-            f"{shown} is no layout.",
-            "",
-            f"{hint} Parts are {', '.join(KINDS)}, hsdpN, tpN, cpN[:attention], ppN[:schedule], joined by +.".strip(),
-        )
+        parts = ", ".join([*KINDS, *map(_shown, _BY_PART.values())])
+        raise ConfigError(f"{shown} is no layout.", "", f"{hint} Parts are {parts}, joined by +.".strip())
     size = int(digits or 2)
     if size < 2:
         raise ConfigError(
-            f"`{part}` splits nothing.",
-            f"A size of {size} is the same as leaving the part out.",
-            "Leave it out.",
+            f"`{part}` splits nothing.", f"A size of {size} is the same as leaving the part out.", "Leave the part out."
         )
-    if not option:
-        return {_SIZED[axis]: size}
-    key, what, known = OPTIONS[axis]
-    if option not in known:
-        raise ConfigError(f"`{option}` in `{name}` is no {what}.", "", did_you_mean(option, known))
-    return {_SIZED[axis]: size, key: option}
-
-
-TUNING = {
-    "unit": "zero",
-    "prefetch": "zero",
-    "reshard_after_forward": "zero3",
-    "bucket_bytes": "ddp",
-    "cp_attention": "cp",
-    "cp_load_balance": "cp",
-    "sequence_parallel": "tp",
-    "tp_plan": "tp",
-    "pp_schedule": "pp",
-}
-"""Key of section parallelism that no layout name sets -> what a layout needs for the key to have an effect."""
+    if not option or axis.choice is None:
+        return {axis.key: size}
+    key, what, _ = axis.choice
+    if option not in _choices(axis):
+        raise ConfigError(f"`{option}` in `{name}` is no {what}.", "", did_you_mean(option, _choices(axis)))
+    return {axis.key: size, key: option}
 
 
 def parse_layout(name: str) -> dict[str, Any]:
     """The keys of `parallelism` that the layout `name` sets, with their values.
 
-    Raises `ConfigError` for a part that is unknown (with the nearest known one), doubled, or in conflict with another.
+    Raises `ConfigError` for a part that is unknown (with the nearest known part), doubled, or in conflict with another.
     """
     keys: dict[str, Any] = {}
     for part in name.strip().split("+"):
@@ -93,6 +85,12 @@ def parse_layout(name: str) -> dict[str, Any]:
     return keys
 
 
+def tuning_keys(p: Parallelism) -> Iterator[tuple[str, bool]]:
+    """(key of `parallelism` that only some layouts read, whether the layout `p` reads it)."""
+    for rule in layout_rules(p):
+        yield from ((key.partition(".")[2], not rule.idle) for key in rule.keys)
+
+
 def apply_layout(name: str, base: Parallelism) -> Parallelism:
     """The `parallelism` section for the layout `name`.
 
@@ -100,15 +98,8 @@ def apply_layout(name: str, base: Parallelism) -> Parallelism:
     prefetch, bucket_bytes, ...) are kept where they have an effect in this layout and dropped where they have none.
     """
     keys = parse_layout(name)
-    kind = keys.setdefault("data_parallel", base.data_parallel)
-    sharded = kind != "ddp"
-    here = {
-        "zero": sharded,
-        "zero3": kind == "zero3",
-        "ddp": kind == "ddp",
-        **{axis: keys.get(f"{axis}_size", 1) > 1 for axis in ("cp", "tp", "pp")},
-    }
-    kept = {key: getattr(base, key) for key, needs in TUNING.items() if here[needs]}
+    keys.setdefault("data_parallel", base.data_parallel)
+    kept = {key: getattr(base, key) for key, read in tuning_keys(Parallelism(**keys)) if read}
     return Parallelism(**{**kept, **keys})
 
 
@@ -119,20 +110,22 @@ def every_layout(world_size: int) -> tuple[str, ...]:
     cannot do among these is for the gates to refuse.
     """
     names: list[str] = []
+    axes = [AXES[name] for name in MODEL_AXES]
     sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
-    for pp, cp, tp in product(sizes, repeat=3):
-        if world_size % (pp * cp * tp):
+    for chosen in product(sizes, repeat=len(axes)):
+        data, rest = divmod(world_size, prod(chosen))
+        if rest:
             continue
-        data = world_size // (pp * cp * tp)
-        cuts = [f"{axis}{size}" for axis, size in (("pp", pp), ("cp", cp), ("tp", tp)) if size > 1]
-        kinds = get_args(DataParallel) if data > 1 or not cuts else ("ddp", "zero3")
-        names += ["+".join([kind, *cuts]) for kind in kinds]
+        divided = [(axis, f"{axis.part}{size}") for axis, size in zip(axes, chosen) if size > 1]
+        parts = [part for _, part in divided]
+        kinds = get_args(DataParallel) if data > 1 or not parts else ("ddp", "zero3")
+        names += ["+".join([kind, *parts]) for kind in kinds]
         if data > 1:
-            replicas = [size for size in sizes if size > 1 and data % size == 0] if not cuts else [2]
-            names += ["+".join([f"hsdp{size}", *cuts]) for size in replicas if data % size == 0]
-        if len(cuts) == 1 and (option := OPTIONS.get(cuts[0][:2])):
-            others = [value for value in option[2] if value not in ("1f1b", "all_gather")]
-            names += [f"ddp+{cuts[0]}:{value}" for value in others]
+            replicas = [size for size in sizes if size > 1 and data % size == 0] if not parts else [2]
+            names += ["+".join([f"hsdp{size}", *parts]) for size in replicas if data % size == 0]
+        if len(divided) == 1 and (choice := divided[0][0].choice):
+            others = [value for value in _choices(divided[0][0]) if value != choice[2]]
+            names += [f"ddp+{parts[0]}:{value}" for value in others]
     return tuple(names)
 
 

@@ -267,9 +267,7 @@ def split_blocks(layers: int, stages: int, head_blocks: float = 1.0) -> tuple[in
     """
     if layers < stages:
         raise ConfigError(
-            f"{layers} blocks cannot fill {stages} pipeline stages.",
-            "Each stage needs a block.",
-            "Lower pp_size.",
+            f"{layers} blocks cannot fill {stages} pipeline stages.", "Each stage needs a block.", "Lower pp_size."
         )
     loads = [(1 + head_blocks * (stage == stages - 1), -stage) for stage in range(stages)]
     heapify(loads)

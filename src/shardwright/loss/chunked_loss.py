@@ -28,7 +28,7 @@ from shardwright.backends.facts import backend_facts
 from shardwright.backends.tp_collectives import Peers, all_reduce, copy_to_tp
 from shardwright.config.schema import RunFile
 from shardwright.errors import ModelError
-from shardwright.layout.axes import Axes
+from shardwright.layout.axes import model_axes
 from shardwright.layout.loss import IGNORE_INDEX, chunk_tokens
 from shardwright.loss.output_head import Deferred, Step, apply_steps, steps_after_head
 from shardwright.loss.vocab_parallel_loss import check_ids, widened
@@ -285,7 +285,7 @@ def find_loss_chunks(model: nn.Module, parts: Parts, run: RunFile, device: str) 
     if weight is None and asked in ("auto", 0):
         return LossChunks(0)
     vocabulary = 1 if weight is None else weight.shape[0]
-    axes = Axes(pp=p.pp_size, cp=p.cp_size, tp=p.tp_size)
+    axes = model_axes(p)
     tokens = chunk_tokens(run, axes, vocabulary, device)
     if not tokens:
         return LossChunks(0)

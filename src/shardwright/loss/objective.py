@@ -5,7 +5,6 @@ B rows, T positions, V vocabulary. Labels come already shifted: labels[b, t] is 
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwright.errors import ConfigError, ShardwrightError, did_you_mean
+from shardwright.layout.import_path import import_object
 from shardwright.layout.loss import CROSS_ENTROPY, IGNORE_INDEX
 from shardwright.loss.output_head import Deferred
 from shardwright.loss.vocab_parallel_loss import vocabulary_cross_entropy_sum, widened
@@ -62,17 +62,13 @@ def own_loss(path: str) -> OwnLoss | None:
     """
     if path == CROSS_ENTROPY:
         return None
-    module, _, name = path.partition(":")
-    if not name:
+    if ":" not in path:
         raise ConfigError(
             f"training.loss = {path!r} is not known.",
             did_you_mean(path, [CROSS_ENTROPY]),
             f"It is {CROSS_ENTROPY} or package.module:function.",
         )
-    try:
-        function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"training.loss = {path!r} cannot be imported: {error}.") from None
+    function = import_object(path, "training.loss")
 
     def checked(logits: Tensor, labels: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor | float]:
         result = function(logits, labels, weights)

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 from torch.profiler import record_function
 
+from shardwright.layout.axes import ROW_AXES
 from shardwright.layout.traffic import Traffic
 from shardwright.torch_private import COLLECTIVE_NAMESPACES, TorchDispatchMode, group_in_operator
 
@@ -112,7 +113,7 @@ def compare_traffic(
             key = (line.axis, "reduce-scatter" if line.collective == "all-to-all" else line.collective)
             calls[key][side] += line.count
             sent[key][side] += line.sent_bytes
-    in_buckets = (("dp_replicate", "all-reduce"), ("cp", "all-reduce")) if buckets else ()
+    in_buckets = [(axis, "all-reduce") for axis in ("dp_replicate", *ROW_AXES)] if buckets else []
     return [
         TrafficComparison(*key, calls[key][0], calls[key][1], sent[key][0], sent[key][1], key not in in_buckets)
         for key in sorted(calls)

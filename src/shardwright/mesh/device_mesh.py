@@ -7,11 +7,12 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardwright.layout.axes import AXES, Axes
+from shardwright.layout.axes import AXES, ROW_AXES, Axes
 from shardwright.torch_private import concatenate_meshes, flatten_mesh
 
-FLATTENED = {"dp_shard_cp": ("dp_shard", "cp"), "dp_replicate_cp": ("dp_replicate", "cp")}
-"""Names of dimensions made of several axes: parameters are sharded over context-parallel ranks too."""
+FLATTENED = {"_".join(axes): axes for axes in (("dp_shard", *ROW_AXES), ("dp_replicate", *ROW_AXES))}
+"""Name of a dimension -> its axes. Ranks of `ROW_AXES` hold the same parameters and other tokens, as data-parallel ranks do:
+parameters are sharded over them, and gradients summed, in one group with a data axis."""
 
 
 def make_mesh(axes: Axes, device: torch.device) -> DeviceMesh:
@@ -19,7 +20,7 @@ def make_mesh(axes: Axes, device: torch.device) -> DeviceMesh:
 
     Collective: every rank of the default process group calls it.
     """
-    return init_device_mesh(device.type, axes.sizes, mesh_dim_names=AXES)
+    return init_device_mesh(device.type, axes.sizes, mesh_dim_names=tuple(AXES))
 
 
 def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
@@ -29,9 +30,7 @@ def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
 
 def replica_group(mesh: DeviceMesh) -> ProcessGroup:
     """The ranks of `ddp` that hold the same parameters and other tokens. Collective."""
-    if mesh["cp"].size() == 1:
-        return mesh["dp_replicate"].get_group()
-    return flattened(mesh, "dp_replicate_cp").get_group()
+    return _with_row_axes(mesh, "dp_replicate").get_group()
 
 
 def shard_mesh(mesh: DeviceMesh) -> DeviceMesh:
@@ -39,26 +38,36 @@ def shard_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
     Context-parallel ranks hold other tokens of the same rows: parameters are sharded over them too.
     """
-    hybrid = mesh["dp_replicate"].size() > 1
-    if mesh["cp"].size() == 1:
-        return mesh["dp_replicate", "dp_shard"] if hybrid else mesh["dp_shard"]
-    shards = flattened(mesh, "dp_shard_cp")
-    return concatenate_meshes([mesh["dp_replicate"], shards]) if hybrid else shards
+    shards = _with_row_axes(mesh, "dp_shard")
+    if mesh["dp_replicate"].size() == 1:
+        return shards
+    if not _divides_rows(mesh):
+        return mesh["dp_replicate", "dp_shard"]
+    return concatenate_meshes([mesh["dp_replicate"], shards])
+
+
+def _divides_rows(mesh: DeviceMesh) -> bool:
+    return any(mesh[axis].size() > 1 for axis in ROW_AXES)
+
+
+def _with_row_axes(mesh: DeviceMesh, axis: str) -> DeviceMesh:
+    """The dimension `axis`, together with `ROW_AXES` where these have more than one rank."""
+    return flattened(mesh, "_".join((axis, *ROW_AXES))) if _divides_rows(mesh) else mesh[axis]
 
 
 def axis_of_groups(mesh: DeviceMesh) -> dict[str, str]:
-    """Name of a process group of this rank -> axis as `layout/traffic.py` spells it; groups of one rank are left out.
+    """Name of a process group of this rank -> axis as in `layout.traffic.Traffic`; groups of one rank are left out.
 
-    The groups of several axes (`FLATTENED`) have the name of the first, or of `cp` where the first has one rank: torch then
-    has one group for both. Collective as `flattened`.
+    The groups of several axes (`FLATTENED`) have the name of the first axis with more than one rank: where the data axis has
+    one rank, torch has one group for `cp` and both. Collective as `flattened`.
     """
     found: dict[str, str] = {}
     for axis in AXES:
         if mesh[axis].size() > 1:
             found[mesh[axis].get_group().group_name] = axis
-    for name, axes in FLATTENED.items():
-        if mesh["cp"].size() > 1:
-            found[flattened(mesh, name).get_group().group_name] = axes[0] if mesh[axes[0]].size() > 1 else "cp"
+    for name, axes in FLATTENED.items() if _divides_rows(mesh) else ():
+        first = next(axis for axis in axes if mesh[axis].size() > 1)
+        found[flattened(mesh, name).get_group().group_name] = first
     return found
 
 

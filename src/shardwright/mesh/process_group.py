@@ -1,6 +1,6 @@
-"""The process group that a rank joins, its device and its threads: the only home of `torch.distributed` set-up.
+"""Joins a rank to the default process group, and chooses its device and threads: the only place of `torch.distributed` set-up.
 
-However a rank was started (see `mesh/placement.py`), it ends in the same `Connection`.
+Every launcher (see `mesh/cluster_environment.py`) leads to the same `Connection`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,15 @@ import torch.distributed as dist
 
 from shardwright.backends.facts import backend_facts
 from shardwright.errors import ConfigError, ShardwrightError
-from shardwright.mesh.placement import Placement, read_placement
-from shardwright.mesh.rendezvous import Meeting, say_left
-from shardwright.mesh.seat import Seat, assign_devices, seat_here, share_of_cores, threads_per_rank
+from shardwright.mesh.cluster_environment import RankInfo, read_rank_info
+from shardwright.mesh.host_resources import (
+    HostResources,
+    assign_devices,
+    local_resources,
+    share_of_cores,
+    threads_per_rank,
+)
+from shardwright.mesh.rendezvous import Rendezvous, announce_exit
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 SECONDS_FOR_THE_LAST = 5
@@ -28,32 +34,32 @@ SECONDS_FOR_THE_LAST = 5
 
 def cores_here() -> int:
     """CPU cores that this process may use alone."""
-    seat = seat_here(os.environ)
-    return share_of_cores(seat, [seat])
+    resources = local_resources(os.environ)
+    return share_of_cores(resources, [resources])
 
 
 def device_kind(requested: str, local_ranks: int) -> str:
     """`cpu` or `cuda` for `local_ranks` ranks that this process starts; see `choose_device`."""
-    seat = seat_here(os.environ, _visible_devices(requested, identify=False))
-    return choose_device(requested, [seat] * local_ranks)[0]
+    resources = local_resources(os.environ, _visible_devices(requested, identify=False))
+    return choose_device(requested, [resources] * local_ranks)[0]
 
 
-def choose_device(requested: str, seats: Sequence[Seat]) -> tuple[str, str]:
-    """(`cpu` or `cuda`, notice) for ranks on `seats`: as requested; `auto` is CUDA when there is a device for each.
+def choose_device(requested: str, all_resources: Sequence[HostResources]) -> tuple[str, str]:
+    """(`cpu` or `cuda`, notice) for ranks on `all_resources`: as requested; `auto` is CUDA when there is a device for each.
 
-    The notice is empty unless `auto` leaves a device unused. Raises `ConfigError` when CUDA is requested and is not
-    there. A visible device never changes what `cpu` means.
+    The notice is empty unless `auto` leaves a device unused. Raises `ConfigError` when CUDA is requested and not
+    available. A visible device never changes what `cpu` means.
     """
     if requested == "cpu":
         return "cpu", ""
-    given = assign_devices(seats)
+    given = assign_devices(all_resources)
     if None not in given:
         return "cuda", ""
-    without = seats[given.index(None)]
-    local = [seat for seat in seats if seat.host == without.host]
-    found = len({device for seat in local for device in seat.devices})
+    without = all_resources[given.index(None)]
+    local = [resources for resources in all_resources if resources.host == without.host]
+    found = len({device for resources in local for device in resources.devices})
     if requested == "auto":
-        if not any(seat.devices for seat in seats):
+        if not any(resources.devices for resources in all_resources):
             return "cpu", ""
         return "cpu", f"Running on the CPU: {found} cuda device(s) for {len(local)} local rank(s)."
     text = f"{found} cuda device(s) found" if found else "torch finds no CUDA device"
@@ -96,7 +102,7 @@ class Connection:
     a person should see.
     """
 
-    placement: Placement
+    rank_info: RankInfo
     device: torch.device
     backend: str
     threads: int
@@ -106,8 +112,8 @@ class Connection:
     notices: tuple[str, ...] = ()
 
     def configuration(self) -> dict[str, Any]:
-        """What a run record holds of this: the same on every rank and however the run was started."""
-        place = asdict(self.placement)
+        """The fields that a run record holds: the same on every rank and under every launcher."""
+        place = asdict(self.rank_info)
         kept = {name: place[name] for name in ("world_size", "local_world_size", "nodes")}
         return kept | {
             "device": self.device.type,
@@ -129,27 +135,27 @@ def connect(
     """Joins the default process group, of one rank too, and leaves it at the end. Collective.
 
     device: `auto`, `cpu` or `cuda`. timeout_seconds: a collective that takes longer fails. threads: CPU threads of this
-    rank; see `threads_per_rank`. asked_to_stop: whether this process was told to leave, asked while it waits for others.
-    Raises `ConfigError` for a device that is not there and for a place where ranks cannot meet, `StoppedEarly` when asked to
+    rank; see `threads_per_rank`. asked_to_stop: whether this process was told to stop, asked while it waits for other ranks.
+    Raises `ConfigError` for a missing device and for an address where ranks cannot meet, `StoppedEarly` when asked to
     stop, and `ShardwrightError` when ranks are missing or a SUM over ranks is wrong.
     """
-    placement = read_placement(os.environ)
-    identify = placement.world_size > 1
-    mine = seat_here(os.environ, _visible_devices(device, identify))
-    meeting = Meeting(placement, os.environ, timeout_seconds, asked_to_stop)
-    seats = meeting.seats(mine)
-    kind, notice = choose_device(device, seats)
-    torch.set_num_threads(threads_per_rank(threads, placement, os.environ, mine, seats))
+    rank_info = read_rank_info(os.environ)
+    identify = rank_info.world_size > 1
+    mine = local_resources(os.environ, _visible_devices(device, identify))
+    rendezvous = Rendezvous(rank_info, os.environ, timeout_seconds, asked_to_stop)
+    all_resources = rendezvous.exchange(mine)
+    kind, notice = choose_device(device, all_resources)
+    torch.set_num_threads(threads_per_rank(threads, rank_info, os.environ, mine, all_resources))
     kept = backend_facts(kind).keep_freed_blocks(os.environ)
     place = torch.device(kind)
     options: dict[str, Any] = {"backend": BACKENDS[kind], "timeout": timedelta(seconds=timeout_seconds)}
     if kind == "cuda":
-        place = torch.device(kind, assign_devices(seats)[placement.rank] or 0)
+        place = torch.device(kind, assign_devices(all_resources)[rank_info.rank] or 0)
         torch.accelerator.set_device_index(place.index)
         options["device_id"] = place
-    dist.init_process_group(store=meeting.store, rank=placement.rank, world_size=placement.world_size, **options)
+    dist.init_process_group(store=rendezvous.store, rank=rank_info.rank, world_size=rank_info.world_size, **options)
     connection = Connection(
-        placement=placement,
+        rank_info=rank_info,
         device=place,
         backend=BACKENDS[kind],
         threads=torch.get_num_threads(),
@@ -164,13 +170,13 @@ def connect(
     except BaseException:
         # Destroying a group waits for its queued work, which cannot end when a peer is gone. The process is about to
         # end, and its sockets with it, which is what the peers notice.
-        if placement.world_size == 1:
+        if rank_info.world_size == 1:
             dist.destroy_process_group()
         raise
     if dist.is_initialized():
         dist.destroy_process_group()
-    if meeting.holds_store and placement.world_size > 1:
-        say_left(meeting.store, placement.rank, placement.world_size, SECONDS_FOR_THE_LAST)
+    if rendezvous.holds_store and rank_info.world_size > 1:
+        announce_exit(rendezvous.store, rank_info.rank, rank_info.world_size, SECONDS_FOR_THE_LAST)
 
 
 def transfer_group(timeout_seconds: float) -> dist.ProcessGroup:

@@ -1,4 +1,4 @@
-"""How ranks meet: in the store of rank 0, before any collective. A rank that waits says what it waits for, and can be stopped.
+"""The rendezvous of ranks in the store of rank 0. A waiting rank prints what it waits for, and can be stopped.
 
 Calls that may block run in a thread of their own: a signal's handler runs only in the main thread, and not while that thread is
 inside torch.
@@ -21,47 +21,47 @@ from typing import Any
 import torch.distributed as dist
 
 from shardwright.errors import ConfigError, ShardwrightError, StoppedEarly
-from shardwright.mesh.placement import RESTARTS, STORE_FD, Placement
-from shardwright.mesh.seat import Seat
+from shardwright.mesh.cluster_environment import RESTARTS, STORE_FD, RankInfo
+from shardwright.mesh.host_resources import HostResources
 from shardwright.torch_private import HashStore, PrefixStore, Store, TCPStore
 
 JOIN_SECONDS = 300
-"""How long ranks, which load at different speeds, wait for each other at least, however short a collective may be."""
+"""The least time for which ranks wait for each other: they load at different speeds."""
 NAME_SECONDS = 60
 """How long a host's name may be unknown: a cluster's names appear some seconds after its machines."""
 FIRST_WORD_SECONDS = 5
-"""When a rank that waits says so first; then after twice as long each time."""
+"""When a waiting rank prints its first line; each later line comes after twice the time."""
 WATCHED_FACTOR = 12
-"""How many times later a rank says so where our launcher has started all ranks and watches them."""
+"""Factor on these times where our launcher has started all ranks and watches them."""
 
 _number = count()
-"""Numbers the meetings of this process: a store that outlives a meeting, as torchrun's does, keeps the meetings apart."""
+"""Numbers the rendezvous of this process: torchrun's store outlives a rendezvous, and keys of two must not mix."""
 
 
-class Meeting:
-    """All ranks of a run in one store. asked_to_stop: whether this process was told to leave."""
+class Rendezvous:
+    """The store in which all ranks of a run meet. asked_to_stop: whether this process was told to stop."""
 
     def __init__(
         self,
-        placement: Placement,
+        rank_info: RankInfo,
         environment: Mapping[str, str],
         timeout_seconds: float,
         asked_to_stop: Callable[[], bool],
     ) -> None:
-        self._placement, self._asked_to_stop = placement, asked_to_stop
+        self._rank_info, self._asked_to_stop = rank_info, asked_to_stop
         self._seconds = max(timeout_seconds, JOIN_SECONDS)
         self._shared = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self.holds_store = not self._shared
         """Whether the store lives in a rank of this job, which must leave last."""
-        store = HashStore() if placement.world_size == 1 else self._reach(environment)
+        store = HashStore() if rank_info.world_size == 1 else self._reach(environment)
         self.store: Store = PrefixStore(f"shardwright/{environment.get(RESTARTS, '0')}/{next(_number)}", store)
         self._run = {name: environment.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")}
 
-    def seats(self, mine: Seat) -> list[Seat]:
-        """The seats of all ranks; collective. Raises `ConfigError` when another run is met."""
-        if self._placement.world_size == 1:
+    def exchange(self, mine: HostResources) -> list[HostResources]:
+        """The resources of all ranks, in their order. Collective. Raises `ConfigError` when another run is met."""
+        if self._rank_info.world_size == 1:
             return [mine]
-        rank, ranks = self._placement.rank, self._placement.world_size
+        rank, ranks = self._rank_info.rank, self._rank_info.world_size
         run = json.dumps({"world_size": ranks, **self._run})
         if rank == 0:
             self.store.set("run", run)
@@ -73,27 +73,29 @@ class Meeting:
                 "Each run needs a port of its own.",
                 "Set MASTER_PORT to a free one, or start with `shardwright ... --nproc-per-node N`.",
             )
-        self.store.set(f"seat {rank}", json.dumps(asdict(mine)))
+        self.store.set(f"resources {rank}", json.dumps(asdict(mine)))
         self.store.add("there", 1)
         if rank == 0:
             self._until(lambda: self.store.add("there", 0) >= ranks, self._missing)
-            self.store.set("seats", _packed(self.store.multi_get([f"seat {rank}" for rank in range(ranks)])))
-        self._until(lambda: self.store.check(["seats"]), lambda: "rank 0 to count the other ranks")
-        return _unpacked(self.store.get("seats"))
+            self.store.set(
+                "all_resources", _packed(self.store.multi_get([f"resources {rank}" for rank in range(ranks)]))
+            )
+        self._until(lambda: self.store.check(["all_resources"]), lambda: "rank 0 to count the other ranks")
+        return _unpacked(self.store.get("all_resources"))
 
     def _missing(self) -> str:
-        ranks = range(self._placement.world_size)
-        missing = [rank for rank in ranks if not self.store.check([f"seat {rank}"])]
+        ranks = range(self._rank_info.world_size)
+        missing = [rank for rank in ranks if not self.store.check([f"resources {rank}"])]
         shown = ", ".join(map(str, missing[:16])) + (" and more" if len(missing) > 16 else "")
         return f"{len(missing)} of {len(ranks)} ranks: {shown}"
 
     @property
     def _place(self) -> str:
-        return f"{self._placement.master_addr}:{self._placement.master_port}"
+        return f"{self._rank_info.master_addr}:{self._rank_info.master_port}"
 
     def _reach(self, environment: Mapping[str, str]) -> Store:
         """The store at the master's address; rank 0 opens it, unless torchrun's agent has."""
-        place = self._placement
+        place = self._rank_info
         if not place.master_addr or not 0 < place.master_port < 2**16:
             raise ConfigError(
                 f"MASTER_ADDR = `{place.master_addr}`, MASTER_PORT = {place.master_port} is no address where ranks can meet.",
@@ -104,31 +106,31 @@ class Meeting:
         if place.rank == 0 and not self._shared:
             held = environment.get(STORE_FD) if place.started_by == "shardwright" else None
             listening = int(held) if held else _listen(place.master_port)
-        knock = _Knock(place, listening, self._seconds)
-        knock.start()
-        self._until(lambda: not knock.is_alive(), lambda: knock.waits_for)
-        if knock.error is not None:
-            raise knock.error
-        assert knock.store is not None, "the thread ends with a store or an error"
-        return knock.store
+        connection = _StoreConnection(place, listening, self._seconds)
+        connection.start()
+        self._until(lambda: not connection.is_alive(), lambda: connection.waits_for)
+        if connection.error is not None:
+            raise connection.error
+        assert connection.store is not None, "the thread ends with a store or an error"
+        return connection.store
 
     def _until(self, done: Callable[[], Any], what: Callable[[], str]) -> None:
-        """Waits until `done()`; prints `what` it waits for. Raises after too long, or when this process is told to leave."""
-        watched = self._placement.started_by == "shardwright"
+        """Waits until `done()`, and prints `what` it waits for. Raises after the time limit, or when told to stop."""
+        watched = self._rank_info.started_by == "shardwright"
         passed, word, pause = 0.0, float(FIRST_WORD_SECONDS * (WATCHED_FACTOR if watched else 1)), 0.001
         while not done():
             if self._asked_to_stop():
                 raise StoppedEarly(f"Asked to stop while waiting for {what()}.", "", "There is nothing to save.")
             if passed > self._seconds:
                 raise ShardwrightError(
-                    f"Rank {self._placement.rank} has waited {self._seconds:g} s for {what()}.",
+                    f"Rank {self._rank_info.rank} has waited {self._seconds:g} s for {what()}.",
                     "All ranks must start within that time and reach the host of rank 0.",
                     "Look at the output of the missing ranks, and check MASTER_ADDR and MASTER_PORT on every rank.",
                 )
             if passed > word:
                 word *= 2
                 print(
-                    f"shardwright: rank {self._placement.rank} has waited {passed:.0f} s for {what()}.",
+                    f"shardwright: rank {self._rank_info.rank} has waited {passed:.0f} s for {what()}.",
                     file=sys.stderr,
                     flush=True,
                 )
@@ -136,10 +138,10 @@ class Meeting:
             passed, pause = passed + pause, min(0.2, 1.5 * pause)
 
 
-class _Knock(threading.Thread):
-    """Tries to reach the store until there is a `store`, or an `error` that another try would not remove."""
+class _StoreConnection(threading.Thread):
+    """Connects to the store, again and again, until it has a `store`, or an `error` that another attempt would meet too."""
 
-    def __init__(self, place: Placement, listening: int | None, seconds: float) -> None:
+    def __init__(self, place: RankInfo, listening: int | None, seconds: float) -> None:
         super().__init__(name="rendezvous", daemon=True)
         self._place, self._listening, self._seconds = place, listening, seconds
         self._at = f"{place.master_addr}:{place.master_port}"
@@ -164,7 +166,7 @@ class _Knock(threading.Thread):
             self.error = error
 
     def _reach_host(self) -> None:
-        """Returns when the host's name is known and its port is open."""
+        """Returns when the host's name resolves and its port accepts connections."""
         unknown, pause = 0.0, 0.05
         while True:
             try:
@@ -207,21 +209,23 @@ def _bound(port: int, family: socket.AddressFamily) -> int:
     return socket.create_server(("", port), family=family, backlog=2048, dualstack_ipv6=both).detach()
 
 
-def _packed(seats: Sequence[bytes]) -> str:
-    """All seats as one text: ranks of one machine mostly have the same one."""
-    table = list(dict.fromkeys(seats))
-    places = {seat: number for number, seat in enumerate(table)}
-    return json.dumps([[json.loads(seat) for seat in table], [places[seat] for seat in seats]])
+def _packed(all_resources: Sequence[bytes]) -> str:
+    """The resources of all ranks as one text, equal ones once: most ranks of a machine have the same."""
+    table = list(dict.fromkeys(all_resources))
+    places = {resources: number for number, resources in enumerate(table)}
+    return json.dumps(
+        [[json.loads(resources) for resources in table], [places[resources] for resources in all_resources]]
+    )
 
 
-def _unpacked(text: bytes) -> list[Seat]:
+def _unpacked(text: bytes) -> list[HostResources]:
     table, numbers = json.loads(text)
-    made = [Seat.read(seat) for seat in table]
+    made = [HostResources.read(resources) for resources in table]
     return [made[number] for number in numbers]
 
 
-def say_left(store: Store, rank: int, ranks: int, seconds: float) -> None:
-    """Says in the store that this rank has left; rank 0, which holds it, waits `seconds` for the others."""
+def announce_exit(store: Store, rank: int, ranks: int, seconds: float) -> None:
+    """Records in the store that this rank has left; rank 0, which holds the store, waits `seconds` for the other ranks."""
     with suppress(dist.DistError):  # a peer, or rank 0 with the store, is already gone
         store.set(f"left/{rank}", "1")
         if rank == 0:

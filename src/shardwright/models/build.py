@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import importlib
 import inspect
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 from shardwright.config.schema import Model
 from shardwright.errors import ModelError, did_you_mean
-from shardwright.layout.functions import names_function
+from shardwright.layout.import_path import import_object, is_import_path
 from shardwright.models.hub_names import hub_names
 from shardwright.models.initialization import META, Recipe, Recorder, Whole, assign_owners, view_of
 from shardwright.models.model_config import model_directory as model_directory
@@ -36,7 +35,7 @@ def build_model(spec: Model, dtype: torch.dtype) -> nn.Module:
     pretrained`, an override that is no key of the config, a freeze pattern that matches nothing.
     """
     recorder = Recorder()
-    if names_function(spec.model_name_or_path):
+    if is_import_path(spec.model_name_or_path):
         model = _from_function(spec, recorder)
     else:
         model = _from_directory(spec, recorder)
@@ -68,9 +67,7 @@ def quiet_transformers() -> None:
 def _from_directory(spec: Model, recorder: Recorder) -> nn.Module:
     if spec.kwargs:
         raise ModelError(
-            "model.kwargs has no effect on a Transformers directory.",
-            "",
-            "Use model.config_overrides, or remove it.",
+            "model.kwargs has no effect on a Transformers directory.", "", "Use model.config_overrides, or remove it."
         )
     config = read_config(spec)
     if spec.init == "pretrained":
@@ -105,7 +102,7 @@ def _recorded(kind: Any, config: Any, attention: str, recorder: Recorder) -> nn.
 def check_own_attention(model: nn.Module, spec: Model) -> None:
     """Raises `ModelError` where `model`, which keeps its own core attention, does not have the one that `spec` asks for."""
     built = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    if not names_function(spec.model_name_or_path) and built != spec.attn_implementation:
+    if not is_import_path(spec.model_name_or_path) and built != spec.attn_implementation:
         raise ModelError(
             f"{type(model).__name__} cannot use model.attn_implementation {spec.attn_implementation}.",
             "Its attention does what that implementation cannot, for example caps or shifts its scores.",
@@ -148,7 +145,6 @@ def _run_transformers_rules(model: Any) -> None:
 
 
 def _from_function(spec: Model, recorder: Recorder) -> nn.Module:
-    path, _, name = spec.model_name_or_path.partition(":")
     if spec.init == "pretrained":
         raise ModelError(
             f"model.init is pretrained, but {spec.model_name_or_path} is a function, which has no weights.",
@@ -157,17 +153,7 @@ def _from_function(spec: Model, recorder: Recorder) -> nn.Module:
         )
     if spec.config_overrides:
         raise ModelError("model.config_overrides has no effect on a function.", "", "Use model.kwargs, or remove it.")
-    try:
-        function = getattr(importlib.import_module(path), name)
-    except ModuleNotFoundError as error:
-        raise ModelError(
-            f"model.model_name_or_path: {path} cannot be imported: {error}.",
-            "",
-            "Install the package, or put its directory on PYTHONPATH.",
-        ) from error
-    except AttributeError:
-        names = [n for n in vars(importlib.import_module(path)) if not n.startswith("_")]
-        raise ModelError(f"{path} has no `{name}`.", "", did_you_mean(name, names)) from None
+    function = import_object(spec.model_name_or_path, "model.model_name_or_path")
     _check_arguments(function, spec)
     try:
         with recorder:

@@ -28,13 +28,7 @@ from shardwright.torch_private import TorchDispatchMode, schema, storage_id, tre
 
 META = torch.device("meta")
 
-_ALLOCATE = {
-    "aten::empty",
-    "aten::empty_like",
-    "aten::empty_strided",
-    "aten::new_empty",
-    "aten::new_empty_strided",
-}
+_ALLOCATE = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"}
 _OVERWRITE = {"aten::normal_", "aten::uniform_", "aten::fill_", "aten::zero_", "aten::copy_", "aten::random_"}
 _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 _INIT_FUNCTIONS = dict(vars(torch.nn.init))  # as they are now: Transformers replaces them while it builds
@@ -288,6 +282,16 @@ def seed_of(seed: int, name: str, number: int = 0) -> int:
     """A 63-bit seed from (seed, name): the same on every rank, machine and version of Python."""
     digest = hashlib.sha256(f"{seed}/{name}/{number}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
+
+
+def seed_generators(value: int) -> None:
+    """Seeds the generator of the CPU and those of the GPUs in use.
+
+    `torch.manual_seed` also queues a call for devices that nothing has used yet, with a formatted stack for each: 1.5 ms.
+    """
+    torch.default_generator.manual_seed(value)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(value)
 
 
 def _ordered(last: tuple[Operation, ...]) -> list[Operation]:

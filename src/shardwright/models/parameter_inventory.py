@@ -1,8 +1,10 @@
-"""The parameters and products of any model, built on the meta device, as JSON for the planner, which loads no torch itself.
+"""Parameters and matrix products of any model, built on the meta device, as JSON for the planner, which loads no torch itself.
 
     python -m shardwright.models.parameter_inventory MODEL_SECTION_AS_JSON
 
-The planner starts this in a process of its own.
+The planner starts this in a process of its own. T tokens: a forward of one row costs 2 (a T + b T^2) FLOPs, where a weights
+multiply every token, and each token's attention has 2 products of width b / 2 with every key, summed over layers. Forwards of
+two lengths give a and b.
 """
 
 from __future__ import annotations
@@ -16,12 +18,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from shardwright.config.schema import Model
 from shardwright.errors import ModelError, ShardwrightError
 from shardwright.models.build import build_model, quiet_transformers
-from shardwright.models.matmul_counter import count_products
 from shardwright.models.model_parts import find_parts
+
+LENGTHS = (7, 14)
+"""Short, for models that loop over tokens, and no multiple of a block or chunk, so that what is padded to one shows."""
 
 
 def inventory(spec: Model) -> dict[str, Any]:
@@ -60,6 +65,35 @@ def inventory(spec: Model) -> dict[str, Any]:
 
 def _has_experts(model: Any) -> bool:
     return hasattr(model, "_can_set_experts_implementation") and model._can_set_experts_implementation()
+
+
+def count_products(model: nn.Module) -> tuple[float, float]:
+    """(a, b) of the model on the meta device; see above. Raises `ModelError` where its forward needs values."""
+    short, long = (_forward_flops(model, length) for length in LENGTHS)
+    n = LENGTHS[0]
+    return (4 * short - long) / (4 * n), (long - 2 * short) / (8 * n**2)
+
+
+def _forward_flops(model: nn.Module, length: int) -> int:
+    """FLOPs of a forward of one row of `length` tokens."""
+    ids = torch.zeros(1, length, dtype=torch.long, device="meta")
+    ways: list[dict[str, Any]] = [{}]
+    if hasattr(model, "config") and hasattr(model, "generate"):
+        # A mask that is already there keeps Transformers from looking at values to decide about one.
+        dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+        mask = torch.zeros(1, 1, length, length, dtype=dtype, device="meta")
+        ways = [{"use_cache": False, "attention_mask": mask}, {"use_cache": False}]
+    reasons = []
+    for arguments in ways:
+        try:
+            with FlopCounterMode(display=False) as counter, torch.no_grad():
+                model(input_ids=ids, **arguments) if arguments else model(ids)
+            return int(counter.get_total_flops())
+        except ShardwrightError:
+            raise
+        except Exception as error:  # a model's own code, on tensors without values
+            reasons.append(str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__)
+    raise ModelError(reasons[0])
 
 
 def main(arguments: list[str]) -> None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,26 +19,27 @@ from torch import Tensor
 from shardwright.torch_private import aten_to_copy, schema, tree_leaves, tree_map_only, wrapper_subclass
 
 Box = tuple[slice, ...]
+"""A part of a tensor: one slice for each dim."""
 Read = Callable[[str, Box, Tensor], None]
-"""Fills a tensor with the part of a stored tensor, by its name there."""
+"""Fills a tensor with the part of a stored tensor, by the stored tensor's name."""
 
 
-class Origin(Protocol):
-    """Where the elements of a tensor come from."""
+class Origin:
+    """Where the elements of a tensor of `shape` come from."""
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the tensor."""
+    shape: tuple[int, ...]
 
     def fill(self, box: Box, out: Tensor, read: Read) -> None:
         """Fills `out` with the part `box`, in the dtype of `out`."""
+        raise NotImplementedError
 
     def stored(self) -> Iterator[str]:
         """Names of the stored tensors that the tensor is made of; a name may come more than once."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class Stored:
+class Stored(Origin):
     """A tensor under its name in the files (or, when it is written, in the model)."""
 
     name: str
@@ -52,7 +54,7 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Joined:
+class Joined(Origin):
     """Parts one after the other along `dim`."""
 
     parts: tuple[Origin, ...]
@@ -75,76 +77,24 @@ class Joined:
 
 
 @dataclass(frozen=True)
-class Cut:
-    """`of` from `start` on along `dim`."""
+class View(Origin):
+    """`base` by a view operation. to_base: a part of the view -> the same elements of `base`; reshape: -> their shape there."""
 
-    of: Origin
-    dim: int
-    start: int
+    base: Origin
     shape: tuple[int, ...]
-
-    def fill(self, box: Box, out: Tensor, read: Read) -> None:
-        wanted = box[self.dim]
-        moved = slice(wanted.start + self.start, wanted.stop + self.start)
-        self.of.fill((*box[: self.dim], moved, *box[self.dim + 1 :]), out, read)
-
-    def stored(self) -> Iterator[str]:
-        return self.of.stored()
-
-
-@dataclass(frozen=True)
-class Without:
-    """Element `index` of `of` along `dim`, without that dim."""
-
-    of: Origin
-    dim: int
-    index: int
-    shape: tuple[int, ...]
-
-    def fill(self, box: Box, out: Tensor, read: Read) -> None:
-        one = slice(self.index, self.index + 1)
-        self.of.fill((*box[: self.dim], one, *box[self.dim :]), out.unsqueeze(self.dim), read)
-
-    def stored(self) -> Iterator[str]:
-        return self.of.stored()
-
-
-@dataclass(frozen=True)
-class With:
-    """`of` with a dim of size 1 put in at `dim`."""
-
-    of: Origin
-    dim: int
-    shape: tuple[int, ...]
+    to_base: Callable[[Box], Box]
+    reshape: Callable[[Tensor], Tensor] = lambda out: out
 
     def fill(self, box: Box, out: Tensor, read: Read) -> None:
         if out.numel():
-            self.of.fill((*box[: self.dim], *box[self.dim + 1 :]), out.squeeze(self.dim), read)
+            self.base.fill(self.to_base(box), self.reshape(out), read)
 
     def stored(self) -> Iterator[str]:
-        return self.of.stored()
+        return self.base.stored()
 
 
 @dataclass(frozen=True)
-class Swapped:
-    """`of` with two dims exchanged."""
-
-    of: Origin
-    dims: tuple[int, int]
-    shape: tuple[int, ...]
-
-    def fill(self, box: Box, out: Tensor, read: Read) -> None:
-        first, second = self.dims
-        inner = list(box)
-        inner[first], inner[second] = inner[second], inner[first]
-        self.of.fill(tuple(inner), out.transpose(first, second), read)
-
-    def stored(self) -> Iterator[str]:
-        return self.of.stored()
-
-
-@dataclass(frozen=True)
-class Computed:
+class Computed(Origin):
     """Output `index` of an operation of torch, made from its whole inputs."""
 
     function: Any
@@ -208,11 +158,32 @@ def whole(tensor: Traced, like: Tensor, read: Read) -> Tensor:
     return out
 
 
-def _same(outputs: list[Tensor], tensor: Traced, *args: Any, **kwargs: Any) -> list[Origin]:
-    return [tensor.origin]
+def _narrowed(base: Origin, dim: int, start: int, output: Tensor) -> Origin:
+    """`base` from `start` on along `dim`."""
+
+    def to_base(box: Box) -> Box:
+        return (*box[:dim], slice(box[dim].start + start, box[dim].stop + start), *box[dim + 1 :])
+
+    return View(base, tuple(output.shape), to_base)
 
 
-def _converted(outputs: list[Tensor], tensor: Traced, *args: Any, **kwargs: Any) -> list[Origin] | None:
+def _without_dim(base: Origin, dim: int, index: int, output: Tensor) -> Origin:
+    """Element `index` of `base` along `dim`, without that dim."""
+    return View(
+        base,
+        tuple(output.shape),
+        lambda box: (*box[:dim], slice(index, index + 1), *box[dim:]),
+        lambda out: out.unsqueeze(dim),
+    )
+
+
+def _with_dim(base: Origin, dim: int) -> Origin:
+    """`base` with a dim of size 1 put in at `dim`."""
+    shape = (*base.shape[:dim], 1, *base.shape[dim:])
+    return View(base, shape, lambda box: (*box[:dim], *box[dim + 1 :]), lambda out: out.squeeze(dim))
+
+
+def _same(outputs: list[Tensor], tensor: Traced, *args: Any, **kwargs: Any) -> list[Origin] | None:
     return [tensor.origin] if outputs[0].dtype == tensor.dtype else None
 
 
@@ -228,55 +199,48 @@ def _stack(outputs: list[Tensor], tensors: Sequence[Traced], dim: int = 0) -> li
         return None
     shape = tuple(outputs[0].shape)
     dim = dim % len(shape)
-    one = (*shape[:dim], 1, *shape[dim + 1 :])
-    return [Joined(tuple(With(t.origin, dim, one) for t in tensors), dim, shape)]
+    return [Joined(tuple(_with_dim(t.origin, dim) for t in tensors), dim, shape)]
 
 
 def _split(outputs: list[Tensor], tensor: Traced, size: Any, dim: int = 0) -> list[Origin]:
-    dim, start = dim % tensor.dim(), 0
-    origins: list[Origin] = []
-    for output in outputs:
-        origins.append(Cut(tensor.origin, dim, start, tuple(output.shape)))
-        start += output.shape[dim]
-    return origins
+    dim = dim % tensor.dim()
+    starts = accumulate((output.shape[dim] for output in outputs), initial=0)
+    return [_narrowed(tensor.origin, dim, start, output) for start, output in zip(starts, outputs)]
 
 
 def _slice(
-    outputs: list[Tensor],
-    tensor: Traced,
-    dim: int = 0,
-    start: int | None = None,
-    end: int | None = None,
-    step: int = 1,
+    outputs: list[Tensor], tensor: Traced, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> list[Origin] | None:
     if step != 1:
         return None
     begin = slice(start, end).indices(tensor.shape[dim])[0]
-    return [Cut(tensor.origin, dim % tensor.dim(), begin, tuple(outputs[0].shape))]
+    return [_narrowed(tensor.origin, dim % tensor.dim(), begin, outputs[0])]
 
 
 def _select(outputs: list[Tensor], tensor: Traced, dim: int, index: int) -> list[Origin]:
-    dim = dim % tensor.dim()
-    return [Without(tensor.origin, dim, index % tensor.shape[dim], tuple(outputs[0].shape))]
+    return [_without_dim(tensor.origin, dim % tensor.dim(), index % tensor.shape[dim], outputs[0])]
 
 
 def _unbind(outputs: list[Tensor], tensor: Traced, dim: int = 0) -> list[Origin]:
     dim = dim % tensor.dim()
-    return [Without(tensor.origin, dim, index, tuple(o.shape)) for index, o in enumerate(outputs)]
+    return [_without_dim(tensor.origin, dim, index, output) for index, output in enumerate(outputs)]
 
 
 def _squeeze(outputs: list[Tensor], tensor: Traced, dim: int | None = None) -> list[Origin] | None:
     if dim is None:
         return None
-    dim = dim % tensor.dim()
-    if tensor.shape[dim] != 1:
-        return [tensor.origin]
-    return [Without(tensor.origin, dim, 0, tuple(outputs[0].shape))]
+    return [tensor.origin] if tensor.shape[dim] != 1 else _select(outputs, tensor, dim, 0)
 
 
 def _transpose(outputs: list[Tensor], tensor: Traced, first: int, second: int) -> list[Origin]:
-    dims = (first % tensor.dim(), second % tensor.dim())
-    return [Swapped(tensor.origin, dims, tuple(outputs[0].shape))]
+    first, second = first % tensor.dim(), second % tensor.dim()
+
+    def to_base(box: Box) -> Box:
+        inner = list(box)
+        inner[first], inner[second] = inner[second], inner[first]
+        return tuple(inner)
+
+    return [View(tensor.origin, tuple(outputs[0].shape), to_base, lambda out: out.transpose(first, second))]
 
 
 _ATEN = torch.ops.aten
@@ -290,8 +254,6 @@ _RULES: dict[Any, Callable[..., list[Origin] | None]] = {
     _ATEN.unbind: _unbind,
     _ATEN.squeeze: _squeeze,
     _ATEN.transpose: _transpose,
-    _ATEN.clone: _same,
-    _ATEN.alias: _same,
-    _ATEN.detach: _same,
-    aten_to_copy: _converted,
+    **dict.fromkeys((_ATEN.clone, _ATEN.alias, _ATEN.detach, aten_to_copy), _same),
 }
+"""Operations that move elements. A rule gives the origin of each output; None: the output is computed."""

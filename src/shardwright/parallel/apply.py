@@ -17,9 +17,8 @@ from shardwright.backends.facts import backend_facts
 from shardwright.config.schema import RunFile
 from shardwright.errors import ModelError
 from shardwright.layout.loss import CROSS_ENTROPY
-from shardwright.layout.pipeline_schedules import stage_rank
-from shardwright.layout.rules_context import is_balanced
-from shardwright.layout.rules_pipeline import own_stages, schedule_of, stages_of
+from shardwright.layout.pipeline_schedules import chunks_of, rank_stages, stage_rank
+from shardwright.layout.size_rules import is_balanced, schedule_of, stage_count
 from shardwright.layout.zero import STAGES
 from shardwright.loss.chunked_loss import ChunkedHead, LossChunks, find_loss_chunks
 from shardwright.mesh.device_mesh import replica_group, shard_mesh
@@ -65,7 +64,7 @@ def plan_model(model: nn.Module, run: RunFile, device_type: str) -> ModelPlan:
     """The plan of `model` (from `build_model`). Raises `ModelError` or `ConfigError`, by name, for what cannot be split."""
     parts, p = find_parts(model), run.parallelism
     loss_chunks = find_loss_chunks(model, parts, run, device_type)
-    split = plan_split(model, parts, run.model, stages_of(p)) if p.pp_size > 1 else None
+    split = plan_split(model, parts, run.model, stage_count(p)) if p.pp_size > 1 else None
     tensor = plan_tensor(model, parts, run) if p.tp_size > 1 else None
     in_pieces = p.tp_size > 1 and p.sequence_parallel is not False and is_transformers(model)
     return ModelPlan(parts, loss_chunks, split, tensor, attention_modules(model, parts) if in_pieces else ())
@@ -84,7 +83,9 @@ def parallelize(
     split, parts = plan.split, plan.parts
     stages: tuple[Stage, ...] = ()
     if split is not None:
-        stages = build_stages(model, split, own_stages(p, mesh["pp"].get_local_rank()))
+        schedule = schedule_of(p)
+        held = rank_stages(schedule, p.pp_size, chunks_of(schedule), mesh["pp"].get_local_rank())
+        stages = build_stages(model, split, held)
         parts = split.parts_of(plan.parts, [stage.index for stage in stages])
     tensor = None
     if plan.tensor is not None:
@@ -176,7 +177,7 @@ def context_shard(run: RunFile, mesh: DeviceMesh) -> ContextShard | None:
     if cp.size() == 1:
         return None
     kind = p.cp_attention or "all_gather"
-    return ContextShard(cp.size(), cp.get_local_rank(), is_balanced(run), cp.get_group(), kind)
+    return ContextShard(cp.size(), cp.get_local_rank(), is_balanced(p), cp.get_group(), kind)
 
 
 def shard_options(run: RunFile, device: str) -> ShardOptions:

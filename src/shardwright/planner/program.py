@@ -20,7 +20,7 @@ class Program:
 
     name: str
     own: bool = False
-    """Ours: traffic stands in `layout/*_traffic.py`, the loss is chunked as `layout/loss.py` says."""
+    """Ours: traffic stands in `layout/traffic.py`, the loss is chunked as `layout/loss.py` says."""
     engine: Literal["torch", "flat"] = "torch"
     """`torch`: DDP over stored weights, or `fully_shard`. `flat`: whole weights in the compute dtype on each rank, gradients
     added up in one fp32 buffer, master weights and optimizer states sharded from zero1 on."""

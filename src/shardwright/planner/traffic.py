@@ -1,6 +1,6 @@
 """What each rank sends in one update: every collective by axis, its count, payload and bytes sent.
 
-The tables of `layout/*_traffic.py`, which equal what the engine sends. How often units are gathered and reduced stands in
+The tables of `layout/traffic.py`, which equal what the engine sends. How often units are gathered and reduced stands in
 `layout/zero.py`.
 """
 
@@ -13,11 +13,17 @@ from typing import TYPE_CHECKING, NamedTuple
 from shardwright.arch.families import family_of
 from shardwright.arch.parameters import parameters
 from shardwright.dtypes import DTYPE_BYTES
-from shardwright.layout.context_traffic import context_traffic
-from shardwright.layout.data_traffic import Sharding, replica_traffic, shard_traffic
-from shardwright.layout.pipeline_traffic import pipeline_traffic
-from shardwright.layout.tensor_traffic import TensorWork, tensor_traffic, whole_widths
-from shardwright.layout.traffic import Traffic
+from shardwright.layout.traffic import (
+    Sharding,
+    TensorWork,
+    Traffic,
+    context_traffic,
+    pipeline_traffic,
+    replica_traffic,
+    shard_traffic,
+    tensor_traffic,
+    whole_widths,
+)
 from shardwright.layout.zero import STAGES
 from shardwright.planner.rank_bytes import holding, split_dim
 

@@ -1,4 +1,4 @@
-"""Losses and ranks that are out of the ordinary. What is seen here is said, never acted on by changing an update."""
+"""Loss spikes and slow ranks: they are reported, or stop the run; no update is changed."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from shardwright.errors import SpikeError
 
 WINDOW = 64
 LEAST = 16
-"""Updates that must have been seen since the start before one can be called a spike."""
+"""Updates since the start before the first that can count as a spike."""
 LOSS_DEVIATIONS = 10.0
 """A loss this many robust standard deviations (1.4826 x median absolute deviation) above the window's median is a spike."""
 LOSS_FRACTION = 0.1
-"""... and at least this part of the median above it: a loss that hardly moves has hardly a deviation."""
+"""... and at least this fraction of the median above it: where losses hardly move, their deviation is near zero."""
 NORM_FACTOR = 20.0
 """A gradient norm this many times the window's median is a spike."""
 
@@ -25,7 +25,7 @@ SLOW_FACTOR, SLOW_ENTRIES = 1.3, 5
 
 
 class Result(Protocol):
-    """What is looked at of an update; equal on every rank, so all ranks come to the same verdict."""
+    """What `Spikes` reads of an update: equal on every rank, so all ranks decide alike."""
 
     @property
     def update(self) -> int: ...
@@ -38,7 +38,7 @@ class Result(Protocol):
 
 
 class Spikes:
-    """Compares each update's loss and gradient norm with those of the 64 before it."""
+    """Compares each update's loss and gradient norm with those of the 64 updates before."""
 
     def __init__(self, policy: str) -> None:
         self._policy = policy
@@ -46,7 +46,7 @@ class Spikes:
         self._norms: deque[float] = deque(maxlen=WINDOW)
 
     def look(self, result: Result) -> str:
-        """What to say about this update, or nothing. Raises `SpikeError` where the policy is stop."""
+        """The line about a spike in this update, else empty. Raises `SpikeError` where the policy is stop."""
         if self._policy == "continue" or result.skipped:
             return ""
         found = self._describe(result)
@@ -56,7 +56,7 @@ class Spikes:
             raise SpikeError(
                 f"{found} training.on_spike is stop.",
                 "The optimizer has taken this step, and no checkpoint holds it.",
-                "Look at the rows of this update; go on from the last checkpoint with a lower learning rate or other "
+                "Look at the rows of this update. Resume from the last checkpoint with a lower learning rate or other "
                 "rows, or set training.on_spike to warn.",
             )
         return found
@@ -81,10 +81,10 @@ class Spikes:
 
 
 def slow_rank(seconds: Sequence[float], stages: Sequence[int]) -> tuple[int, float]:
-    """(rank, factor) of the rank whose time is the largest multiple of the middle rank's of its pipeline stage.
+    """(rank, factor) of the rank whose time is the largest multiple of the median of the other ranks of its pipeline stage.
 
-    seconds: own time of each rank without waiting for others; NaN where a rank cannot know. The factor is 1 where nothing
-    can be compared. With two ranks the other one is the middle.
+    seconds: each rank's own time without waiting for others; NaN where unknown. stages: the pipeline stage of each rank. The
+    factor is 1 where nothing can be compared.
     """
     worst, of_stage = (0, 1.0), dict[int, list[int]]()
     for rank, stage in enumerate(stages):
@@ -100,13 +100,13 @@ def slow_rank(seconds: Sequence[float], stages: Sequence[int]) -> tuple[int, flo
 
 
 class SlowRanks:
-    """Names a rank once it has been slow for a while."""
+    """Reports a rank that has been slow for `SLOW_ENTRIES` entries in a row."""
 
     def __init__(self) -> None:
         self._rank, self._entries = -1, 0
 
     def look(self, rank: float | int | None, factor: float | int | None) -> str:
-        """What to say after an entry of the log whose slowest rank is `rank`, or nothing."""
+        """The line after an entry whose slowest rank is `rank`, else empty."""
         if rank is None or factor is None or factor < SLOW_FACTOR:
             self._entries = 0
             return ""
@@ -114,4 +114,6 @@ class SlowRanks:
         self._rank = int(rank)
         if self._entries != SLOW_ENTRIES:
             return ""
-        return f"Rank {rank} is slow: an update takes it {factor:.2f} times as long as other ranks, waits left out."
+        return (
+            f"Rank {rank} is slow: its own work of an update takes {factor:.2f} times as long as that of other ranks."
+        )

@@ -25,8 +25,8 @@ from shardwright.checkpoint.state import buffer_keys, check_buffers
 from shardwright.config.load import Loaded
 from shardwright.data.order import Cursor
 from shardwright.errors import CheckpointError, DamagedCheckpointError, SaveError, ShardwrightError
+from shardwright.mesh.cluster_environment import Job
 from shardwright.mesh.object_collectives import broadcast_object, gather_objects
-from shardwright.mesh.placement import Job
 from shardwright.mesh.process_group import transfer_group
 from shardwright.train.optimizer import optimizer_change
 from shardwright.train.rows_done import SavedPosition, accepts_other_data

@@ -1,4 +1,4 @@
-"""A rank that has run out of memory says what was alive, what was planned, and the nearest change of the run that fits."""
+"""The error of a rank that ran out of memory: what was alive, what was planned, and the smallest change that fits."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from shardwright.train.update import UpdateEngine
 from shardwright.units import format_bytes
 
 MARGIN = 0.95
-"""A change fits when its planned peak is at most this part of what the rank had when it failed."""
+"""A change fits when its planned peak is at most this fraction of the memory in use when the rank failed."""
 LATER_KINDS = {"ddp": ["zero1", "zero2", "zero3"], "zero1": ["zero2", "zero3"], "zero2": ["zero3"]}
 LATER_MODES = {"none": ["selective", "full"], "selective": ["full"]}
 
 
 @dataclass
 class Watched:
-    """What is known of a rank while it runs. base_bytes: what was allocated before it built its model."""
+    """A running rank. base_bytes: allocated before it built its model. engine: None until the model is built."""
 
     loaded: Loaded
     axes: Axes
@@ -45,7 +45,7 @@ class Watched:
 def explaining_exhaustion(
     loaded: Loaded, axes: Axes, rank: int, device: torch.device, heartbeat: Heartbeat
 ) -> Iterator[Watched]:
-    """A context in which memory that runs out becomes a `MemoryExhausted`; the caller gives it the engine when there is one."""
+    """A context in which an out-of-memory error becomes a `MemoryExhausted`; the caller sets `engine` once it is built."""
     watched = Watched(loaded, axes, rank, device, heartbeat, allocated_bytes(device) or 0)
     try:
         yield watched
@@ -62,7 +62,7 @@ def _explained(watched: Watched, error: BaseException) -> MemoryExhausted:
         moment = moment.replace("forward_backward", "backward" if in_backward(error) else "forward")
     total = allocated_bytes(watched.device)
     held = bytes_by_group(_groups(watched.engine), None if total is None else total - watched.base_bytes)
-    traceback.clear_frames(error.__traceback__)  # frees what they held: the rest needs some memory too
+    traceback.clear_frames(error.__traceback__)  # frees the tensors of these frames: the lines below need memory
     asked = (str(error).splitlines() or ["no memory"])[0][:200]
     what = f"Rank {watched.rank} ran out of memory in {moment}: {type(error).__name__}: {asked}"
     lines = ["", f"Alive then, {_listed(held)}."]
@@ -131,7 +131,7 @@ def nearest_that_fits(
 
 
 def _changes(loaded: Loaded) -> list[dict[str, Any]]:
-    """What may be changed, fewest keys first; of as many keys, in the order in which a change costs little."""
+    """Changes of the run, those of fewest keys first; among equally many keys, the cheapest change first."""
     run = loaded.run
     rows = run.training.per_device_train_batch_size
     options: dict[str, list[Any]] = {

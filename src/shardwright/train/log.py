@@ -1,4 +1,4 @@
-"""What a run writes and prints while it trains: entries of metrics.jsonl, and the line of progress that a person reads."""
+"""What a run writes and prints while it trains: entries of metrics.jsonl, and the progress line."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from shardwright.train.metrics import Metrics, Pending, Values
 from shardwright.train.update import UpdateResult
 
 AT_ONCE_SECONDS = 0.5
-"""An update this long is told of as soon as it is done; of a shorter one while the next one computes."""
+"""An update of at least so many seconds is logged as soon as it is done; a shorter one while the next update runs."""
 
 
 class Log:
-    """Rank 0 writes and prints; the others only take part. Entries come in the order of updates.
+    """Rank 0 writes and prints; other ranks take part in reductions. Entries come in the order of updates.
 
     first_update: see `MetricsLog`. updates: of the whole run.
     """
@@ -42,14 +42,14 @@ class Log:
         self._pending: tuple[UpdateResult, Pending] | None = None
 
     def update(self, result: UpdateResult, batch: UpdateBatch, target_tokens: int) -> None:
-        """Has an update's entry made, and tells of the one before. Collective, without waiting for other ranks."""
+        """Starts the entry of an update, and writes that of the update before. Collective; waits for no other rank."""
         self.flush()
         self._pending = (result, self._metrics.begin(result, batch, target_tokens))
         if self._metrics.seconds[-1] >= AT_ONCE_SECONDS or result.skipped:
             self.flush()
 
     def flush(self) -> None:
-        """Tells of an update that has not been told of yet."""
+        """Writes and prints the update that is still pending."""
         if self._pending is None:
             return
         (result, pending), self._pending = self._pending, None
@@ -65,7 +65,7 @@ class Log:
             self._progress.say(f"Update {result.update} skipped on all ranks: its loss or gradient is not finite.")
 
     def entry(self, update: int, values: Values) -> None:
-        """Writes one more entry about `update`, counted from 0."""
+        """Writes a further entry for `update`, counted from 0."""
         self.flush()
         if self._record is not None:
             self._record.log(update, values)
@@ -77,7 +77,7 @@ class Log:
             self._progress.say(text)
 
     def close(self) -> None:
-        """Ends the line and the file. Of an update whose numbers a lost rank has not sent nothing is told."""
+        """Ends the progress line and the file. An update whose numbers a lost rank has not sent is left out."""
         if self._pending is not None and self._pending[1].done():
             self.flush()
         if self._progress is not None:

@@ -18,7 +18,7 @@ from shardwright.errors import ExitCode, NonFiniteError, SpikeError
 from shardwright.launch import Heartbeat
 from shardwright.measure import clock
 from shardwright.measure import metric_names as names
-from shardwright.mesh.placement import Job
+from shardwright.mesh.cluster_environment import Job
 from shardwright.train.anomaly import Spikes
 from shardwright.train.checkpoints import Checkpoints, Progression
 from shardwright.train.log import Log
@@ -94,7 +94,7 @@ class Trainer:
                 last = bool(result.stop) or done == total or self._reached()
                 heartbeat.enter("save")
                 if due or last:
-                    log.flush()  # what a checkpoint holds must not be missing in the file of a run that resumes from it
+                    log.flush()  # a run that resumes from this checkpoint needs every update before it in metrics.jsonl
                 with self._first("save") if due or last else nullcontext() as memory:
                     self.checkpoints.between_updates(due=due, last=last)
                 if peaks := self.memory.agreed(memory):
@@ -129,7 +129,7 @@ class Trainer:
         waited = clock.now() - start
         profiles = self._profiles()
         if profiles and self._log is not None:
-            self._log.flush()  # its reduction is none of the window's
+            self._log.flush()  # else the profile would contain the reduction of the last entry
         watch = self.memory.watch("forward") if self._profiles(after=1) else nullcontext()
         with self._metrics.profile() if profiles else nullcontext() as window, watch as memory:
             self.heartbeat.enter("forward_backward")
@@ -146,17 +146,17 @@ class Trainer:
         return result
 
     def _profiles(self, after: int = 0) -> bool:
-        """Whether the next update is profiled, or comes so many updates after one that is."""
+        """Whether the next update is profiled; with `after`, whether it comes so many updates after a profiled update."""
         every, done = self.run.logging.profile_steps, len(self._metrics.seconds) - WARMUP_UPDATES
         return every is not None and done >= 0 and done % every == after % every
 
     def _first(self, phase: str) -> AbstractContextManager[dict[str, int] | None]:
-        """A context for an evaluation or a save; the first one's memory is measured, where updates are profiled."""
+        """A context for an evaluation or a save. Where updates are profiled, the first of each has its memory measured."""
         asked = self.run.logging.profile_steps is not None and phase not in self.memory.seen
         return self.memory.watch(phase) if asked else nullcontext()
 
     def _reached(self) -> bool:
-        """Whether the weights as they are have the loss that was asked for; the same on all ranks."""
+        """Whether the evaluation of the present weights reached until_eval_loss; the same on all ranks."""
         limit, loss = self.run.training.until_eval_loss, self.at.eval_loss
         return limit is not None and loss is not None and loss <= limit
 
@@ -166,8 +166,8 @@ class Trainer:
             return
         if self._reached() and not done:
             self._say(
-                f"Evaluation loss {self.at.eval_loss:.4f} <= {limit} was reached in update {self.at.update}: nothing is left "
-                "to train. Lower training.until_eval_loss or remove that key to go on."
+                f"Evaluation loss {self.at.eval_loss:.4f} <= {limit} was reached in update {self.at.update}: "
+                "nothing is left to train. To go on, lower or remove training.until_eval_loss."
             )
             return
         since = f" since update {self.at.update - done}, where it resumed" if done < self.at.update else ""

@@ -1,6 +1,6 @@
-"""The metrics of a run, update by update: agreed on by all ranks in one reduction, named as `metrics.jsonl` holds them.
+"""The metrics of a run, update by update: reduced over all ranks at once, and named as in `metrics.jsonl`.
 
-The reduction of an update goes on while the next one computes: nothing waits for it, and its figures are read when it is done.
+The reduction of an update runs beside the next update; its results are read when they are there.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from statistics import median, quantiles
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,9 +28,9 @@ from shardwright.train.update import UpdateEngine, UpdateResult
 from shardwright.train.utilisation import make_utilisation
 
 WARMUP_UPDATES = 2
-"""Updates after a start that no speed is taken from: allocators, caches and compilation settle."""
+"""Updates after a start that count for no speed: allocators, caches and compilation settle."""
 RECENT_UPDATES = 1000
-"""Updates that percentiles are of: the newest ones."""
+"""Percentiles are of so many of the newest updates."""
 
 PHASES = names.PHASES[:3]
 """Phases of an update whose memory is measured now and then (`train/phase_memory.py`)."""
@@ -45,7 +46,7 @@ class Recent:
         self._ordered: list[float] = []
 
     def add(self, seconds: float) -> None:
-        """Takes note of one more; the oldest of more than `RECENT_UPDATES` goes."""
+        """Adds a time, and drops the oldest of more than `RECENT_UPDATES`."""
         if len(self._newest) == RECENT_UPDATES:
             del self._ordered[bisect_left(self._ordered, self._newest.popleft())]
         self._newest.append(seconds)
@@ -58,19 +59,15 @@ class Recent:
         return (median(own), p95, own[-1]) if own else (None, None, None)
 
 
-class Pending:
-    """The entry of one update, of which other ranks' numbers may still be under way."""
+class Pending(NamedTuple):
+    """The entry of one update whose reduction may still run. done: whether it has ended. values: waits for the entry."""
 
-    def __init__(self, done: Callable[[], bool], read: Callable[[], Values]) -> None:
-        self.done, self._read = done, read
-
-    def values(self) -> Values:
-        """The entry; waits for the other ranks' numbers."""
-        return self._read()
+    done: Callable[[], bool]
+    values: Callable[[], Values]
 
 
 class Metrics:
-    """What one rank has seen of its updates. `epoch`: the epoch in which an update's rows end, None for a stream."""
+    """What one rank has measured of its updates. epoch: update -> epoch in which its rows end; None for a stream."""
 
     def __init__(self, engine: UpdateEngine, epoch: Callable[[int], float | None]) -> None:
         self._engine, self._epoch = engine, epoch
@@ -96,9 +93,9 @@ class Metrics:
         window: TraceTimes | None = None,
         memory: Mapping[str, int] | None = None,
     ) -> None:
-        """An update that took so many seconds, of which it waited for data.
+        """Adds an update that took `seconds`, of which the rank waited for data for `waited`.
 
-        window: what `profile` saw of it. memory: phase -> bytes at its peak, where they were measured.
+        window: what `profile` gave. memory: {phase: peak bytes}, where they were measured.
         """
         self._exposed = window.exposed_seconds if window else math.nan
         self._exposed_of = window.exposed_axes if window else {}
@@ -113,7 +110,7 @@ class Metrics:
         self._real, self._slots = self._real + batch.real_tokens, self._slots + batch.slots
 
     def profile(self) -> AbstractContextManager[list[TraceTimes]]:
-        """A context for one update; the window that it gives is for `add`. Collective."""
+        """A context that profiles one update; its result is for `add`. Collective."""
         return profiled(self._engine.device, all_groups(self._engine.mesh))
 
     @property
@@ -127,9 +124,9 @@ class Metrics:
         return self._recent.percentiles()[0] or self.seconds[-1]
 
     def begin(self, result: UpdateResult, batch: UpdateBatch, target_tokens: int) -> Pending:
-        """The entry of the update that was added last. Collective, but nothing waits for other ranks yet.
+        """Starts the reduction for the entry of the update that was added last. Collective; waits for no other rank.
 
-        target_tokens: of the run so far.
+        target_tokens: of the run up to this update.
         """
         device, ranks = self._engine.device, dist.get_world_size()
         useful, again = self._utilisation.flops(batch) if self._utilisation else (0.0, 0.0)
@@ -207,7 +204,7 @@ class Metrics:
 
     @staticmethod
     def _of_memory(columns: Mapping[str, list[float]]) -> Values:
-        """The most of any rank; phases only where they were measured."""
+        """The maximum over ranks; phases only where they were measured."""
         kinds = {"allocated": names.PEAK_ALLOCATED, "reserved": names.PEAK_RESERVED, "host": names.PEAK_HOST}
         found: Values = {name: int(max(columns[kind])) or None for kind, name in kinds.items()}
         phases = {phase: int(max(columns[phase])) for phase in PHASES}
@@ -235,9 +232,9 @@ class Metrics:
         )
 
     def _own_seconds(self) -> float:
-        """Seconds an update since the last call, without waiting for other ranks: data, and what this rank computed.
+        """Seconds per update since the last call, for data and this rank's own work, without waiting for other ranks.
 
-        Of the host: on a GPU it shows a host that is late, not a device that is slow.
+        These are times of the host: on a GPU they show a slow host, not a slow device.
         """
         busy, updates = clock.busy(), len(self.seconds) - self._logged_at
         own = (busy - self._busy_since + self._waited_since) / max(1, updates)

@@ -7,7 +7,6 @@ need whole matrices. Decision 0004.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -23,6 +22,7 @@ from shardwright.checkpoint.restore import OptimizerChange
 from shardwright.checkpoint.settings import Change
 from shardwright.config.schema import Training
 from shardwright.errors import ConfigError, did_you_mean
+from shardwright.layout.import_path import import_object
 from shardwright.mesh.device_mesh import FLATTENED
 from shardwright.mesh.shard_geometry import from_local, local_tensor
 from shardwright.models.model_parts import canonical_name
@@ -167,17 +167,13 @@ def class_of(path: str) -> Callable[..., torch.optim.Optimizer]:
     """The class of an optimizer: of our own list, or at `package.module:Class`. Raises `ConfigError` for any other name."""
     if path in _CLASSES:
         return _CLASSES[path]
-    module, _, name = path.partition(":")
-    if not name:
+    if ":" not in path:
         raise ConfigError(
             f"training.optimizer = {path!r} is not known.",
             did_you_mean(path, SHARD_OPTIMIZERS),
             "Or name package.module:Class.",
         )
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"training.optimizer = {path!r} cannot be imported: {error}.") from None
+    return import_object(path, "training.optimizer")
 
 
 def learning_rate_factor(training: Training, updates: int) -> Callable[[int], float]:

@@ -1,4 +1,4 @@
-"""What tensors take in the phases of an update, in an evaluation and in a save, on CPU and GPU alike."""
+"""Peak memory of tensors in each phase of an update, in an evaluation and in a save, on CPUs and GPUs alike."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from shardwright.train.update import UpdateEngine
 
 
 class PhaseMemory:
-    """Watches one rank's tensors for a while, now and then; it costs some time only then.
+    """Records the tensors of one rank while `watch` is entered; training is slower then, and not otherwise.
 
-    seen: the phases that were watched so far.
+    seen: the phases watched so far.
     """
 
     def __init__(self, engine: UpdateEngine) -> None:
@@ -26,9 +26,9 @@ class PhaseMemory:
 
     @contextmanager
     def watch(self, phase: str) -> Iterator[dict[str, int]]:
-        """A context that begins in `phase`; the dict that it gives holds each phase's peak bytes afterwards.
+        """A context that begins in `phase`; afterwards the dict that it gives holds {phase: peak bytes}.
 
-        What is alive on entering counts too. Within `forward`, the backward passes and the update are told apart.
+        Tensors that are alive at its begin count too. After `forward` follow the phases `backward` and `update`.
         """
         engine, memory = self._engine, LiveMemory(device=self._engine.device.type)
         found = {phase: 0}
@@ -56,7 +56,7 @@ class PhaseMemory:
         self.seen.update(found)
 
     def agreed(self, peaks: Mapping[str, int] | None) -> dict[str, float | int | None]:
-        """`peaks` as metrics, the most of any rank; nothing where nothing was watched. Collective where something was."""
+        """`peaks` as metrics, each the maximum over ranks; empty without peaks. Collective where there are peaks."""
         if not peaks:
             return {}
         most = torch.tensor(list(peaks.values()), dtype=torch.int64, device=self._engine.device)

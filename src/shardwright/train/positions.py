@@ -1,4 +1,4 @@
-"""Rows against the positions of a model: an error where a table is shorter than the rows, a line where the training was."""
+"""Compares row lengths with the positions of a model: an error where a table is too short, a notice beyond its training."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from shardwright.config.schema import RunFile
 from shardwright.data.streaming.rows import StreamTable
 from shardwright.data.table import Table
 from shardwright.errors import ConfigError
-from shardwright.layout.axes import Axes
-from shardwright.layout.batch import row_multiple
+from shardwright.layout.axes import model_axes
+from shardwright.layout.size_rules import row_multiple
 from shardwright.models.model_parts import is_transformers
 from shardwright.models.position_tables import position_tables
 
 
 def check_positions(model: nn.Module, run: RunFile, tables: Iterable[Table | StreamTable]) -> list[str]:
-    """What should be known of the positions that the rows in `tables` need of `model` (on meta), one line each.
+    """Notices about the positions that the rows in `tables` need of `model` (on meta).
 
-    Raises `ConfigError` where a table of the model that positions index is shorter: a padded row indexes it over its whole
-    width, packed rows number each document from 0.
+    Raises `ConfigError` where a table of the model that positions index is shorter than the rows: a padded row indexes the
+    table over its whole width; packed rows number each document from 0.
     """
     longest = run.data.max_length  # of a stream, the most that its documents may have
     if not run.data.streaming:
@@ -31,7 +31,7 @@ def check_positions(model: nn.Module, run: RunFile, tables: Iterable[Table | Str
         needed, what = run.data.max_length, "data.batching pad makes every row"
     elif run.data.batching == "bucket":
         p = run.parallelism
-        multiple = row_multiple(run, Axes(cp=p.cp_size, tp=p.tp_size))
+        multiple = row_multiple(run, model_axes(p))
         needed = -(-longest // multiple) * multiple
         what = "data.batching bucket makes the widest row"
     for table in position_tables(model):
@@ -45,7 +45,7 @@ def check_positions(model: nn.Module, run: RunFile, tables: Iterable[Table | Str
 
 
 def _beyond_training(model: nn.Module, longest: int) -> list[str]:
-    """The line for rotary positions that the model's config does not reach; none for a model without such positions."""
+    """The notice about documents beyond max_position_embeddings, for rotary positions alone, which do not end."""
     if not is_transformers(model) or not any(
         "inv_freq" in name.rpartition(".")[2] for name, _ in model.named_buffers()
     ):

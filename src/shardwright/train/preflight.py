@@ -1,4 +1,4 @@
-"""What is refused, prepared and printed before the first update, however the ranks were started."""
+"""Checks, preparations and notices before the first update, however the ranks were started."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardwright.checkpoint.manifest import read_config, read_manifest
 from shardwright.checkpoint.resume import find_checkpoint, read_choice, resume_setting
 from shardwright.checkpoint.settings import changes, refuse_unaccepted
 from shardwright.config.load import Loaded
-from shardwright.config.places import check_directory
+from shardwright.config.output_paths import check_writable_directory
 from shardwright.config.rates import check_length
 from shardwright.config.schema import RunFile
 from shardwright.console import say
@@ -20,8 +20,8 @@ from shardwright.launch import current_job
 from shardwright.layout.legality import notices
 from shardwright.loss.objective import own_loss
 from shardwright.measure.metrics_log import check_sinks
+from shardwright.mesh.cluster_environment import RankInfo
 from shardwright.mesh.object_collectives import gather_objects
-from shardwright.mesh.placement import Placement
 from shardwright.models.build import build_model
 from shardwright.models.materialise import check_weights, weight_notices
 from shardwright.models.torch_dtypes import TORCH_DTYPES
@@ -33,21 +33,21 @@ from shardwright.train.rows_done import SavedPosition, resume_rows
 
 
 def check_programs(run: RunFile) -> None:
-    """Raises `ConfigError` for an optimizer, loss or schedule that is not there or does not take its arguments."""
+    """Raises `ConfigError` for an optimizer, loss or schedule that does not exist or does not take its arguments."""
     check_optimizer(run.training)
     own_loss(run.training.loss)
     learning_rate_factor(run.training, run.training.max_steps or 1)
 
 
 def prepare_run(loaded: Loaded, console: Console, exported: bool = False) -> Prepared:
-    """Refuses what would fail in a rank, and tokenises once for all of them; returns the training rows.
+    """Raises what would fail in a rank, and tokenises once for all ranks; returns the training rows.
 
-    exported: the run ends with the export that it asks for, which is checked too.
+    exported: whether the run will export its model, so that the export is checked too.
     """
     run = loaded.run
     for notice in notices(run):
         say(console, notice)
-    check_directory(Path(run.checkpoint.output_dir), "checkpoint.output_dir")
+    check_writable_directory(Path(run.checkpoint.output_dir), "checkpoint.output_dir")
     check_programs(run)
     model = build_model(run.model, TORCH_DTYPES[run.precision.master_dtype])
     check_weights(model, run.model)
@@ -99,7 +99,7 @@ def _saved_position(loaded: Loaded) -> SavedPosition | None:
     return SavedPosition.of(manifest, config)
 
 
-def prepare_run_in_ranks(loaded: Loaded, place: Placement, console: Console) -> None:
+def prepare_run_in_ranks(loaded: Loaded, place: RankInfo, console: Console) -> None:
     """`prepare_run` for ranks that torchrun or Slurm has started: the first rank of each host does it. Collective.
 
     An error of one rank is raised on all ranks.

@@ -21,7 +21,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from shardwright.models.generators import seed_generators
+from shardwright.models.initialization import seed_generators
 
 
 def stream_seed(seed: int, *position: int) -> int:

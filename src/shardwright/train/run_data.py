@@ -1,4 +1,4 @@
-"""The data of a run as one rank sees it: updates, the validation split, and their fingerprint."""
+"""The data of a run for one rank: its part of each update, the validation split, and fingerprints of both."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from shardwright.data.loader import Loader, UpdateBatch, evaluation_order, prefe
 from shardwright.data.order import Order
 from shardwright.data.prepare import open_updates, prepare
 from shardwright.layout.axes import Axes
-from shardwright.layout.batch import row_multiple
+from shardwright.layout.size_rules import row_multiple
 from shardwright.train.rows_done import SavedPosition, resume_rows
 
 
 @dataclass(frozen=True)
 class RunData:
-    """What the loop needs of the data. `updates` is the length of the run. eval_fingerprint: of the validation rows."""
+    """The data of one rank. fingerprint, eval_fingerprint: of training and validation rows. updates: length of the run."""
 
     run: RunFile
     order: Order
@@ -37,25 +37,25 @@ class RunData:
         return resume_rows(self.order, saved, self.run, self.fingerprint)
 
     def updates_from(self, first: int, device: torch.device) -> Iterator[UpdateBatch]:
-        """This rank's part of update `first` (0-based) and of those after it, made while earlier ones run on `device`."""
+        """This rank's part of update `first` (0-based) and of later updates, prepared while earlier updates run on `device`."""
         return prefetch(self.loader, first, device=device)
 
 
 class Widths(TypedDict):
-    """What decides how wide microbatches are: arguments of `Loader`."""
+    """Arguments of `Loader` that decide the width of microbatches."""
 
     bucket_multiple: int | None
     one_width: bool
 
 
 def widths(run: RunFile, axes: Axes) -> Widths:
-    """How wide microbatches are under a layout; the objective does not depend on it."""
+    """The widths of microbatches under a layout; the objective does not depend on them."""
     bucket = run.data.batching == "bucket"
     return {"bucket_multiple": row_multiple(run, axes) if bucket else None, "one_width": axes.pp > 1}
 
 
 def open_data(run: RunFile, axes: Axes, rank: int) -> RunData:
-    """Opens what `prepare` has made (or makes it, where nobody has yet)."""
+    """Opens the data that `prepare` has written, and writes it where that has not happened yet."""
     train, validation = open_updates(run), prepare(run, "validation")
     t, rows = run.training, run.training.per_device_train_batch_size
     place, shape = {"data_rank": axes.data_rank(rank), "data_ranks": axes.data_ranks}, widths(run, axes)

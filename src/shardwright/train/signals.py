@@ -6,7 +6,7 @@ import signal
 from types import FrameType
 
 from shardwright.measure import clock
-from shardwright.mesh.placement import stop_signals
+from shardwright.mesh.cluster_environment import stop_signals
 
 
 class StopFlag:

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from shardwright.config.load import Loaded
-from shardwright.config.places import check_directory
+from shardwright.config.output_paths import check_writable_directory
 from shardwright.console import say
 from shardwright.errors import ConfigError
 from shardwright.launch import finish, inside_a_launcher, owned, run_training_ranks, worker_main
@@ -33,7 +33,7 @@ def start_training(loaded: Loaded, nproc_per_node: int, least: int | None = None
     device = device_kind(loaded.run.hardware.device, counts[0])
     check_device(loaded.run, device)
     output_dir = Path(loaded.run.checkpoint.output_dir)
-    check_directory(output_dir, "checkpoint.output_dir")
+    check_writable_directory(output_dir, "checkpoint.output_dir")
     with owned(output_dir, "train", lambda text: say(console, text)):
         prepare_run(loaded, console, exported=True)
         return _start_ranks(loaded, counts, device, max_restarts, output_dir / "logs")

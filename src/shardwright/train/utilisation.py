@@ -6,7 +6,6 @@ from collections import Counter
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from shardwright.arch.flops import document_flops, model_flops, recompute_flops
 from shardwright.arch.shape import Shape
@@ -39,7 +38,7 @@ def device_of(name: str, memory_bytes: int) -> Device | None:
 
 
 def document_lengths(microbatch: Microbatch) -> Counter[int]:
-    """{tokens: how many documents have so many}; a row without numbers of documents ends one token behind its last target."""
+    """{tokens: number of documents with so many}. A row without document numbers ends one token after its last target."""
     if microbatch.documents is not None:
         spans = PackedRows(microbatch.documents, microbatch.documents.device).spans
         return Counter(end - start for _, start, end in spans)
@@ -49,17 +48,17 @@ def document_lengths(microbatch: Microbatch) -> Counter[int]:
 
 
 @dataclass(frozen=True)
-class Peak:
-    """FLOP/s of one device in the dtype that a run computes in, and where that is from."""
+class DevicePeak:
+    """FLOP/s of one device in the compute dtype of a run, and the source of that number."""
 
     flops: float
     source: str
 
 
-def device_peak(device: torch.device, dtype: str, hardware: str | None = None) -> Peak | None:
-    """The peak of `device`: of its data sheet, or of what `hardware` (a file that `doctor` wrote) says; None where unknown.
+def device_peak(device: torch.device, dtype: str, hardware: str | None = None) -> DevicePeak | None:
+    """The peak of `device`: from `hardware` (a file that `doctor` wrote), else from its data sheet; None where unknown.
 
-    The catalogue's `cpu` is a guess to plan with, no measurement, so it counts as unknown.
+    The catalogue's `cpu` is a guess for plans, not a measurement, so it counts as unknown.
     """
     known: Device | None
     if hardware is not None:
@@ -73,24 +72,37 @@ def device_peak(device: torch.device, dtype: str, hardware: str | None = None) -
     else:
         return None
     try:
-        return Peak(known.peak(dtype), source) if known else None
+        return DevicePeak(known.peak(dtype), source) if known else None
     except ConfigError:
         return None
 
 
+@dataclass(frozen=True)
 class Utilisation:
     """How much of the devices' peak updates use, by the convention `arch.flops.UTILISATION`."""
 
-    def __init__(self, shape: Shape, run: RunFile, axes: Axes, peak: Peak) -> None:
-        self._shape, self._run, self._axes, self.peak = shape, run, axes, peak
+    shape: Shape
+    run: RunFile
+    axes: Axes
+    peak: DevicePeak
 
     def flops(self, batch: UpdateBatch) -> tuple[float, float]:
-        """`own_flops` of this rank."""
-        return own_flops(self._shape, self._run, self._axes, batch)
+        """(FLOPs of forward and backward, of recomputation) of this rank; the sum over ranks is that of the update.
+
+        Ranks that hold the same documents, or parts of them, count them once together.
+        """
+        mode, length = self.run.memory.activation_checkpointing, self.run.data.max_length
+        if self.run.data.batching == "pad":
+            tokens = batch.real_tokens / self.axes.world_size
+            return tokens * model_flops(self.shape, length).total, tokens * recompute_flops(self.shape, length, mode)
+        lengths = sum(map(document_lengths, batch.microbatches), Counter())
+        useful, again = document_flops(self.shape, lengths, mode)
+        part = self.axes.data_ranks / self.axes.world_size
+        return useful * part, again * part
 
     def share(self, flops: float, seconds: float) -> float:
-        """The share of the peak that an update of so many FLOPs over all ranks reaches."""
-        return flops / seconds / (self._axes.world_size * self.peak.flops)
+        """The share of the peak of all ranks that an update of so many FLOPs in all reaches."""
+        return flops / seconds / (self.axes.world_size * self.peak.flops)
 
 
 def make_utilisation(run: RunFile, axes: Axes, device: torch.device, hardware: str | None = None) -> Utilisation | None:
@@ -98,28 +110,3 @@ def make_utilisation(run: RunFile, axes: Axes, device: torch.device, hardware: s
     peak = device_peak(device, run.precision.param_dtype, hardware)
     shape = shape_of(run) if peak else None
     return Utilisation(shape, run, axes, peak) if shape and peak else None
-
-
-def own_flops(shape: Shape, run: RunFile, axes: Axes, batch: UpdateBatch) -> tuple[float, float]:
-    """(FLOPs of forward and backward, of recomputation): what this rank counts; all ranks' sum is the whole update's.
-
-    Ranks that hold the same documents, or parts of them, count them once together.
-    """
-    mode, length = run.memory.activation_checkpointing, run.data.max_length
-    if run.data.batching == "pad":
-        tokens = batch.real_tokens / axes.world_size
-        return tokens * model_flops(shape, length).total, tokens * recompute_flops(shape, length, mode)
-    lengths = sum(map(document_lengths, batch.microbatches), Counter())
-    useful, again = document_flops(shape, lengths, mode)
-    part = axes.data_ranks / axes.world_size
-    return useful * part, again * part
-
-
-def update_flops(
-    shape: Shape, run: RunFile, axes: Axes, batch: UpdateBatch, device: torch.device
-) -> tuple[float, float]:
-    """(FLOPs of forward and backward, of recomputation) of the whole update; collective."""
-    sums = torch.tensor(own_flops(shape, run, axes, batch), dtype=torch.float64, device=device)
-    dist.all_reduce(sums)
-    useful, again = sums.tolist()
-    return useful, again

@@ -19,8 +19,8 @@ from shardwright.layout.legality import check_device, check_run
 from shardwright.measure import clock
 from shardwright.measure.environment import device_facts, versions
 from shardwright.measure.flight_recorder import count_transfers, issued
+from shardwright.mesh.cluster_environment import RankInfo
 from shardwright.mesh.object_collectives import broadcast_object, gather_objects
-from shardwright.mesh.placement import Placement
 from shardwright.mesh.process_group import Connection, connect
 from shardwright.models.build import quiet_transformers
 from shardwright.planner.answer import layout_name
@@ -51,11 +51,11 @@ def run_rank(loaded: Loaded, alone: bool = False) -> int:
     timeout = hardware.timeout_seconds + WATCHDOG_SECONDS
     with (
         connect(hardware.device, timeout, hardware.threads_per_rank, lambda: stop.requested) as connection,
-        _own_directory(loaded, connection.placement),
+        _own_directory(loaded, connection.rank_info),
     ):
-        place = connection.placement
+        place = connection.rank_info
         watch = Watchdog(heartbeat, place.rank, place.world_size, hardware.timeout_seconds, second_store, issued)
-        axes = check_run(loaded, connection.placement.world_size)
+        axes = check_run(loaded, connection.rank_info.world_size)
         check_device(run, connection.device.type)
         console = Console(quiet=place.rank != 0)
         if alone:
@@ -76,7 +76,7 @@ def run_rank(loaded: Loaded, alone: bool = False) -> int:
 
 
 @contextmanager
-def _own_directory(loaded: Loaded, place: Placement) -> Iterator[None]:
+def _own_directory(loaded: Loaded, place: RankInfo) -> Iterator[None]:
     """Holds the lock of `output_dir`: our launcher holds it for its ranks, else rank 0 does. Collective.
 
     Where hosts may have disks of their own, the first rank of each host holds the lock of the directory that it sees.

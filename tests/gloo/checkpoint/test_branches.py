@@ -31,7 +31,7 @@ from shardwright.checkpoint.directory import complete_checkpoints
 from shardwright.checkpoint.manifest import read_manifest, verify
 from shardwright.config.load import Loaded
 from shardwright.launch.lock import lock_of
-from shardwright.mesh.placement import Job, Placement
+from shardwright.mesh.cluster_environment import Job, RankInfo
 from shardwright.train import worker
 from shardwright.train.loop import Trainer
 
@@ -225,7 +225,7 @@ def _held(directory: Path) -> dict[str, Any]:
     """Ranks that no launcher of ours has started: rank 0 holds the directory, or each rank that of its host."""
     found = {}
     for storage, local, disks in (("shared", dist.get_rank(), "aa"), ("per_host", 0, "ab")):
-        place = Placement(dist.get_rank(), local, 2, 2 if storage == "shared" else 1, 1, "torchrun")
+        place = RankInfo(dist.get_rank(), local, 2, 2 if storage == "shared" else 1, 1, "torchrun")
         disk = directory / f"held {storage}" / disks[dist.get_rank()]
         loaded = run_file(ODD, checkpoint__output_dir=str(disk), checkpoint__storage=storage)
         with worker._own_directory(loaded, place):
@@ -235,7 +235,7 @@ def _held(directory: Path) -> dict[str, Any]:
     return found
 
 
-def _enter(loaded: Loaded, place: Placement) -> None:
+def _enter(loaded: Loaded, place: RankInfo) -> None:
     with worker._own_directory(loaded, place):
         raise AssertionError("both have it")
 

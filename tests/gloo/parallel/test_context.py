@@ -44,8 +44,8 @@ from shardwright.checkpoint.reader import Directory, load
 from shardwright.checkpoint.saver import save
 from shardwright.config.load import Loaded
 from shardwright.data.loader import Microbatch, UpdateBatch
-from shardwright.layout.context_traffic import context_traffic
-from shardwright.layout.rules_context import chunks
+from shardwright.layout.size_rules import chunks
+from shardwright.layout.traffic import context_traffic
 from shardwright.parallel.context.attention import SHARD, context_attention
 from shardwright.parallel.context.shard import ContextShard
 from shardwright.train.update import UpdateEngine
@@ -436,7 +436,7 @@ def test_checkpoints(kind: str, facts: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("name", TRAFFIC_CASES)
 def test_traffic_is_what_was_predicted(name: str, facts: list[dict[str, Any]]) -> None:
-    """Calls and bytes on the context-parallel group equal layout/context_traffic.py, on every rank."""
+    """Calls and bytes on the context-parallel group equal layout/traffic.py, on every rank."""
     run = TRAFFIC_CASES[name].run
     rows = run.training.per_device_train_batch_size
     blocks, kv_width = (2, 32) if name.startswith("gpt2") else (3, 2 * 8)

@@ -103,5 +103,5 @@ def test_a_layout_that_fails_is_not_timed(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("shardwright.tools.bench.verb.check_layouts", failed)
     result = bench(tmp_path, "ddp")
     assert getattr(result.exception, "exit_code", result.exit_code) == ExitCode.CHECK_FAILED
-    assert "ddp is not timed: it does not train the same objective." in result.output
+    assert "ddp is not timed: ddp does not train the same objective." in result.output
     assert not (tmp_path / "bench.json").exists()

@@ -19,7 +19,7 @@ from tests.gloo.ranks import run_ranks
 
 from shardwright.errors import SpikeError
 from shardwright.launch import Heartbeat
-from shardwright.mesh.placement import Job
+from shardwright.mesh.cluster_environment import Job
 from shardwright.train.anomaly import LEAST
 from shardwright.train.loop import Trainer
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shardwright.attention import document_attention
 from shardwright.attention.packed_rows import PackedRows
-from shardwright.layout.rules_context import chunks
+from shardwright.layout.size_rules import chunks
 from shardwright.parallel.context.shard import as_one_row, as_rows, document_blocks
 
 

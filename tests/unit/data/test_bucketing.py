@@ -16,8 +16,8 @@ from shardwright.data.packing import Cut
 from shardwright.data.table import Table
 from shardwright.errors import ConfigError
 from shardwright.layout.axes import Axes
-from shardwright.layout.batch import row_multiple
 from shardwright.layout.legality import check_run
+from shardwright.layout.size_rules import row_multiple
 
 
 def rows_of(count: int, seed: int = 0, longest: int = 96) -> Table:

@@ -15,7 +15,7 @@ from tests.byte_tokens import ready, write_tokenizer
 from shardwright.data.files import find_files, sources_of
 from shardwright.data.records import _whole, columns, records, slices
 from shardwright.errors import DataError
-from shardwright.layout.functions import names_function
+from shardwright.layout.import_path import is_import_path
 
 LINES = b'{"text": "one"}\n{"text": "two"}\n'
 
@@ -169,9 +169,9 @@ def test_json_files_that_hold_something_else_are_refused(tmp_path: Path) -> None
 def test_a_directory_whose_name_has_a_colon_is_no_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name, function in (("llama:8b", False), ("llama:tiny", True), ("pack.age:make", True), ("a/b:c", False)):
-        assert names_function(name) == function
+        assert is_import_path(name) == function
         Path(name).mkdir(parents=True)
-        assert not names_function(name)
+        assert not is_import_path(name)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import HashStore
 from shardwright.launch.hang import Watchdog, main_stack
 from shardwright.launch.heartbeat import LONG_FACTOR, Heartbeat, read_heartbeat
 from shardwright.measure import clock
-from shardwright.mesh.placement import STARTED_HERE
+from shardwright.mesh.cluster_environment import STARTED_HERE
 
 
 def test_a_heartbeat_is_read_from_outside(tmp_path: Path) -> None:

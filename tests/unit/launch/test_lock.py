@@ -20,7 +20,7 @@ from tests.places import ROOT
 from shardwright.errors import ConfigError
 from shardwright.launch import lock
 from shardwright.launch.lock import OLD_SECONDS, Owner, lock_of, owned, read_owner
-from shardwright.mesh.placement import Job, job_of
+from shardwright.mesh.cluster_environment import Job, job_of
 
 HOLDS = """
 import sys

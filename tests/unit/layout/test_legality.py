@@ -13,8 +13,8 @@ import pytest
 from shardwright.config.load import Loaded, load_run_file
 from shardwright.errors import ConfigError
 from shardwright.layout.axes import Axes, resolve_axes
-from shardwright.layout.batch import accumulation_steps
 from shardwright.layout.legality import check_device, check_run, notices
+from shardwright.layout.size_rules import accumulation_steps
 from shardwright.layout.zero import STAGES
 
 
@@ -61,7 +61,7 @@ def run(**options: Any) -> Loaded:
         (2, {"parallelism__data_parallel": "ddp", "parallelism__prefetch": 1}, "ddp keeps whole parameters"),
         (2, {"parallelism__data_parallel": "zero2", "parallelism__reshard_after_forward": True}, "only zero3 drops"),
         (2, {"parallelism__bucket_bytes": 5}, "only ddp reduces in buckets"),
-        (2, {"parallelism__unit": "root", "parallelism__prefetch": 2}, "one unit has no next one"),
+        (2, {"parallelism__unit": "root", "parallelism__prefetch": 2}, "one unit has no next unit"),
         (2, {"parallelism__sequence_parallel": True}, "tp_size is 1"),
         (2, {"parallelism__pp_schedule": "gpipe"}, "pp_size is 1"),
         (4, {"parallelism__reshard_after_forward": 4}, "neither 1 nor all"),

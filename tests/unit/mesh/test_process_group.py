@@ -62,7 +62,7 @@ before = faults()
 with connect("cpu", 30, 1) as connection:
     faults()
     after = faults()
-    assert connection.placement.started_by == "single" and dist.get_world_size() == 1
+    assert connection.rank_info.started_by == "single" and dist.get_world_size() == 1
     assert connection.threads == torch.get_num_threads() == 1
     assert connection.configuration()["keeps_freed_blocks"] is connection.keeps_freed_blocks
 assert not dist.is_initialized()

@@ -13,9 +13,9 @@ import pytest
 
 from shardwright.errors import ConfigError, ExitCode, ShardwrightError, StoppedEarly
 from shardwright.mesh import rendezvous
-from shardwright.mesh.placement import Placement
-from shardwright.mesh.rendezvous import Meeting
-from shardwright.mesh.seat import Seat
+from shardwright.mesh.cluster_environment import RankInfo
+from shardwright.mesh.host_resources import HostResources
+from shardwright.mesh.rendezvous import Rendezvous
 
 
 @pytest.fixture(autouse=True)
@@ -40,20 +40,20 @@ def never() -> bool:
     return False
 
 
-def meeting(rank: int, port: int, ranks: int = 2, host: str = "127.0.0.1", **options: Any) -> Meeting:
-    place = Placement(rank, rank, ranks, ranks, 1, "torchrun", host, port)
-    return Meeting(place, options.get("environment", {}), 10, options.get("stop", never))
+def meeting(rank: int, port: int, ranks: int = 2, host: str = "127.0.0.1", **options: Any) -> Rendezvous:
+    place = RankInfo(rank, rank, ranks, ranks, 1, "torchrun", host, port)
+    return Rendezvous(place, options.get("environment", {}), 10, options.get("stop", never))
 
 
-def seat(rank: int) -> Seat:
-    return Seat("here" if rank < 2 else "there", (rank, 9), devices=(f"GPU-{rank}",))
+def resources(rank: int) -> HostResources:
+    return HostResources("here" if rank < 2 else "there", (rank, 9), devices=(f"GPU-{rank}",))
 
 
-def meet(rank: int, port: int, **options: Any) -> tuple[Meeting, Any]:
-    """The meeting, and the seats or the error that the rank gets."""
+def meet(rank: int, port: int, **options: Any) -> tuple[Rendezvous, Any]:
+    """The meeting, and the all_resources or the error that the rank gets."""
     made = meeting(rank, port, **options)
     try:
-        return made, made.seats(seat(rank))
+        return made, made.exchange(resources(rank))
     except ShardwrightError as error:
         return made, error
 
@@ -69,14 +69,14 @@ def test_ranks_meet_and_another_run_is_refused() -> None:
     port = free()
     with ThreadPoolExecutor(3) as threads:
         met = list(threads.map(lambda rank: meet(rank, port, ranks=3), range(3)))
-    assert [seats for _, seats in met] == [[seat(0), seat(1), seat(2)]] * 3
+    assert [all_resources for _, all_resources in met] == [[resources(0), resources(1), resources(2)]] * 3
     assert all(made.holds_store for made, _ in met)
     with pytest.raises(ConfigError, match=f"127.0.0.1:{port} belongs to another run, which has a rank 1 already"):
-        meeting(1, port, ranks=3).seats(seat(1))
+        meeting(1, port, ranks=3).exchange(resources(1))
     with pytest.raises(ConfigError, match=r'another run \(\{"world_size": 3.*this is \{"world_size": 4'):
-        meeting(1, port, ranks=4).seats(seat(1))
+        meeting(1, port, ranks=4).exchange(resources(1))
     with pytest.raises(ConfigError, match=r'this is .*"SLURM_JOB_ID": "7"'):
-        meeting(2, port, ranks=3, environment={"SLURM_JOB_ID": "7"}).seats(seat(2))
+        meeting(2, port, ranks=3, environment={"SLURM_JOB_ID": "7"}).exchange(resources(2))
     with pytest.raises(ConfigError, match=f"Port {port} of this machine is taken"):
         meeting(0, port, ranks=3)
 
@@ -92,7 +92,7 @@ def test_a_rank_that_is_missing_is_named_and_a_request_to_stop_is_heard(capsys: 
     made = meeting(0, free(), ranks=2)
     made._seconds = 0.01
     with pytest.raises(ShardwrightError, match=r"has waited 0.01 s for 1 of 2 ranks: 1\. All ranks must start"):
-        made.seats(seat(0))
+        made.exchange(resources(0))
 
 
 def test_a_host_that_is_unknown_or_does_not_answer(capsys: Any, monkeypatch: Any) -> None:
@@ -128,5 +128,5 @@ def test_torchruns_own_store_is_held_by_torchrun() -> None:
         with ThreadPoolExecutor(2) as threads:
             asked = [threads.submit(meet, rank, agent.port, environment=environment) for rank in range(2)]
         met = [one.result() for one in asked]
-        assert [seats for _, seats in met] == [[seat(0), seat(1)]] * 2
+        assert [all_resources for _, all_resources in met] == [[resources(0), resources(1)]] * 2
         assert not any(made.holds_store for made, _ in met)

@@ -54,5 +54,5 @@ def test_a_slow_rank_is_named_within_its_stage() -> None:
     watch = SlowRanks()
     said = [watch.look(1, 1.5) for _ in range(SLOW_ENTRIES + 3)]
     assert [bool(text) for text in said] == [n == SLOW_ENTRIES - 1 for n in range(SLOW_ENTRIES + 3)]
-    assert said[SLOW_ENTRIES - 1].startswith("Rank 1 is slow: an update takes it 1.50 times")
+    assert said[SLOW_ENTRIES - 1].startswith("Rank 1 is slow: its own work of an update takes 1.50 times")
     assert not any(SlowRanks().look(rank % 2, 1.5) for rank in range(20))

@@ -87,7 +87,7 @@ def test_schedules_that_are_refused(values: dict[str, Any], message: str) -> Non
     ("values", "message"),
     [
         ({"optimizer": "adamv"}, "training.optimizer = 'adamv' is not known. Did you mean `adamw`?"),
-        ({"optimizer": "torch.optim:Adamm"}, "cannot be imported"),
+        ({"optimizer": "torch.optim:Adamm"}, "torch.optim has no `Adamm`. Did you mean `Adam`?"),
         ({"optimizer": "no_such_package:Adam"}, "cannot be imported"),
         ({"optimizer_kwargs": {"momentum": 0.9}}, "training.optimizer_kwargs: AdamW.__init__() got an unexpected"),
         ({"optimizer": "sgd", "optimizer_kwargs": {"momentum": -1.0}}, "Invalid momentum value: -1.0"),

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from shardwright.mesh.placement import stop_signals
+from shardwright.mesh.cluster_environment import stop_signals
 from shardwright.train.signals import StopFlag
 
 

@@ -7,7 +7,6 @@ so that nothing before it is read or tokenised again.
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -20,8 +19,8 @@ from shardwright.data.files import DataFile, find_files, sources_of
 from shardwright.data.formats import find_format, format_of
 from shardwright.data.records import Record, Slice, slices, without_nulls
 from shardwright.data.tokenise import digest_of
-from shardwright.errors import ConfigError, DataError, did_you_mean
-from shardwright.layout.functions import names_function
+from shardwright.errors import ConfigError, DataError
+from shardwright.layout.import_path import import_object, is_import_path
 
 _SLICE_RECORDS = 256
 
@@ -106,9 +105,9 @@ class RecordStream:
                     "A weight needs the number of rows of its source, and a stream does not know this number.",
                     "Remove the weight, or data.streaming.",
                 )
-            if names_function(source.path):
+            if is_import_path(source.path):
                 self.sources.append(FunctionSource(source.path, _imported(source.path)))
-        in_files = [source for source in named if not names_function(source.path)]
+        in_files = [source for source in named if not is_import_path(source.path)]
         if self.sources and in_files:
             raise ConfigError(
                 "data.train names files and a function.",
@@ -134,20 +133,11 @@ class RecordStream:
     def sizes_before(self, position: StreamPosition) -> str:
         """A digest of the sizes of the files that lie before `position`: all files after the first pass."""
         last = len(self.sources) if position.turn else position.source
-        return digest_of([Path(name).stat().st_size for name in self.names[:last] if not names_function(name)])
+        return digest_of([Path(name).stat().st_size for name in self.names[:last] if not is_import_path(name)])
 
 
 def _imported(path: str) -> Callable[[], Any]:
-    module, _, name = path.partition(":")
-    try:
-        found = importlib.import_module(module)
-        function: Callable[[], Any] = getattr(found, name)
-    except ImportError as error:
-        fix = "Install the package, or put its directory on PYTHONPATH."
-        raise ConfigError(f"data.train: {module} cannot be imported: {error}.", "", fix) from error
-    except AttributeError:
-        names = [n for n in vars(found) if not n.startswith("_")]
-        raise ConfigError(f"data.train: {module} has no `{name}`.", "", did_you_mean(name, names)) from None
+    function: Callable[[], Any] = import_object(path, "data.train")
     made = function()
     missing = [method for method in ("state_dict", "load_state_dict", "__iter__") if not hasattr(made, method)]
     if missing:

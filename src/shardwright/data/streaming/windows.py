@@ -31,7 +31,7 @@ from shardwright.data.table import Table
 from shardwright.data.tokenise import cache_directory, cache_key, digest_of, settings_of
 from shardwright.data.tokenizer import find_tokenizer, load_tokenizer, special_ids
 from shardwright.errors import DataError
-from shardwright.mesh.placement import stop_signals
+from shardwright.mesh.cluster_environment import stop_signals
 
 KEPT = 4
 """Windows that stay on disk: the ranks of a machine are a few updates apart at most."""

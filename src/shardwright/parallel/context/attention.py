@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from shardwright.attention.core import AttentionOutput, OnlineSoftmax, attend, attend_backward
 from shardwright.attention.packed_rows import PackedRows
 from shardwright.errors import ModelError
-from shardwright.layout.rules_context import chunks
+from shardwright.layout.size_rules import chunks
 from shardwright.models.torch_dtypes import accumulation_dtype
 from shardwright.parallel.context.shard import Block, ContextShard, as_one_row, as_rows, document_blocks
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.attention.packed_rows import PackedRows
-from shardwright.layout.rules_context import chunks
+from shardwright.layout.size_rules import chunks
 
 Block = tuple[slice, slice, bool]
 """Queries, keys, and whether the block is causal (both are the same tokens) or full."""

@@ -17,8 +17,8 @@ from transformers.pytorch_utils import Conv1D
 from shardwright.attention.calls import blocks_without_attention, trace_forward
 from shardwright.config.schema import RunFile
 from shardwright.errors import ModelError, did_you_mean
-from shardwright.layout.axes import Axes
-from shardwright.layout.rules_tensor import check_tensor
+from shardwright.layout.axes import model_axes
+from shardwright.layout.size_rules import check_tensor
 from shardwright.models.dropout import has_dropout
 from shardwright.models.model_parts import Parts
 from shardwright.parallel.tensor.styles import features
@@ -62,7 +62,7 @@ def plan_tensor(model: nn.Module, parts: Parts, run: RunFile) -> TensorPlan:
     """
     p = run.parallelism
     if (config := getattr(model, "config", None)) is not None:
-        check_tensor(run, Axes(tp=p.tp_size, cp=p.cp_size), _shape_of(config))
+        check_tensor(run, model_axes(p), _shape_of(config))
     styles = find_plan(model, parts, p.tp_plan)
     check_plan(model, parts, styles, p.tp_size)
     _check_compiled(model, run)

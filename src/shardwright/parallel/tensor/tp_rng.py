@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardwright.models.generators import seed_generators
+from shardwright.models.initialization import seed_generators
 
 _ODD = 0x9E3779B97F4A7C15
 """An odd factor of the rank: it changes the low bits too. The CPU generator uses only those."""

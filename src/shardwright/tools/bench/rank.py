@@ -116,7 +116,7 @@ def main() -> int:
     torch.manual_seed(0)
     with connect(hardware.device, hardware.timeout_seconds, hardware.threads_per_rank) as connection:
         result = bench(spec, layouts, connection)
-        if connection.placement.rank == 0:
+        if connection.rank_info.rank == 0:
             Path(spec.result).write_text(json.dumps(result), encoding="utf-8")
         dist.barrier()
     return 0

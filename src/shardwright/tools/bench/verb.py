@@ -13,7 +13,7 @@ import psutil
 from rich.console import Console
 
 from shardwright.config.load import Loaded
-from shardwright.config.places import check_directory, check_file
+from shardwright.config.output_paths import check_writable_directory, check_writable_file
 from shardwright.console import say
 from shardwright.errors import CheckFailed, ConfigError, ExitCode, ShardwrightError
 from shardwright.launch import refuse_launcher, run_workers
@@ -86,9 +86,9 @@ def _refused_or_prepared(
     if request.device is not None:
         find_device(request.device)
     for name in (RESULT, HISTORY):
-        check_file(output / name, "checkpoint.output_dir")
+        check_writable_file(output / name, "checkpoint.output_dir")
     if request.trace is not None:
-        check_directory(request.trace, "--trace")
+        check_writable_directory(request.trace, "--trace")
     device = device_kind(loaded.run.hardware.device, request.ranks)
     if request.versus:
         check_peers(loaded.run)

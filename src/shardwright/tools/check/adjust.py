@@ -15,7 +15,7 @@ import torch
 
 from shardwright.config.rates import check_length
 from shardwright.config.schema import Precision, RunFile
-from shardwright.layout.functions import names_function
+from shardwright.layout.import_path import is_import_path
 from shardwright.models import build_model
 from shardwright.models.build import read_config
 from shardwright.models.dropout import has_dropout
@@ -99,7 +99,7 @@ def _no_dropout(run: RunFile, device: str, split: bool) -> str:
 
 def _config(run: RunFile) -> dict[str, Any] | None:
     """The Transformers config with overrides, None for a model made by a function."""
-    return None if names_function(run.model.model_name_or_path) else read_config(run.model).to_dict()
+    return None if is_import_path(run.model.model_name_or_path) else read_config(run.model).to_dict()
 
 
 def _size(run: RunFile, config: dict[str, Any] | None) -> Size:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from shardwright.attention.packed_rows import PackedRows
 from shardwright.data.loader import Microbatch, UpdateBatch
-from shardwright.layout.batch import row_multiple
 from shardwright.layout.loss import IGNORE_INDEX
+from shardwright.layout.size_rules import row_multiple
 from shardwright.models.dropout import silence_dropout
 from shardwright.models.model_parts import is_transformers
 from shardwright.tools.check.record import BatchInvariance

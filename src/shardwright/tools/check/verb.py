@@ -17,7 +17,7 @@ from shardwright.errors import ConfigError, ExitCode, ModelError
 from shardwright.launch import refuse_launcher, run_workers
 from shardwright.layout.axes import Axes
 from shardwright.layout.legality import check_device, check_run, check_settings
-from shardwright.layout.names import TUNING, expand_layouts, with_layout
+from shardwright.layout.names import expand_layouts, tuning_keys, with_layout
 from shardwright.measure import clock
 from shardwright.mesh.process_group import device_kind
 from shardwright.models import build_model, find_parts
@@ -91,12 +91,12 @@ def check_layouts(
         tolerance = _tolerance(adjusted, ranks)
         say(
             console,
-            f"Allowed: {tolerance.formula}; relative to each tensor's largest element; from update 2 on r + min(10 p, 0.1), "
-            "where p is how far weights have drifted, in steps. AdamW steps as tools/check/tolerance.py derives. (%): the part "
-            "used.",
+            f"Allowed: {tolerance.formula}, relative to each tensor's largest element; from update 2 on r + min(10 p, 0.1), "
+            "where p is the drift of the weights in steps. tools/check/tolerance.py derives the bound of an AdamW step. (%) is "
+            "the used share of the allowance.",
         )
         if fault:
-            say(console, f"Planted into every candidate: {fault}.")
+            say(console, f"Fault injected into every candidate: {fault}.")
         run = adjusted.run.model_copy(update={"training": training})
         candidates = []
         for i, name in enumerate(names):
@@ -160,7 +160,7 @@ def possible_layouts(
             continue
         names.append(name)
         data_ranks = max(data_ranks, axes.data_ranks)
-        split = split or axes.pp * axes.cp * axes.tp > 1
+        split = split or axes.model_ranks > 1
     if not names and refused:
         raise refused
     for line in _dropped(loaded, names):
@@ -171,7 +171,7 @@ def possible_layouts(
 def _dropped(loaded: Loaded, names: list[str]) -> Iterator[str]:
     """A line for each key of the run file's layout that has no effect in any of these layouts."""
     runs = [with_layout(loaded, name) for name in names]
-    for key in (f"parallelism.{key}" for key in TUNING):
+    for key in (f"parallelism.{key}" for key, _ in tuning_keys(loaded.run.parallelism)):
         if loaded.origin[key] != "default" and all(run.origin[key] == "default" for run in runs):
             yield f"{loaded.origin[key]}: `{key}` has no effect in these layouts."
 

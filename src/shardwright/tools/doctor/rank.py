@@ -204,7 +204,7 @@ def measured(connection: Connection) -> Measured:
         properties = torch.cuda.get_device_properties(device)
         name, memory = properties.name, properties.total_memory
     else:
-        name, memory = "cpu", psutil.virtual_memory().total // connection.placement.local_world_size
+        name, memory = "cpu", psutil.virtual_memory().total // connection.rank_info.local_world_size
     found, flops = attention(watch)
     return Measured(
         device.type,
@@ -226,7 +226,7 @@ def measured(connection: Connection) -> Measured:
 def main() -> int:
     with connect(sys.argv[2], 60) as connection, torch.random.fork_rng():
         result = measured(connection)
-        if connection.placement.rank == 0:
+        if connection.rank_info.rank == 0:
             Path(sys.argv[1]).write_text(json.dumps(asdict(result)), encoding="utf-8")
         dist.barrier()
     return 0

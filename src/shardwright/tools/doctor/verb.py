@@ -9,7 +9,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 from rich.console import Console
 
-from shardwright.config.places import check_file
+from shardwright.config.output_paths import check_writable_file
 from shardwright.console import say
 from shardwright.errors import ExitCode
 from shardwright.launch import refuse_launcher, run_workers
@@ -28,7 +28,7 @@ def run_doctor(ranks: int, device: str, output: Path) -> int:
     """Prints the findings and writes the hardware file to `output`; 1 when something has failed, else 0."""
     console, started = Console(highlight=False), clock.now()
     refuse_launcher("doctor")
-    check_file(output, "--output")
+    check_writable_file(output, "--output")
     kind = device_kind(device, ranks)
     findings: list[Finding] = []
 

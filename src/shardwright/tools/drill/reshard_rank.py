@@ -32,7 +32,7 @@ def main() -> int:
         StopFlag() as stop,
         connect(hardware.device, hardware.timeout_seconds, hardware.threads_per_rank) as joined,
     ):
-        rank, size = joined.placement.rank, joined.placement.world_size
+        rank, size = joined.rank_info.rank, joined.rank_info.world_size
         for loaded in jobs:
             axes = check_run(loaded, size)
             data = open_data(loaded.run, axes, rank)

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from shardwright.checkpoint.directory import complete_checkpoints
 from shardwright.config.load import Loaded
-from shardwright.config.places import check_directory
+from shardwright.config.output_paths import check_writable_directory
 from shardwright.config.rates import check_length
 from shardwright.console import say
 from shardwright.errors import ConfigError, ExitCode, did_you_mean
@@ -69,7 +69,7 @@ def run_drill(loaded: Loaded, plan: DrillPlan) -> int:
     refuse_launcher("drill")
     check_run(loaded, plan.ranks)
     output_dir = Path(loaded.run.checkpoint.output_dir)
-    check_directory(output_dir, "checkpoint.output_dir")
+    check_writable_directory(output_dir, "checkpoint.output_dir")
     with owned(output_dir, "drill", lambda text: say(console, text)):
         return _run(loaded, plan, output_dir / "drill", console)
 

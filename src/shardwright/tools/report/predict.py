@@ -14,7 +14,7 @@ from shardwright.arch.shape import Shape
 from shardwright.config.schema import RunFile
 from shardwright.errors import ConfigError, ShardwrightError
 from shardwright.layout.axes import resolve_axes
-from shardwright.layout.functions import names_function
+from shardwright.layout.import_path import is_import_path
 from shardwright.layout.pipeline_schedules import Action, actions, head_blocks, legality, stage_rank
 from shardwright.layout.traffic import Traffic
 from shardwright.planner.answer import layout_name
@@ -69,7 +69,7 @@ class Forecast:
 def shape_of(run: RunFile, inventory: Inventory | None) -> Shape:
     """The planner's shape of the run's model. Raises `ConfigError` where the model cannot be read."""
     name = run.model.model_name_or_path
-    if not (names_function(name) or Path(name).exists()):
+    if not (is_import_path(name) or Path(name).exists()):
         raise ConfigError(
             f"the model `{name}` is not found in this directory.", "", "Run report where the run was started."
         )

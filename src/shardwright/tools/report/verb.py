@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from shardwright.arch.model_shape import Inventory
-from shardwright.config.places import check_file
+from shardwright.config.output_paths import check_writable_file
 from shardwright.errors import ConfigError, ExitCode
 from shardwright.measure import clock
 from shardwright.planner.hardware import find_device
@@ -30,7 +30,7 @@ def run_report(
     device: a name of the catalogue or a hardware file, for predicted times; None: what the runs' environment names.
     """
     page = output or (paths[0] / PAGE if len(paths) == 1 else Path(PAGE))
-    check_file(page, "--output")
+    check_writable_file(page, "--output")
     directories = _distinct([read_directory(path) for path in paths])
     chosen = find_device(device) if device else None
     subjects = [(one, forecast(one, chosen or device_of(one.environment), inventory)) for one in directories]

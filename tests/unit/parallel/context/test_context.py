@@ -21,9 +21,9 @@ from shardwright.attention.calls import trace_forward
 from shardwright.attention.core import AttentionOutput, OnlineSoftmax, attend, attend_backward, kernel
 from shardwright.config.schema import Model, RunFile
 from shardwright.errors import ConfigError, ModelError
-from shardwright.layout.context_traffic import context_traffic
 from shardwright.layout.legality import check_run
-from shardwright.layout.rules_context import chunks
+from shardwright.layout.size_rules import chunks
+from shardwright.layout.traffic import context_traffic
 from shardwright.models import build_model
 from shardwright.parallel.context.rules import check_context_model
 from shardwright.parallel.context.shard import ContextShard

@@ -1,7 +1,7 @@
-"""Where a rank stands among all ranks and on its machine, from the variables of whoever started it.
+"""What the environment says of a rank: its number among all ranks and on its host, and where ranks meet.
 
-Pure: the environment is an argument. A rank is started by `shardwright` itself, by torchrun, by Slurm's srun, or is the
-only process; nothing later may depend on which.
+The environment is an argument. A rank is started by `shardwright` itself, by torchrun, by Slurm's srun, or is the only process;
+no later code may depend on the launcher.
 """
 
 from __future__ import annotations
@@ -25,12 +25,7 @@ RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 JOB = "SHARDWRIGHT_JOB"
 """Set by the launcher in its ranks: the name of the job, the same at each start of them."""
 
-_SRUN_MARKS = (
-    "SLURM_STEP_NUM_TASKS",
-    "SLURM_STEP_TASKS_PER_NODE",
-    "SLURM_LAUNCH_NODE_IPADDR",
-    "SLURM_SRUN_COMM_HOST",
-)
+_SRUN_MARKS = ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_LAUNCH_NODE_IPADDR", "SLURM_SRUN_COMM_HOST")
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -41,8 +36,8 @@ def stop_signals() -> tuple[signal.Signals, ...]:
 
 
 @dataclass(frozen=True)
-class Placement:
-    """A rank among all ranks (`rank` of `world_size`) and on its machine (`local_rank` of `local_world_size`)."""
+class RankInfo:
+    """A rank among all ranks (`rank` of `world_size`) and on its host (`local_rank` of `local_world_size`)."""
 
     rank: int
     local_rank: int
@@ -57,15 +52,14 @@ class Placement:
 
 @dataclass(frozen=True)
 class Job:
-    """What a process belongs to. name: empty where nobody gives one. again: the job was started before, by a scheduler or
-    by its launcher."""
+    """The job of a process. name: empty where no launcher names the job. again: a scheduler or launcher restarted the job."""
 
     name: str = ""
     again: bool = False
 
 
 def job_of(environment: Mapping[str, str]) -> Job:
-    """The job of a process: as our launcher names it, else Slurm, else torchrun."""
+    """The job of a process, named by our launcher, else by Slurm, else by torchrun."""
     again = any(environment.get(count, "0") not in ("", "0") for count in (RESTARTS, "SLURM_RESTART_COUNT"))
     run = environment.get("TORCHELASTIC_RUN_ID", "none")
     names = (
@@ -80,7 +74,7 @@ def job_of(environment: Mapping[str, str]) -> Job:
 
 
 def started_by(environment: Mapping[str, str]) -> StartedBy:
-    """Who started this process as a rank; `single` when nobody did.
+    """The launcher that started this process as a rank; `single` without a launcher.
 
     `LOCAL_RANK` is the sign of torchrun: cluster operators set `RANK` and `WORLD_SIZE` for whole machines too. A batch
     script has Slurm's task variables without being a task, so a mark of srun is asked for; one task is no launcher.
@@ -102,16 +96,16 @@ def slurm_task_cores(environment: Mapping[str, str]) -> int | None:
     return _integer(environment, "SLURM_CPUS_PER_TASK") if "SLURM_CPUS_PER_TASK" in environment else None
 
 
-def read_placement(environment: Mapping[str, str]) -> Placement:
-    """The placement that torchrun's variables name, else Slurm's, else of a single process.
+def read_rank_info(environment: Mapping[str, str]) -> RankInfo:
+    """What torchrun's variables say of this rank, else Slurm's, else a single process.
 
     Raises `ConfigError` when variables are missing or are no numbers.
     """
     by = started_by(environment)
     if by == "single":
-        return Placement(0, 0, 1, 1, 1, by)
+        return RankInfo(0, 0, 1, 1, 1, by)
     if by == "slurm":
-        return _slurm_placement(environment)
+        return _slurm_rank_info(environment)
     missing = [name for name in _TORCHRUN if name not in environment]
     if missing:
         raise ConfigError(
@@ -119,12 +113,9 @@ def read_placement(environment: Mapping[str, str]) -> Placement:
             "A rank needs all of torchrun's variables.",
             "Start with torchrun or `shardwright ... --nproc-per-node N`, or unset LOCAL_RANK.",
         )
-    world_size, local_world_size = (
-        _integer(environment, "WORLD_SIZE"),
-        _integer(environment, "LOCAL_WORLD_SIZE"),
-    )
+    world_size, local_world_size = (_integer(environment, "WORLD_SIZE"), _integer(environment, "LOCAL_WORLD_SIZE"))
     nodes = -(-world_size // local_world_size)
-    return Placement(
+    return RankInfo(
         rank=_integer(environment, "RANK"),
         local_rank=_integer(environment, "LOCAL_RANK"),
         world_size=world_size,
@@ -153,7 +144,7 @@ def _slurm_tasks(environment: Mapping[str, str]) -> int:
     return _integer(environment, name) if name else 1
 
 
-def _slurm_placement(environment: Mapping[str, str]) -> Placement:
+def _slurm_rank_info(environment: Mapping[str, str]) -> RankInfo:
     tasks = _slurm_tasks(environment)
     name = _first_set(environment, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
     nodes = _integer(environment, name) if name else 1
@@ -162,7 +153,7 @@ def _slurm_placement(environment: Mapping[str, str]) -> Placement:
     job = _integer(environment, "SLURM_JOB_ID") if "SLURM_JOB_ID" in environment else 0
     step = _integer(environment, "SLURM_STEP_ID") if "SLURM_STEP_ID" in environment else 0
     port = 15000 + (31 * job + step) % 17000
-    return Placement(
+    return RankInfo(
         rank=_integer(environment, "SLURM_PROCID"),
         local_rank=_integer(environment, "SLURM_LOCALID"),
         world_size=tasks,

@@ -1,4 +1,4 @@
-"""Whether a place can be written, asked before the work whose result goes there. Neither function makes anything."""
+"""Checks that results can be written to a path, before the work that makes them. Nothing is created."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 from shardwright.errors import ConfigError
 
 
-def check_directory(path: Path, name: str) -> None:
-    """Raises `ConfigError` where no directory can be at `path`, or nothing can be written into it. name: of the option."""
+def check_writable_directory(path: Path, name: str) -> None:
+    """Raises `ConfigError` where `path` cannot become a directory, or is not writable. name: the option, for the error."""
     place = path.absolute()
     while not os.path.lexists(place):
         place = place.parent
@@ -26,10 +26,10 @@ def check_directory(path: Path, name: str) -> None:
         )
 
 
-def check_file(path: Path, name: str) -> None:
+def check_writable_file(path: Path, name: str) -> None:
     """Raises `ConfigError` where no file can be written at `path`."""
     if path.is_dir():
         raise ConfigError(f"{name} {path} is a directory.", "", f"Name a file: {path / 'NAME'}.")
     if path.exists() and not os.access(path, os.W_OK):
         raise ConfigError(f"{name} {path} cannot be written.", "", f"Set another {name}.")
-    check_directory(path.parent, name)
+    check_writable_directory(path.parent, name)

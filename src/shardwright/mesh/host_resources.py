@@ -1,4 +1,4 @@
-"""What a rank may use of its machine, and its share of it where ranks use the same: CPU cores, and a device of its own."""
+"""CPU cores and devices that a rank may use on its host, and its share where several ranks may use the same."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from shardwright.mesh.placement import Placement, in_slurm_task, slurm_task_cores
+from shardwright.mesh.cluster_environment import RankInfo, in_slurm_task, slurm_task_cores
 
 
 @dataclass(frozen=True)
-class Seat:
-    """One process on its machine.
+class HostResources:
+    """What one process may use of its host.
 
-    host: the same for all that share a kernel. cores: those that the scheduler lets it run on. group and quota: its
-    control group and how many cores' time that may use, None without a limit. task and task_cores: its Slurm task and the
-    cores asked for it. devices: names of those it sees, in the order of their index.
+    host: the same for all processes that share a kernel.
+    cores: numbers of the cores that the scheduler lets the process run on.
+    group, quota: its control group, and how many cores' time the group may use; None without a limit.
+    task, task_cores: its Slurm task, and the cores asked for the task.
+    devices: names of the devices that the process sees, by index.
     """
 
     host: str
@@ -32,18 +34,18 @@ class Seat:
     devices: tuple[str, ...] = ()
 
     @classmethod
-    def read(cls, values: Mapping[str, Any]) -> Seat:
-        """The seat of which `dataclasses.asdict` went through JSON."""
+    def read(cls, values: Mapping[str, Any]) -> HostResources:
+        """The inverse of `dataclasses.asdict` and JSON."""
         return cls(**{**values, "cores": tuple(values["cores"]), "devices": tuple(values["devices"])})
 
 
-def seat_here(environment: Mapping[str, str], devices: Sequence[str] = ()) -> Seat:
-    """The seat of this process."""
+def local_resources(environment: Mapping[str, str], devices: Sequence[str] = ()) -> HostResources:
+    """What this process may use."""
     path = _control_group()
     task = ""
     if in_slurm_task(environment):
         task = ".".join(environment.get(f"SLURM_{name}", "") for name in ("JOB_ID", "STEP_ID", "PROCID"))
-    return Seat(
+    return HostResources(
         host=_host(),
         cores=tuple(sorted(os.sched_getaffinity(0)))
         if hasattr(os, "sched_getaffinity")
@@ -92,29 +94,29 @@ def _quotas(path: str, mount: Path = Path("/sys/fs/cgroup")) -> Iterator[float]:
             return
 
 
-def share_of_cores(seat: Seat, seats: Sequence[Seat]) -> int:
-    """CPU threads of the rank on `seat`, one of the `seats` of all ranks: at least 1.
+def share_of_cores(resources: HostResources, all_resources: Sequence[HostResources]) -> int:
+    """CPU threads of the rank with `resources`, out of `all_resources`, those of every rank: at least 1.
 
     A core that several ranks may run on is divided among them, and so are the limits of a control group or a Slurm task. Ranks
     that are bound to cores of their own have them whole.
     """
-    here = [other for other in seats if other.host == seat.host]
+    here = [other for other in all_resources if other.host == resources.host]
     masks = [frozenset(other.cores) for other in here]
-    of_cores = sum(Fraction(1, sum(core in mask for mask in masks)) for core in seat.cores)
+    of_cores = sum(Fraction(1, sum(core in mask for mask in masks)) for core in resources.cores)
     limits = [of_cores]
-    if seat.quota is not None:
-        limits.append(Fraction(seat.quota) / sum(other.group == seat.group for other in here))
-    if seat.task_cores is not None:
-        limits.append(Fraction(seat.task_cores, sum(other.task == seat.task for other in here)))
+    if resources.quota is not None:
+        limits.append(Fraction(resources.quota) / sum(other.group == resources.group for other in here))
+    if resources.task_cores is not None:
+        limits.append(Fraction(resources.task_cores, sum(other.task == resources.task for other in here)))
     return max(1, int(min(limits)))
 
 
 def threads_per_rank(
     requested: int | None,
-    placement: Placement,
+    rank_info: RankInfo,
     environment: Mapping[str, str],
-    seat: Seat,
-    seats: Sequence[Seat],
+    resources: HostResources,
+    all_resources: Sequence[HostResources],
 ) -> int:
     """CPU threads of a rank: as requested, else the user's `OMP_NUM_THREADS`, else its share of the cores.
 
@@ -124,22 +126,22 @@ def threads_per_rank(
     if requested is not None:
         return requested
     wish = environment.get("OMP_NUM_THREADS", "").split(",")[0].strip()
-    if wish.isdecimal() and int(wish) > 0 and not (placement.started_by == "torchrun" and wish == "1"):
+    if wish.isdecimal() and int(wish) > 0 and not (rank_info.started_by == "torchrun" and wish == "1"):
         return int(wish)
-    return share_of_cores(seat, seats)
+    return share_of_cores(resources, all_resources)
 
 
-def assign_devices(seats: Sequence[Seat]) -> list[int | None]:
+def assign_devices(all_resources: Sequence[HostResources]) -> list[int | None]:
     """For each rank the index, among the devices it sees, of one that no other rank on its machine is given; else None.
 
     Ranks that see the fewest choose first. Where all see the same, each gets the one of its number on the machine.
     """
-    given: list[int | None] = [None] * len(seats)
+    given: list[int | None] = [None] * len(all_resources)
     taken: set[tuple[str, str]] = set()
-    for rank in sorted(range(len(seats)), key=lambda rank: len(seats[rank].devices)):
-        seat = seats[rank]
-        free = [i for i, device in enumerate(seat.devices) if (seat.host, device) not in taken]
+    for rank in sorted(range(len(all_resources)), key=lambda rank: len(all_resources[rank].devices)):
+        resources = all_resources[rank]
+        free = [i for i, device in enumerate(resources.devices) if (resources.host, device) not in taken]
         if free:
             given[rank] = free[0]
-            taken.add((seat.host, seat.devices[free[0]]))
+            taken.add((resources.host, resources.devices[free[0]]))
     return given
