@@ -65,7 +65,7 @@ def test_uneven_layers() -> None:
     uneven = refusal(PLAIN, 2, model__kwargs={"width": 5}, parallelism__tp_plan={"blocks.*.narrow": "colwise"})
     assert "blocks.0.narrow has 5 output features, not divisible by tp_size = 2" in uneven
     assert planned(PLAIN, 4, model__kwargs={"vocab": 13}, parallelism__tp_plan=PLAN).styles["head"] == "vocabulary"
-    assert "leave one without" in refusal(PLAIN, 4, model__kwargs={"vocab": 6}, parallelism__tp_plan=PLAN)
+    assert "one rank would have none" in refusal(PLAIN, 4, model__kwargs={"vocab": 6}, parallelism__tp_plan=PLAN)
 
 
 def test_dropout() -> None:
@@ -111,7 +111,7 @@ def test_users_plans() -> None:
     ("config", "words"),
     [
         ("StableLmConfig", "has no tensor-parallel plan"),
-        ("MixtralConfig", "style `packed_colwise` cannot be run"),
+        ("MixtralConfig", "style `packed_colwise` cannot be applied"),
         ("CohereConfig", "q_norm.weight has no tensor-parallel style"),
     ],
 )
