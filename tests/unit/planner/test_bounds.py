@@ -82,6 +82,7 @@ def test_no_bound_is_above_an_estimate(search: Search, start: int) -> None:
                     assert split in search._options(bound, kind, seconds), layout
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(searches(), st.floats(0.02, 1.2))
 def test_the_search_finds_what_brute_force_finds(search: Search, part: float) -> None:
