@@ -285,21 +285,18 @@ class Bounds:
         """The smallest bound of its cells: nothing recomputed, the schedule that idles least, the best microbatch."""
         rows, layers, pp = self.problem.global_batch_size // shell.data, self.problem.shape.layers, shell.pp
         best = inf
-        microbatch = 1
-        while microbatch <= rows:
-            if rows % microbatch == 0:
-                b = self._block(shell, microbatch, "none")
-                one = (b.forward + b.backward) * layers / pp
-                idle = 0.0
-                if pp > 1:
-                    idle = min(
-                        one * (pp - 1) / max(CHUNKS),
-                        ((b.backward - b.weights) * layers - one) / 2,
-                        (pp - 1) * one - 2 * b.weights * layers,
-                    )
-                best = min(best, one * (rows // microbatch) + max(idle, 0.0))
-            microbatch *= 2
-        return best * 0.97  # microbatches that are no powers of two may be a little better
+        for microbatch in divisors(rows):
+            b = self._block(shell, microbatch, "none")
+            one = (b.forward + b.backward) * layers / pp
+            idle = 0.0
+            if pp > 1:
+                idle = min(
+                    one * (pp - 1) / max(CHUNKS),
+                    ((b.backward - b.weights) * layers - one) / 2,
+                    (pp - 1) * one - 2 * b.weights * layers,
+                )
+            best = min(best, one * (rows // microbatch) + max(idle, 0.0))
+        return best * SLIGHTLY_LESS
 
     def _block(self, shell: Shell, rows: int, recompute: Recompute) -> BlockSeconds:
         return self.clock.block_at(shell.tp, shell.cp, shell.pp, self.devices, rows, recompute)

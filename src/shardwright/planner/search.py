@@ -176,20 +176,8 @@ class Search(Bounds):
         return self._leanest[key]
 
     def _may_fit(self, shell: Shell, kind: str) -> bool:
-        """Whether the family may have a layout that fits here: by its states, and as long as it has none, by its leanest.
-
-        zero3 needs least of all kinds on the device.
-        """
-        if self.states(shell, kind).mean + self.program.context_bytes > self.capacity:
-            return False
-        if self._family(shell, kind) in self._seconds:
-            return True
-        if kind not in ("zero3", "offload") and "zero3" in self.kinds and shell.data * shell.cp > 1:
-            zero3 = self._least(shell, "zero3")
-            if zero3 is not None and zero3[1] > self.capacity:
-                return False
-        least = self._least(shell, kind)
-        return least is not None and least[1] <= self.capacity
+        """Whether the family may have a layout that fits here, by what every layout of it keeps."""
+        return self.states(shell, kind).mean + self.program.context_bytes <= self.capacity
 
     def _shell(self, shell: Shell, kinds: list[str]) -> None:
         left = self.capacity - self.program.context_bytes
@@ -251,12 +239,7 @@ class Search(Bounds):
         return self._leans[key]
 
     def _lean_fits(self, cell: Cell, kind: str) -> bool:
-        """Whether the leanest layout of the cell fits: finest sharding, parameters dropped after forward.
-
-        zero3 needs least of all kinds on the device; asking it first settles most cells.
-        """
-        if kind not in ("zero3", "offload") and "zero3" in kinds_of(cell) and not self._lean_fits(cell, "zero3"):
-            return False
+        """Whether the leanest layout of the cell fits: finest sharding, parameters dropped after forward."""
         key = (cell, kind)
         known = self._lean.get(key)
         if known is None:
