@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from shardwright.backends.facts import GLOO, has_own_ways
+from shardwright.backends.facts import GLOO, has_own_backend
 from shardwright.torch_private import collectives
 
 
@@ -101,7 +101,7 @@ def _own(package: str) -> Backend:
 
 def choose_backend(device: str) -> Backend:
     """The backend of ranks on `cpu` or `cuda`."""
-    return _own(GLOO) if has_own_ways(device) else _TORCH
+    return _own(GLOO) if has_own_backend(device) else _TORCH
 
 
 _TORCH = Backend()

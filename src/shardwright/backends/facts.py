@@ -107,11 +107,11 @@ GLOO_FACTS = BackendFacts(
 
 
 @cache
-def has_own_ways(device: str) -> bool:
+def has_own_backend(device: str) -> bool:
     """Whether a package of ours stands in for torch's own ways on this kind of device."""
     return device == "cpu" and find_spec(GLOO) is not None
 
 
 def backend_facts(device: str) -> BackendFacts:
     """The facts of ranks on `cpu` or `cuda`."""
-    return GLOO_FACTS if has_own_ways(device) else TORCH_FACTS
+    return GLOO_FACTS if has_own_backend(device) else TORCH_FACTS

@@ -59,7 +59,7 @@ class Stretch:
         return (self.seed, self.shuffle) == (other.seed, other.shuffle)
 
 
-class Order:
+class RowOrder:
     """The row ids of every update of a run over `rows` rows, or over the rows of `mixture`.
 
     Give `max_steps` or `num_train_epochs` (a fraction is read as the decimal that it prints as). The last update of a run

@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor
 from shardwright.errors import ConfigError, ShardwrightError, did_you_mean
 from shardwright.layout.import_path import import_object
 from shardwright.layout.loss import CROSS_ENTROPY, IGNORE_INDEX
-from shardwright.loss.output_head import Deferred
+from shardwright.loss.output_head import DeferredLoss
 from shardwright.loss.vocab_parallel_loss import vocabulary_cross_entropy_sum, widened
 
 
-def logits_of(model_output: Any) -> Tensor | Deferred:
+def logits_of(model_output: Any) -> Tensor | DeferredLoss:
     """The logits [B, T, V], or the loss in their place, from what a model returned: a tensor, `.logits`, or a mapping."""
     if isinstance(model_output, Tensor):
         return model_output

@@ -13,7 +13,7 @@ from shardwright.config.schema import Model
 from shardwright.errors import ModelError, did_you_mean
 from shardwright.layout.import_path import import_object, is_import_path
 from shardwright.models.hub_names import hub_names
-from shardwright.models.initialization import META, Recipe, Recorder, Whole, assign_owners, view_of
+from shardwright.models.initialization import META, Recipe, Recorder, UnsplitModel, assign_owners, view_of
 from shardwright.models.model_config import model_directory as model_directory
 from shardwright.models.model_config import read_config as read_config
 from shardwright.models.model_parts import beside_text, tied_names
@@ -221,7 +221,7 @@ def _attach_recipes(model: nn.Module, recorder: Recorder) -> None:
             places.append((module, leaf, tensor))
     groups = tuple(tuple(n for n in group if n in saved) for group in names.values())
     optional = sorted(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
-    whole = Whole(
+    whole = UnsplitModel(
         tuple(group for group in groups if group),
         hub_names(model),
         _ignored(model),

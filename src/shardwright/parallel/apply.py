@@ -92,7 +92,7 @@ def parallelize(
         tensor = TensorParallel(model, parts, plan.tensor, mesh["tp"], run, stages, plan.attention)
     if plan.loss_chunks.tokens and parts.head is not None:
         head: Any = model.get_submodule(parts.head)
-        divided = tensor.peers if tensor is not None and tensor.divides(parts.head) else None
+        divided = tensor.tp_group if tensor is not None and tensor.divides(parts.head) else None
         ChunkedHead(head, plan.loss_chunks, divided, recompute=p.pp_size > 1 and schedule_of(p) == "gpipe")
     _replace_attention(model, parts, run, mesh, device)
     decide_by_document(model)

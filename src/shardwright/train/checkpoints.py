@@ -16,7 +16,7 @@ from shardwright.checkpoint.manifest import Lineage, LineageNode, Manifest
 from shardwright.checkpoint.multi_host.hosts import Hosts, find_hosts
 from shardwright.checkpoint.multi_host.source import MultiHostCheckpoint, find_on_hosts, latest_choice
 from shardwright.checkpoint.parts import Value
-from shardwright.checkpoint.reader import Directory, Source
+from shardwright.checkpoint.reader import CheckpointSource, SharedCheckpoint
 from shardwright.checkpoint.restore import current_state, restore
 from shardwright.checkpoint.resume import Choice
 from shardwright.checkpoint.saver import Saver
@@ -241,7 +241,7 @@ class Checkpoints:
                 f"from update {at}: checkpoint.resume auto skips checkpoints of other branches."
             )
 
-    def _find(self, setting: str, bad: set[Path]) -> Source | None:
+    def _find(self, setting: str, bad: set[Path]) -> CheckpointSource | None:
         """What rank 0 finds, or all hosts together: ranks may see a shared directory at different moments."""
         if self.hosts.count > 1:
             return find_on_hosts(self.hosts, self.output_dir, setting, bad)
@@ -254,9 +254,9 @@ class Checkpoints:
         found = broadcast_object(found)
         if isinstance(found, ShardwrightError):
             raise found
-        return Directory(found) if found is not None else None
+        return SharedCheckpoint(found) if found is not None else None
 
-    def _restore(self, source: Source) -> Manifest:
+    def _restore(self, source: CheckpointSource) -> Manifest:
         path, manifest, accepted = source.path, source.manifest(), self._settings.accept_changes
         if manifest.data_fingerprint != self._fingerprint and not accepts_other_data(self._loaded.run):
             raise CheckpointError(

@@ -10,7 +10,7 @@ from shardwright.checkpoint.manifest import Manifest
 from shardwright.config.load import read_settings
 from shardwright.config.rates import OPEN_ENDED
 from shardwright.config.schema import RunFile
-from shardwright.data.order import Cursor, Order, Stretch, stretches_of
+from shardwright.data.order import Cursor, RowOrder, Stretch, stretches_of
 from shardwright.data.streaming.rows import StreamOrder
 
 _ONCE = "none of its rows comes again or is passed over"
@@ -42,7 +42,9 @@ class SavedPosition:
             return {n: self.settings.get(f"{section}.{n}", getattr(own[section], n)) for n in names}
 
         training = saved("training", "global_batch_size", "max_steps", "num_train_epochs", "seed")
-        cursor = Order(rows, **training, **saved("data", "shuffle", "drop_last", "bucket_updates")).cursor(self.update)
+        cursor = RowOrder(rows, **training, **saved("data", "shuffle", "drop_last", "bucket_updates")).cursor(
+            self.update
+        )
         assert cursor is not None
         return cursor
 
@@ -55,7 +57,7 @@ def accepts_other_data(run: RunFile) -> bool:
     )
 
 
-def resume_rows(order: Order, saved: SavedPosition, run: RunFile, fingerprint: str) -> list[str]:
+def resume_rows(order: RowOrder, saved: SavedPosition, run: RunFile, fingerprint: str) -> list[str]:
     """Lets `order` begin after the rows that are done; returns lines about changed rows and a changed length.
 
     fingerprint: of this run's rows. Raises `CheckpointError` where a stream holds other data at its cursor than before, unless
@@ -81,7 +83,9 @@ def _stream_cursor(cursor: Cursor | None) -> Cursor | None:
     return cursor if cursor is not None and "place" in cursor else None
 
 
-def _of_rows(order: Order, saved: SavedPosition, cursor: Cursor, before: Stretch | None, other: bool) -> Iterator[str]:
+def _of_rows(
+    order: RowOrder, saved: SavedPosition, cursor: Cursor, before: Stretch | None, other: bool
+) -> Iterator[str]:
     epoch, row = divmod(cursor["rows"], order.rows)
     place = f"row {row + 1:,} of {order.rows:,} of epoch {epoch + 1}" if row else f"epoch {epoch + 1}"
     if other or before is None:
@@ -115,7 +119,7 @@ def _of_stream(order: StreamOrder, saved: SavedPosition, run: RunFile) -> Iterat
         yield f"{done} of the stream; {_ONCE}."
 
 
-def _of_length(before: int | None, order: Order, run: RunFile) -> Iterator[str]:
+def _of_length(before: int | None, order: RowOrder, run: RunFile) -> Iterator[str]:
     now, kind = order.total_updates, run.training.lr_scheduler_type
     if before is not None and before != now:
         rates = "" if kind in OPEN_ENDED else f", and lr_scheduler_type {kind} follows the new number"

@@ -89,7 +89,7 @@ def test_values_and_their_origin(tmp_path: Path) -> None:
         (MINIMAL + "  learning_rate: 0\n", "`training.learning_rate` = 0: input should be greater than 0"),
         (MINIMAL + "  learning_rate: .inf\n", "`training.learning_rate` = inf: input should be a finite number"),
         (MINIMAL + "  learning_rate: .nan\n", "`training.learning_rate` = nan: input should be a finite number"),
-        (MINIMAL + "  on_non_finite: ignore\n", "input should be 'stop' or 'skip'. It means: A loss or gradient"),
+        (MINIMAL + "  on_non_finite: ignore\n", "input should be 'stop' or 'skip'. It means: If the loss or a gradient"),
         (MINIMAL + "memory: {compile: yes}\n", "`memory.compile` = 'yes': input should be a valid boolean"),
         (MINIMAL + "memory: {compile: 1}\n", "`memory.compile` = 1: input should be a valid boolean"),
         (MINIMAL + "parallelism: {dp_shard_size: 0}\n", "-1 (the rest) or at least 1"),

@@ -12,7 +12,7 @@ import pytest
 
 from shardwright.config import load_run_file
 from shardwright.data.mixture import Mixture
-from shardwright.data.order import FILLER, Int64, Order
+from shardwright.data.order import FILLER, Int64, RowOrder
 from shardwright.train.rows_done import SavedPosition, resume_rows
 
 SETTINGS = {
@@ -25,18 +25,18 @@ def lengths(rows: Int64) -> Int64:
     return rows * 7919 % 97 + 1
 
 
-def order_of(rows: int, size: int, megabatch: int = 1, mixture: Mixture | None = None, **options: Any) -> Order:
+def order_of(rows: int, size: int, megabatch: int = 1, mixture: Mixture | None = None, **options: Any) -> RowOrder:
     options = {"seed": 5} | options
-    return Order(rows, global_batch_size=size, bucket_updates=megabatch, mixture=mixture, lengths=lengths, **options)
+    return RowOrder(rows, global_batch_size=size, bucket_updates=megabatch, mixture=mixture, lengths=lengths, **options)
 
 
-def after(order: Order, former: Order, update: int, trusted: bool = False) -> Order:
+def after(order: RowOrder, former: RowOrder, update: int, trusted: bool = False) -> RowOrder:
     """`order`, which goes on where `former` was before `update`, through a checkpoint."""
     order.seek(update, json.loads(json.dumps(former.cursor(update))), trusted)
     return order
 
 
-def rows_of(order: Order, first: int, end: int | None = None) -> list[int]:
+def rows_of(order: RowOrder, first: int, end: int | None = None) -> list[int]:
     updates = range(first, order.total_updates if end is None else end)
     return [row for u in updates for row in order.update_rows(u).tolist() if row != FILLER]
 
@@ -85,7 +85,7 @@ def test_rows_come_once_in_each_epoch_whatever_changes(trial: int) -> None:
     """Batch sizes, megabatches and lengths drawn anew at up to five resumes, within megabatches, epochs and last updates."""
     draw = random.Random(trial)
     rows, seen, update, epochs = draw.choice([3, 7, 10, 24, 50]), [], 0, 0.0
-    former: Order | None = None
+    former: RowOrder | None = None
     for _ in range(draw.choice([2, 3, 5])):
         size, megabatch = draw.choice([1, 2, 3, 4, 6, 8]), draw.choice([1, 2, 3, 5])
         epochs += draw.choice([0.5, 1, 2])
@@ -115,7 +115,7 @@ def test_sources_with_weights_keep_their_counts() -> None:
     assert sorted(row for row in seen if row < 4) == [0, 1, 2, 3]
 
 
-def _former(order: Order, update: int, cursor: Any = "its own", **settings: Any) -> SavedPosition:
+def _former(order: RowOrder, update: int, cursor: Any = "its own", **settings: Any) -> SavedPosition:
     own = order.cursor(update) if cursor == "its own" else cursor
     return SavedPosition(update, own, "rows", SETTINGS | settings)
 

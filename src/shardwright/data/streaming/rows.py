@@ -1,4 +1,4 @@
-"""The rows of a stream by their position in it, and the updates made of them, in place of `Table` and `Order`.
+"""The rows of a stream by their position in it, and the updates made of them, in place of `Table` and `RowOrder`.
 
 The rows of a window are taken in an order that follows from (seed, number of the window), and windows one after the other. So
 position p is the same row whatever the ranks, microbatches or batch size. A few windows are held at a time.
@@ -14,7 +14,7 @@ import numpy as np
 
 from shardwright.data.arrays import Float64, Int64
 from shardwright.data.documents import Documents
-from shardwright.data.order import Cursor, Order
+from shardwright.data.order import Cursor, RowOrder
 from shardwright.data.permutation import permute
 from shardwright.data.streaming.record_stream import StreamPosition
 from shardwright.data.streaming.windows import StreamWindow, StreamWindows
@@ -158,7 +158,7 @@ class StreamTable:
         )
 
 
-class StreamOrder(Order):
+class StreamOrder(RowOrder):
     """Update u holds the positions [u G, (u + 1) G) of a stream, counted from where the run was resumed."""
 
     def __init__(self, rows: StreamTable, *, global_batch_size: int, max_steps: int) -> None:
