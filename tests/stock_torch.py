@@ -1,4 +1,4 @@
-"""What tests share to run without `shardwright.backends.gloo`, on torch's own ways."""
+"""What tests share to run without `shardwright.backends.gloo`, on torch's own implementations."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What a run file may ask for, checked before any process starts.
 
-`check_run` is the one gate of every verb that starts ranks: sizes, divisibility, and options that would have no effect.
+Every verb that starts ranks calls `check_run` first: sizes, divisibility, and options that would have no effect.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def _from_directory(spec: Model, recorder: Recorder) -> nn.Module:
     if getattr(config, "output_router_logits", False):
         raise ModelError(
             f"{config.model_type} asks for the auxiliary loss of its routers (output_router_logits).",
-            "It is a mean over the tokens of one forward, so that microbatches and layouts would change the objective.",
+            "This loss is a mean over the tokens of one forward, so microbatches and layouts would change the objective.",
             "Set output_router_logits to false in config.json or model.config_overrides.",
         )
     kind = _model_kind(config)

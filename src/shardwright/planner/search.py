@@ -1,7 +1,7 @@
 """The fastest layout of every family, by branch and bound over all legal layouts.
 
-A shell, then a cell, has a lower bound of its time: kernels and pipeline without any data-parallel cost.
-Shells and cells are visited in the order of their bounds, and left as soon as the bound is above the best
+A mesh shape, then a layout group, has a lower bound of its time: kernels and pipeline without any data-parallel cost.
+Mesh shapes and layout groups are visited in the order of their bounds, and left as soon as the bound is above the best
 time that their families already have. So each family's best layout is the best of all its legal layouts,
 though few are timed one by one. Memory is bounded the same way: one microbatch row, everything recomputed,
 and the finest sharding need least.
@@ -16,19 +16,19 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from shardwright.planner.bounds import Bounded, Bounds
-from shardwright.planner.data_parallel_time import Window, exposed
+from shardwright.planner.data_parallel_time import UnitCompute, exposed
 from shardwright.planner.problem import Layout, Problem
 from shardwright.planner.space import (
     ON_DEVICE,
     PREFETCH,
     RECOMPUTE,
     UNITS,
-    Cell,
-    Shell,
-    cells,
+    LayoutGroup,
+    MeshShape,
+    layout_groups,
     count_layouts,
     kinds_of,
-    shells,
+    mesh_shapes,
     splits,
     variant,
     variants,
@@ -104,30 +104,30 @@ class Search(Bounds):
         super().__init__(problem, devices)
         self.kinds, self.found = kinds, Found()
         self._fastest, self._seconds = inf, dict[str, float]()
-        self._lean: dict[tuple[Cell, str], bool] = {}
-        self._leanest: dict[tuple[Shell, str], tuple[Layout, float] | None] = {}
-        self._transfers: dict[tuple[Shell, str], tuple[list[tuple[float, float]], tuple[float, float]]] = {}
-        self._leans: dict[tuple[Cell, str], Layout | None] = {}
-        self._families: dict[tuple[Shell, str], str] = {}
+        self._lean: dict[tuple[LayoutGroup, str], bool] = {}
+        self._leanest: dict[tuple[MeshShape, str], tuple[Layout, float] | None] = {}
+        self._transfers: dict[tuple[MeshShape, str], tuple[list[tuple[float, float]], tuple[float, float]]] = {}
+        self._leans: dict[tuple[LayoutGroup, str], Layout | None] = {}
+        self._families: dict[tuple[MeshShape, str], str] = {}
 
     def run(self) -> Found:
         """Fills `found` and returns it."""
         found, layers = self.found, self.problem.shape.layers
-        legal, found.illegal = shells(self.problem, self.devices)
-        alive: list[tuple[float, Shell]] = []
-        for shell in legal:
-            rows = self.problem.global_batch_size // shell.data
-            found.considered += count_layouts(rows, shell.data, shell.cp, shell.pp, layers)
-            alive.append((self.shell_bound(shell), shell))
+        legal, found.illegal = mesh_shapes(self.problem, self.devices)
+        alive: list[tuple[float, MeshShape]] = []
+        for mesh_shape in legal:
+            rows = self.problem.global_batch_size // mesh_shape.data
+            found.considered += count_layouts(rows, mesh_shape.data, mesh_shape.cp, mesh_shape.pp, layers)
+            alive.append((self.mesh_shape_bound(mesh_shape), mesh_shape))
         alive.sort(key=lambda entry: entry[0])
-        for bound, shell in alive:
+        for bound, mesh_shape in alive:
             open_kinds = [
                 kind
                 for kind in self.kinds
-                if bound < self._limit(self._family(shell, kind)) and self._may_fit(shell, kind)
+                if bound < self._limit(self._family(mesh_shape, kind)) and self._may_fit(mesh_shape, kind)
             ]
             if open_kinds:
-                self._shell(shell, open_kinds)
+                self._mesh_shape(mesh_shape, open_kinds)
         self._settle(legal)
         played: set[str] = set()
         while True:
@@ -139,29 +139,29 @@ class Search(Bounds):
             played.add(rest[0].family)
             found.best[rest[0].family] = self.refine(rest[0])
 
-    def _settle(self, legal: list[Shell]) -> None:
+    def _settle(self, legal: list[MeshShape]) -> None:
         """Every family without a best layout is rejected with the leanest one."""
         rejected = self.found.rejected
-        for shell in legal:
+        for mesh_shape in legal:
             for kind in self.kinds:
-                family = self._family(shell, kind)
+                family = self._family(mesh_shape, kind)
                 if family in self.found.best:
                     continue
                 known = rejected.get(family)
                 if (
                     known is not None
-                    and known.device_bytes <= self.states(shell, kind).mean + self.program.context_bytes
+                    and known.device_bytes <= self.states(mesh_shape, kind).mean + self.program.context_bytes
                 ):
                     continue
-                least = self._least(shell, kind)
+                least = self._least(mesh_shape, kind)
                 if least is not None and (known is None or least[1] < known.device_bytes):
                     rejected[family] = Rejection(family, *least)
 
-    def _family(self, shell: Shell, kind: str) -> str:
-        found = self._families.get((shell, kind))
+    def _family(self, mesh_shape: MeshShape, kind: str) -> str:
+        found = self._families.get((mesh_shape, kind))
         if found is None:
-            split = shell.family
-            found = self._families[shell, kind] = f"{kind}+{split}" if split else kind
+            split = mesh_shape.family
+            found = self._families[mesh_shape, kind] = f"{kind}+{split}" if split else kind
         return found
 
     def _limit(self, family: str) -> float:
@@ -169,115 +169,120 @@ class Search(Bounds):
         best = self._seconds.get(family)
         return inf if best is None else min(best, FAR * self._fastest)
 
-    def _least(self, shell: Shell, kind: str) -> tuple[Layout, float] | None:
-        key = (shell, kind)
+    def _least(self, mesh_shape: MeshShape, kind: str) -> tuple[Layout, float] | None:
+        key = (mesh_shape, kind)
         if key not in self._leanest:
-            self._leanest[key] = self.least(shell, kind)
+            self._leanest[key] = self.least(mesh_shape, kind)
         return self._leanest[key]
 
-    def _may_fit(self, shell: Shell, kind: str) -> bool:
+    def _may_fit(self, mesh_shape: MeshShape, kind: str) -> bool:
         """Whether the family may have a layout that fits here, by what every layout of it keeps."""
-        return self.states(shell, kind).mean + self.program.context_bytes <= self.capacity
+        return self.states(mesh_shape, kind).mean + self.program.context_bytes <= self.capacity
 
-    def _shell(self, shell: Shell, kinds: list[str]) -> None:
+    def _mesh_shape(self, mesh_shape: MeshShape, kinds: list[str]) -> None:
         left = self.capacity - self.program.context_bytes
-        states = {kind: self.states(shell, kind) for kind in kinds}
+        states = {kind: self.states(mesh_shape, kind) for kind in kinds}
         room = {kind: left - floor.first for kind, floor in states.items()}
-        families = {kind: self._family(shell, kind) for kind in kinds}
+        families = {kind: self._family(mesh_shape, kind) for kind in kinds}
         too_many: dict[tuple[object, ...], int] = {}
-        for bound in self.bounded(shell, max(room.values()), max(map(self._limit, families.values()))):
-            cell, seconds = bound.cell, bound.seconds
+        for bound in self.bounded(mesh_shape, max(room.values()), max(map(self._limit, families.values()))):
+            layout_group, seconds = bound.layout_group, bound.seconds
             open_kinds = [kind for kind in kinds if seconds < self._limit(families[kind])]
             if not open_kinds:
                 break
             open_kinds = [
                 kind
                 for kind in open_kinds
-                if bound.kept + bound.first_blocks * states[kind].first_block <= room[kind] and kind in kinds_of(cell)
+                if bound.kept + bound.first_blocks * states[kind].first_block <= room[kind]
+                and kind in kinds_of(layout_group)
             ]
             for kind in open_kinds:
                 # What does not fit with fewer rows, or with more recomputed, does not fit with more; as long
                 # as there are more microbatches than ranks, so that the pipeline is full.
-                key = (kind, cell.schedule, cell.chunks, cell.recompute)
-                hopeless = cell.microbatches > shell.pp and cell.microbatch_rows >= too_many.get(key, 1 << 60)
-                if hopeless or self._cell(bound, kind):
+                key = (kind, layout_group.schedule, layout_group.chunks, layout_group.recompute)
+                hopeless = layout_group.microbatches > mesh_shape.pp and layout_group.microbatch_rows >= too_many.get(
+                    key, 1 << 60
+                )
+                if hopeless or self._layout_group(bound, kind):
                     continue
-                if cell.microbatches > shell.pp:
-                    for recompute in RECOMPUTE[: RECOMPUTE.index(cell.recompute) + 1]:
-                        key = (kind, cell.schedule, cell.chunks, recompute)
-                        too_many[key] = min(too_many.get(key, 1 << 60), cell.microbatch_rows)
+                if layout_group.microbatches > mesh_shape.pp:
+                    for recompute in RECOMPUTE[: RECOMPUTE.index(layout_group.recompute) + 1]:
+                        key = (kind, layout_group.schedule, layout_group.chunks, recompute)
+                        too_many[key] = min(too_many.get(key, 1 << 60), layout_group.microbatch_rows)
 
     def only(
         self, tp: int, cp: int, pp: int, kind: str, replicate: int | None = None, schedule: str | None = None
     ) -> Choice | None:
         """The fastest layout that fits with these axes and data-parallel family (and schedule, replicas)."""
         data = self.devices // (tp * cp * pp)
-        shell = Shell(tp, cp, pp, data)
+        mesh_shape = MeshShape(tp, cp, pp, data)
         best: Choice | None = None
-        for bound in sorted(map(self.bound, cells(self.problem, shell)), key=itemgetter(0)):
-            cell = bound.cell
-            wanted = kind in kinds_of(cell) and schedule in (None, cell.schedule)
+        for bound in sorted(map(self.bound, layout_groups(self.problem, mesh_shape)), key=itemgetter(0)):
+            layout_group = bound.layout_group
+            wanted = kind in kinds_of(layout_group) and schedule in (None, layout_group.schedule)
             if not wanted or (best and bound.seconds >= best.seconds):
                 continue
-            if not self._lean_fits(cell, kind):
+            if not self._lean_fits(layout_group, kind):
                 continue
-            stage_blocks = self.stage_blocks(cell)
-            for layout in variants(cell, kind):
+            stage_blocks = self.stage_blocks(layout_group)
+            for layout in variants(layout_group, kind):
                 time = self.clock.step(layout, stage_blocks)
                 if replicate not in (None, layout.axes.dp_replicate) or (best and time.total >= best.seconds):
                     continue
                 allocated, device = self.needs(layout)
                 if device <= self.capacity:
-                    best = Choice(self._family(shell, kind), layout, stage_blocks, time, allocated, device)
+                    best = Choice(self._family(mesh_shape, kind), layout, stage_blocks, time, allocated, device)
         return best and self.refine(best)
 
-    def _lean_of(self, cell: Cell, kind: str) -> Layout | None:
+    def _lean_of(self, layout_group: LayoutGroup, kind: str) -> Layout | None:
         """The first variant, which shards most and drops parameters after forward where there is a choice."""
-        key = (cell, kind)
+        key = (layout_group, kind)
         if key not in self._leans:
-            self._leans[key] = next(variants(cell, kind), None)
+            self._leans[key] = next(variants(layout_group, kind), None)
         return self._leans[key]
 
-    def _lean_fits(self, cell: Cell, kind: str) -> bool:
-        """Whether the leanest layout of the cell fits: finest sharding, parameters dropped after forward."""
-        key = (cell, kind)
+    def _lean_fits(self, layout_group: LayoutGroup, kind: str) -> bool:
+        """Whether the leanest layout of the layout group fits: finest sharding, parameters dropped after forward."""
+        key = (layout_group, kind)
         known = self._lean.get(key)
         if known is None:
-            layout = self._lean_of(cell, kind)
+            layout = self._lean_of(layout_group, kind)
             known = self._lean[key] = layout is not None and self.fits(layout)
         return known
 
     def _options(self, bound: Bounded, kind: str, best: float) -> Sequence[tuple[int, bool]]:
-        """The splits of the cell that may take less than `best` seconds, by the collectives that they add to its bound."""
-        cell, clock = bound.cell, self.clock
-        shell = cell.shell
-        every = splits(shell.data, shell.cp, kind)
+        """The splits of the group that may take less than `best` seconds, by the collectives that they add to its bound."""
+        layout_group, clock = bound.layout_group, self.clock
+        mesh_shape = layout_group.mesh_shape
+        every = splits(mesh_shape.data, mesh_shape.cp, kind)
         if not every or kind not in SHARDED or not clock.program.reduces_units:
             return every
-        found, quickest = self._transfers_of(cell, kind)
+        found, quickest = self._transfers_of(layout_group, kind)
         left = best - bound.seconds
         if kind in ("zero1", "zero2"):
-            known = kind, shell.tp, bound.worst, bound.backward, cell.microbatches
+            known = kind, mesh_shape.tp, bound.worst, bound.backward, layout_group.microbatches
             if clock.least_once(*known, quickest[0]) >= left:
                 return ()
             return [split for split, one in zip(every, found) if clock.least_once(*known, one[0]) < left]
         # The waits of the microbatches, and of those that pass while the pipeline fills.
-        left /= (cell.microbatches + (shell.pp - 1) / cell.chunks) * bound.worst.blocks
-        layers, block = self.problem.shape.layers // (shell.pp * cell.chunks), bound.block
-        window = Window(1, layers, layers > 1, block.forward, block.backward, clock.slowdown)
-        if exposed(window, *quickest) >= left:
+        left /= (layout_group.microbatches + (mesh_shape.pp - 1) / layout_group.chunks) * bound.worst.blocks
+        layers, block = self.problem.shape.layers // (mesh_shape.pp * layout_group.chunks), bound.block
+        compute = UnitCompute(1, layers, layers > 1, block.forward, block.backward, clock.slowdown)
+        if exposed(compute, *quickest) >= left:
             return ()
-        return [split for split, one in zip(every, found) if exposed(window, *one) < left]
+        return [split for split, one in zip(every, found) if exposed(compute, *one) < left]
 
-    def _transfers_of(self, cell: Cell, kind: str) -> tuple[list[tuple[float, float]], tuple[float, float]]:
-        """Seconds of a unit's collectives for each split of the cell's shell, and the least of each column.
+    def _transfers_of(
+        self, layout_group: LayoutGroup, kind: str
+    ) -> tuple[list[tuple[float, float]], tuple[float, float]]:
+        """Seconds of a unit's collectives for each split of the layout group's mesh shape, and the least of each column.
 
         Two columns as in `unit_transfers`; of zero1 and zero2 the reduction only, in the first.
         """
-        key = (cell.shell, kind)
+        key = (layout_group.mesh_shape, kind)
         known = self._transfers.get(key)
         if known is None:
-            layouts = variants(cell, kind)
+            layouts = variants(layout_group, kind)
             if kind in ("zero1", "zero2"):
                 found = [(self.clock.unit_reduction(layout), 0.0) for layout in layouts]
             else:
@@ -286,24 +291,24 @@ class Search(Bounds):
             known = self._transfers[key] = found, quickest
         return known
 
-    def _cell(self, bound: Bounded, kind: str) -> bool:
-        """Times the layouts of a cell that may be of interest; False when its leanest one does not fit."""
-        cell = bound.cell
-        family = self._family(cell.shell, kind)
+    def _layout_group(self, bound: Bounded, kind: str) -> bool:
+        """Times the layouts of a layout group that may be of interest; False when its leanest one does not fit."""
+        layout_group = bound.layout_group
+        family = self._family(layout_group.mesh_shape, kind)
         best = self._limit(family)
-        if best == inf and not self._lean_fits(cell, kind):
+        if best == inf and not self._lean_fits(layout_group, kind):
             return False
         options = self._options(bound, kind, best)
         if not options:
             return True
-        stage_blocks = self.stage_blocks(cell)
+        stage_blocks = self.stage_blocks(layout_group)
         timed: list[tuple[Layout, StepTime]] = []
         for replicate, reshard in options:
-            layout = variant(cell, kind, replicate, reshard)
+            layout = variant(layout_group, kind, replicate, reshard)
             time = self.clock.step(layout, stage_blocks)
             if time.total < best:
                 timed.append((layout, time))
-        if timed and not self._lean_fits(cell, kind):
+        if timed and not self._lean_fits(layout_group, kind):
             return False
         for layout, time in timed:
             if time.total >= best:

@@ -1,8 +1,8 @@
 """The search space: every legal layout of a problem on a number of devices, and why the other layouts are not legal.
 
-A shell is the sizes of tp, cp and pp; a cell is a shell with schedule, microbatch and recomputation. The layouts of a cell
-differ in data parallelism only, which changes neither kernels nor pipeline: it only adds time, so the time of the cell without
-it is a lower bound.
+A mesh shape is the sizes of tp, cp and pp. A layout group is a mesh shape with schedule, microbatch and recomputation. The
+layouts of a group differ in data parallelism only, which changes neither kernels nor pipeline. Data parallelism only adds time,
+so the time of the group without data parallelism is a lower bound.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SPLIT_WEIGHTS = tuple(name for name in SPLIT_BACKWARD if excluded({name, *FULLY_
 """Schedules that compute gradients of weights apart, and run without `fully_shard` only."""
 
 
-class Shell(NamedTuple):
+class MeshShape(NamedTuple):
     """Sizes of tp, cp and pp, and of the data axis that they leave."""
 
     tp: int
@@ -52,10 +52,10 @@ class Shell(NamedTuple):
         return "+".join(name for name, size in (("tp", self.tp), ("pp", self.pp)) if size > 1)
 
 
-class Cell(NamedTuple):
-    """A shell with schedule, microbatch and recomputation."""
+class LayoutGroup(NamedTuple):
+    """A mesh shape with schedule, microbatch and recomputation."""
 
-    shell: Shell
+    mesh_shape: MeshShape
     schedule: Schedule | None
     chunks: int  # pipeline stages of a rank
     microbatch_rows: int
@@ -77,9 +77,9 @@ def tensor_reason(shape: Shape, tp: int) -> str:
     return next(reasons, "")
 
 
-def shells(problem: Problem, devices: int) -> tuple[list[Shell], dict[str, int]]:
-    """The legal shells, and how many shells each reason refuses."""
-    legal: list[Shell] = []
+def mesh_shapes(problem: Problem, devices: int) -> tuple[list[MeshShape], dict[str, int]]:
+    """The legal mesh shapes, and how many mesh shapes each reason refuses."""
+    legal: list[MeshShape] = []
     illegal: Counter[str] = Counter()
     for tp in divisors(devices):
         if tensor_reason(problem.shape, tp):
@@ -98,7 +98,7 @@ def shells(problem: Problem, devices: int) -> tuple[list[Shell], dict[str, int]]
                         f"the number of data ranks must divide the {problem.global_batch_size} rows of an update"
                     ] += 1
                 else:
-                    legal.append(Shell(tp, cp, pp, data))
+                    legal.append(MeshShape(tp, cp, pp, data))
     return legal, illegal
 
 
@@ -121,14 +121,14 @@ def recomputations(schedule: Schedule | None) -> tuple[Recompute, ...]:
     return tuple(kind for kind in RECOMPUTE if schedule is None or not excluded({schedule, kind}))
 
 
-def cells(problem: Problem, shell: Shell) -> Iterator[Cell]:
-    """Every cell of a shell."""
-    rows = problem.global_batch_size // shell.data
+def layout_groups(problem: Problem, mesh_shape: MeshShape) -> Iterator[LayoutGroup]:
+    """Every layout group of a mesh shape."""
+    rows = problem.global_batch_size // mesh_shape.data
     for microbatch in divisors(rows):
         count = rows // microbatch
-        for schedule, chunks in schedules(shell.pp, problem.shape.layers, count):
+        for schedule, chunks in schedules(mesh_shape.pp, problem.shape.layers, count):
             for recompute in recomputations(schedule):
-                yield Cell(shell, schedule, chunks, microbatch, count, recompute)
+                yield LayoutGroup(mesh_shape, schedule, chunks, microbatch, count, recompute)
 
 
 @lru_cache(maxsize=65536)
@@ -140,14 +140,14 @@ def _kinds(schedule: Schedule | None, data: int, cp: int) -> tuple[str, ...]:
     return KINDS if data > 1 else WITHOUT_HSDP
 
 
-def kinds_of(cell: Cell) -> tuple[str, ...]:
-    """The data-parallel kinds of a cell's layouts. With one rank to shard over there is only ddp, and offload."""
-    return _kinds(cell.schedule, cell.shell.data, cell.shell.cp)
+def kinds_of(layout_group: LayoutGroup) -> tuple[str, ...]:
+    """The data-parallel kinds of a layout group's layouts. With one rank to shard over there is only ddp, and offload."""
+    return _kinds(layout_group.schedule, layout_group.mesh_shape.data, layout_group.mesh_shape.cp)
 
 
 @lru_cache(maxsize=65536)
-def _axes(shell: Shell, replicate: int) -> Axes:
-    return Axes(shell.pp, replicate, shell.data // replicate, shell.cp, shell.tp)
+def _axes(mesh_shape: MeshShape, replicate: int) -> Axes:
+    return Axes(mesh_shape.pp, replicate, mesh_shape.data // replicate, mesh_shape.cp, mesh_shape.tp)
 
 
 @lru_cache(maxsize=65536)
@@ -164,25 +164,25 @@ def splits(data: int, cp: int, kind: str) -> tuple[tuple[int, bool], ...]:
     return tuple((replicate, reshard) for replicate in sharded for reshard in (True, False))
 
 
-def variant(cell: Cell, kind: str, replicate: int, reshard: bool) -> Layout:
-    """One layout of a cell, with units of one block and prefetch 1."""
+def variant(layout_group: LayoutGroup, kind: str, replicate: int, reshard: bool) -> Layout:
+    """One layout of a layout group, with units of one block and prefetch 1."""
     return Layout(
-        _axes(cell.shell, replicate),
+        _axes(layout_group.mesh_shape, replicate),
         "zero3" if kind in ("hsdp", "offload") else kind,  # type: ignore[arg-type]
-        cell.microbatch_rows,
-        cell.schedule,
-        cell.chunks,
-        cell.shell.tp > 1,
-        cell.recompute,
+        layout_group.microbatch_rows,
+        layout_group.schedule,
+        layout_group.chunks,
+        layout_group.mesh_shape.tp > 1,
+        layout_group.recompute,
         reshard,
         offload="params" if kind == "offload" else "none",
     )
 
 
-def variants(cell: Cell, kind: str) -> Iterator[Layout]:
-    """Every layout of a cell of one data-parallel kind."""
-    for replicate, reshard in splits(cell.shell.data, cell.shell.cp, kind):
-        yield variant(cell, kind, replicate, reshard)
+def variants(layout_group: LayoutGroup, kind: str) -> Iterator[Layout]:
+    """Every layout of a layout group of one data-parallel kind."""
+    for replicate, reshard in splits(layout_group.mesh_shape.data, layout_group.mesh_shape.cp, kind):
+        yield variant(layout_group, kind, replicate, reshard)
 
 
 @lru_cache(maxsize=65536)
@@ -194,7 +194,7 @@ def _layouts_of(schedule: Schedule | None, data: int, cp: int) -> int:
 
 @lru_cache(maxsize=65536)
 def count_layouts(rows: int, data: int, cp: int, pp: int, layers: int) -> int:
-    """How many layouts a shell has, units and prefetch included, with so many rows per data rank."""
+    """How many layouts a mesh shape has, units and prefetch included, with so many rows per data rank."""
     return sum(
         _layouts_of(schedule, data, cp)
         for microbatch in divisors(rows)
