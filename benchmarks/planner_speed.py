@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from resource import RUSAGE_CHILDREN, getrusage
 
-from shardwright.planner.space import layout_groups, kinds_of, mesh_shapes, variants
+from shardwright.planner.space import kinds_of, layout_groups, mesh_shapes, variants
 from shardwright.planner.verb import Request, make_search
 
 CASES = (

@@ -21,7 +21,7 @@ from shardwright.planner.optimizer import block_matrices
 from shardwright.planner.problem import Problem
 from shardwright.planner.program import own_program
 from shardwright.planner.search import FAR, Search
-from shardwright.planner.space import KINDS, layout_groups, kinds_of, mesh_shapes, splits, variant, variants
+from shardwright.planner.space import KINDS, kinds_of, layout_groups, mesh_shapes, splits, variant, variants
 
 ROUNDING = 1 + 1e-9
 """Bounds add up in another order than estimates do."""
