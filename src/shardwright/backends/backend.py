@@ -79,7 +79,7 @@ class Backend:
     """torch's own implementations. A package for one kind of device overrides some of these methods."""
 
     def reductions(self, modules: Sequence[FSDPModule], mesh: DeviceMesh) -> Reductions:
-        """The reductions of the gradients of `modules`. `mesh`: shards in its last dimension, replicas in one before it."""
+        """The gradient reductions of `modules`. `mesh`: shards in the last dimension, replicas in a dimension before it."""
         return Reductions(modules, mesh.get_group(0) if mesh.ndim == 2 else None)
 
     def reduce_scatter(self, pieces: Tensor, size: int, group: str) -> Tensor:

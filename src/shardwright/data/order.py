@@ -164,7 +164,7 @@ class RowOrder:
         return {"rows": self.stretch.done(update), "stretches": [asdict(s) for s in self.stretches]}
 
     def repeated(self, update: int, cursor: Cursor) -> int:
-        """How many rows of the current epoch come again, and as many never come, where `cursor` is of another order.
+        """How many rows of the current epoch are repeated (as many are skipped), where `cursor` is of another order.
 
         The whole epoch is counted: this takes about a second for ten million rows.
         """

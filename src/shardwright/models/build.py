@@ -105,7 +105,7 @@ def check_own_attention(model: nn.Module, spec: Model) -> None:
     if not is_import_path(spec.model_name_or_path) and built != spec.attn_implementation:
         raise ModelError(
             f"{type(model).__name__} cannot use model.attn_implementation {spec.attn_implementation}.",
-            "Its attention does what that implementation cannot, for example caps or shifts its scores.",
+            "The attention of this model needs a feature that the implementation lacks, for example caps on scores.",
             f"Set model.attn_implementation to {built}.",
         )
 
@@ -163,7 +163,7 @@ def _from_function(spec: Model, recorder: Recorder) -> nn.Module:
     except Exception as error:
         raise ModelError(
             f"{spec.model_name_or_path} failed on the meta device: {type(error).__name__}: {error}",
-            "A model is built without memory first, so that each rank makes only its part.",
+            "The model is first built on the meta device, so that each rank allocates only its part.",
             "Tensors have no values then: where the constructor reads one (.item(), .tolist(), if), compute "
             "with Python numbers, and give no explicit device.",
         ) from error

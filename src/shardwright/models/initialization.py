@@ -66,7 +66,7 @@ class Operation:
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """How the first value of one tensor comes about, and what the tensor is called in the whole model.
+    """The operations that give one tensor its first value, and the names of the tensor in the whole model.
 
     names: its fully qualified names, more than one where weights are tied. The first one seeds it.
     """

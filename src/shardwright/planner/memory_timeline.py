@@ -1,4 +1,4 @@
-"""What is alive when, on one pipeline rank: counts without any size, and what they come to in bytes.
+"""The tensors that are alive at each moment on one pipeline rank: counts without sizes, and their bytes.
 
 `alive` walks a rank's action list block by block. Everything else reads its counts: `timeline` gives bytes by category at every
 moment, `peak` the fullest moment, and `memory_peak.py` the peak of many layouts, from the moments that can be the fullest.

@@ -323,7 +323,7 @@ class Search(Bounds):
         return True
 
     def refine(self, choice: Choice) -> Choice:
-        """Units and prefetch of a layout found, and its pipeline played instead of the closed form."""
+        """Units and prefetch of a layout found, and its pipeline simulated instead of the closed form."""
         best = choice
         if choice.layout.data_parallel == "zero3":
             for unit in UNITS:

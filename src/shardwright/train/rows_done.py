@@ -13,8 +13,8 @@ from shardwright.config.schema import RunFile
 from shardwright.data.order import Cursor, RowOrder, Stretch, stretches_of
 from shardwright.data.streaming.rows import StreamOrder
 
-_ONCE = "none of its rows comes again or is passed over"
-_AGAIN = "some rows may come again or be passed over"
+_ONCE = "no row is repeated or skipped"
+_AGAIN = "some rows may be repeated or skipped"
 
 
 @dataclass(frozen=True)
@@ -89,18 +89,18 @@ def _of_rows(
     epoch, row = divmod(cursor["rows"], order.rows)
     place = f"row {row + 1:,} of {order.rows:,} of epoch {epoch + 1}" if row else f"epoch {epoch + 1}"
     if other or before is None:
-        what = f". The data have changed: {_AGAIN}"
+        what = f". The data has changed: {_AGAIN}"
     elif before.same_order(order.stretch):
         what = f"; {_ONCE}"
     else:
         what = _other_order(order.repeated(saved.update, cursor))
     yield f"{cursor['rows']:,} rows are done, and update {saved.update} begins with {place}{what if row else ''}."
     if saved.cursor is None:
-        yield "That number is the checkpoint's updates times its batch size: this old checkpoint does not hold the number."
+        yield "The number is computed as updates times batch size: checkpoints of old versions do not hold the number."
 
 
 def _other_order(again: int) -> str:
-    return f". The order of its rows has changed: {again:,} rows come again, and {again:,} are passed over"
+    return f". The order of its rows has changed: {again:,} rows are repeated, and {again:,} are skipped"
 
 
 def _of_stream(order: StreamOrder, saved: SavedPosition, run: RunFile) -> Iterator[str]:
@@ -123,4 +123,4 @@ def _of_length(before: int | None, order: RowOrder, run: RunFile) -> Iterator[st
     now, kind = order.total_updates, run.training.lr_scheduler_type
     if before is not None and before != now:
         rates = "" if kind in OPEN_ENDED else f", and lr_scheduler_type {kind} follows the new number"
-        yield f"The run has {now:,} updates where it had {before:,}{rates}."
+        yield f"The run now has {now:,} updates instead of {before:,}{rates}."

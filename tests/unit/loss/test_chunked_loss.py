@@ -300,7 +300,7 @@ def test_a_loss_that_is_not_there() -> None:
 
 
 def test_a_loss_of_ones_own_on_a_divided_vocabulary_is_refused() -> None:
-    """It is given whole logits; the layer that divides them is named, and the style that makes them whole."""
+    """The loss function gets whole logits; the layer that divides them is named, and the style that makes them whole."""
     values = {"model.model_name_or_path": "examples/tiny", "model.init": "random", "data.train": ["a"],
               "training.max_steps": 1, "training.global_batch_size": 1, "parallelism.tp_size": 2,
               "training.loss": "tests.own_losses:smoothed"}  # fmt: skip

@@ -135,18 +135,18 @@ def test_what_has_changed_is_said_with_numbers() -> None:
     former = _former(order_of(10, 4, num_train_epochs=1), 2)
     lines = resume_rows(order_of(10, 2, num_train_epochs=2), former, _run(lr_scheduler_type="cosine"), "rows")
     assert lines == [
-        "8 rows are done, and update 2 begins with row 9 of 10 of epoch 1; none of its rows comes again or is passed over.",
-        "The run has 8 updates where it had 3, and lr_scheduler_type cosine follows the new number.",
+        "8 rows are done, and update 2 begins with row 9 of 10 of epoch 1; no row is repeated or skipped.",
+        "The run now has 8 updates instead of 3, and lr_scheduler_type cosine follows the new number.",
     ]
     former = _former(order_of(10, 4, num_train_epochs=1), 3)
     lines = resume_rows(order_of(10, 4, num_train_epochs=2), former, _run(lr_scheduler_type="constant"), "rows")
     assert lines == [
         "10 rows are done, and update 3 begins with epoch 2.",
-        "The run has 6 updates where it had 3.",
+        "The run now has 6 updates instead of 3.",
     ]
     former = _former(order_of(10, 4, num_train_epochs=2), 1)
     (line,) = resume_rows(order_of(12, 4, max_steps=5), former, _run(), "other rows")
-    assert "row 5 of 12 of epoch 1. The data have changed: some rows may come again or be passed over." in line
+    assert "row 5 of 12 of epoch 1. The data has changed: some rows may be repeated or skipped." in line
 
 
 @pytest.mark.parametrize("megabatch", [1, 3])
@@ -161,7 +161,8 @@ def test_rows_that_another_order_repeats_are_counted(change: dict[str, Any], meg
     twice = sum(count == 2 for count in counts.values())
     assert 0 < twice == 30 - len(counts)
     assert (
-        f"row 17 of 30 of epoch 1. The order of its rows has changed: {twice} rows come again, and {twice} are" in line
+        f"row 17 of 30 of epoch 1. The order of its rows has changed: {twice} rows are repeated, and {twice} are"
+        in line
     )
 
 
@@ -183,6 +184,6 @@ def test_the_checkpoint_of_a_stream_says_how_many_rows_are_done() -> None:
     cursor = {"position": 13, "window": 1, "first": 8, "place": {}, "fingerprint": "f", "passed": "p"}
     order = order_of(10, 4, num_train_epochs=2)
     (line,) = resume_rows(order, _former(order, 3, cursor), _run(), "rows")
-    assert "13 rows are done, and update 3 begins with row 4 of 10 of epoch 2. The data have changed" in line
+    assert "13 rows are done, and update 3 begins with row 4 of 10 of epoch 2. The data has changed" in line
     assert order.epoch(order.total_updates) == 2.0
     assert np.array_equal(order.update_rows(3), order.rows_at(np.arange(13, 17), order.stretch))

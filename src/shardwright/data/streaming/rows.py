@@ -63,7 +63,7 @@ class StreamTable:
         return self._held[0]
 
     def repeated(self, cursor: Cursor, seed: int | None) -> int | None:
-        """How many rows of the window of `cursor`, which `seed` had shuffled, come again; as many never come.
+        """How many rows of the window of `cursor`, which `seed` had shuffled, are repeated; as many are skipped.
 
         None: the window holds other rows than before.
         """
@@ -207,5 +207,5 @@ def _other_stream(why: str) -> CheckpointError:
     return CheckpointError(
         "The stream differs from the stream that the checkpoint was trained on.",
         why,
-        "Restore the data, start anew with another output_dir, or accept the change with checkpoint.accept_changes.",
+        "Restore the data, start a new run in another output_dir, or accept the change with checkpoint.accept_changes.",
     )
