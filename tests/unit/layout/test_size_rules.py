@@ -58,11 +58,11 @@ def test_a_batch_that_does_not_divide() -> None:
 @pytest.mark.parametrize(
     ("keys", "reason"),
     [
-        ({"parallelism__data_parallel": "zero1"}, "computes the gradients of weights apart"),
+        ({"parallelism__data_parallel": "zero1"}, "compute the gradients of weights later"),
         ({"parallelism__data_parallel": "zero3"}, "with data_parallel zero3"),
-        ({"memory__activation_checkpointing": "selective"}, "can be read once only"),
+        ({"memory__activation_checkpointing": "selective"}, "can be read only once"),
         ({"memory__compile": True}, "one backward for inputs and weights together"),
-        ({"memory__activation_checkpointing": "full"}, "forward would run again"),
+        ({"memory__activation_checkpointing": "full"}, "run the block's forward again"),
     ],
 )
 def test_split_backward(schedule: str, keys: dict[str, Any], reason: str) -> None:
