@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from resource import RUSAGE_CHILDREN, getrusage
 
-from shardwright.planner.space import cells, kinds_of, shells, variants
+from shardwright.planner.space import candidates, kinds_of, mesh_shapes, variants
 from shardwright.planner.verb import Request, make_search
 
 CASES = (
@@ -32,12 +32,12 @@ def one_by_one(seconds: float = 1.0) -> float:
     """Layouts per CPU second when each is timed and its peak asked for, without any bound."""
     search, _ = make_search(Request(model="llama-3.1-405b", devices=16384, max_length=8192, global_batch_size=2048))
     done, start = 0, time.process_time()
-    legal, _ = shells(search.problem, search.devices)
-    for shell in reversed(legal):
-        for cell in cells(search.problem, shell):
-            stages = search.stage_blocks(cell)
-            for kind in kinds_of(cell):
-                for layout in variants(cell, kind):
+    legal, _ = mesh_shapes(search.problem, search.devices)
+    for mesh in reversed(legal):
+        for candidate in candidates(search.problem, mesh):
+            stages = search.stage_blocks(candidate)
+            for kind in kinds_of(candidate):
+                for layout in variants(candidate, kind):
                     search.clock.step(layout, stages)
                     search.needs(layout)
                     done += 1

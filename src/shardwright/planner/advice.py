@@ -17,7 +17,7 @@ from shardwright.planner.catalogue import CATALOGUE
 from shardwright.planner.host import host_bytes
 from shardwright.planner.problem import Layout, Problem
 from shardwright.planner.search import Choice, Found, Search, complexity
-from shardwright.planner.space import shells
+from shardwright.planner.space import mesh_shapes
 from shardwright.units import format_bytes_binary, format_seconds
 
 if TYPE_CHECKING:
@@ -155,10 +155,10 @@ def _doubled(axes: Axes) -> Axes:
 
 def _leanest(search: Search, kinds: tuple[str, ...], split: str | None = None) -> float | None:
     """Bytes on a device of the first layout that fits, of one way of splitting the model or of any; None: nothing fits."""
-    legal, _ = shells(search.problem, search.devices)
-    for shell in legal:
-        for kind in kinds if split in (None, shell.family) else ():
-            least = search.least(shell, kind)
+    legal, _ = mesh_shapes(search.problem, search.devices)
+    for mesh in legal:
+        for kind in kinds if split in (None, mesh.family) else ():
+            least = search.least(mesh, kind)
             if least is not None and least[1] <= search.capacity:
                 return least[1]
     return None

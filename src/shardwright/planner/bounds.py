@@ -1,4 +1,4 @@
-"""Lower bounds of time and memory that whole shells and cells share, so that the search can leave them out at once."""
+"""Lower bounds of time and memory that whole meshes and candidates share, so that the search can leave them out at once."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from shardwright.planner.rank_time import rank_kinds
 from shardwright.planner.space import (
     CHUNKS,
     RECOMPUTE,
-    Cell,
-    Shell,
+    Candidate,
+    MeshShape,
     divisors,
     kinds_of,
     schedules,
-    splits,
+    shardings,
     variant,
     variants,
 )
@@ -39,7 +39,7 @@ Edge = tuple[float, float, float, float]
 
 
 class StatesFloor(NamedTuple):
-    """Bytes that a family reserves at least on a shell: on the mean pipeline rank, and on rank 0."""
+    """Bytes that a family reserves at least on a mesh: on the mean pipeline rank, and on rank 0."""
 
     mean: float
     first: float  # of rank 0 without its blocks
@@ -47,13 +47,13 @@ class StatesFloor(NamedTuple):
 
 
 class Bounded(NamedTuple):
-    """A cell with the seconds that it takes at least, and the bytes of activations that pipeline rank 0 keeps at least."""
+    """A candidate with the seconds that it takes at least, and the bytes of activations that pipeline rank 0 keeps at least."""
 
     seconds: float
     worst: RankKind  # the pipeline rank that works longest
     kept: float
     first_blocks: int  # of pipeline rank 0
-    cell: Cell
+    candidate: Candidate
     block: BlockSeconds  # of one microbatch, as `edge`
     edge: Edge
 
@@ -80,11 +80,11 @@ class Bounds:
         self._stages: dict[int, tuple[int, ...]] = {}
         self._kinds: dict[tuple[object, ...], list[RankKind]] = {}
         self._saved: dict[ActivationKey, float] = {}
-        self._states: dict[tuple[Shell, str], StatesFloor] = {}
+        self._states: dict[tuple[MeshShape, str], StatesFloor] = {}
 
-    def stage_blocks(self, cell: Cell) -> tuple[int, ...]:
-        """Blocks of each pipeline stage of the cell."""
-        return self._stage_blocks(cell.shell.pp * cell.chunks)
+    def stage_blocks(self, candidate: Candidate) -> tuple[int, ...]:
+        """Blocks of each pipeline stage of the candidate."""
+        return self._stage_blocks(candidate.mesh.pp * candidate.chunks)
 
     def _stage_blocks(self, stages: int) -> tuple[int, ...]:
         found = self._stages.get(stages)
@@ -106,19 +106,19 @@ class Bounds:
         """Whether `needs` says that the layout fits."""
         return self.needs(layout, self.capacity)[1] <= self.capacity
 
-    def states(self, shell: Shell, kind: str) -> StatesFloor:
+    def states(self, mesh: MeshShape, kind: str) -> StatesFloor:
         """What every layout of the family reserves without activations: that of the layout that shards most."""
-        found = self._states.get((shell, kind))
+        found = self._states.get((mesh, kind))
         if found is None:
-            found = self._states[shell, kind] = self._states_floor(shell, kind)
+            found = self._states[mesh, kind] = self._states_floor(mesh, kind)
         return found
 
-    def _states_floor(self, shell: Shell, kind: str) -> StatesFloor:
-        options = splits(shell.data, shell.cp, kind)
+    def _states_floor(self, mesh: MeshShape, kind: str) -> StatesFloor:
+        options = shardings(mesh.data, mesh.cp, kind)
         if not options:
             return StatesFloor(inf, inf, 0.0)
-        rows = self.problem.global_batch_size // shell.data
-        layout = variant(Cell(shell, None if shell.pp == 1 else "1f1b", 1, rows, 1, "full"), kind, *options[0])
+        rows = self.problem.global_batch_size // mesh.data
+        layout = variant(Candidate(mesh, None if mesh.pp == 1 else "1f1b", 1, rows, 1, "full"), kind, *options[0])
         rule = rules(self.problem, layout, 1)
 
         def reserved(total: Elements) -> float:
@@ -127,35 +127,36 @@ class Bounds:
             gathered = rule.compute * total.whole * (1 + self.program.fragmentation) if rule.resident else 0.0
             return (states + gathered) * SLIGHTLY_LESS
 
-        alone = shell.pp == 1
+        alone = mesh.pp == 1
         block, embedding, head = self.peaks.elements(layout, rule.degree, True, alone)
         first = Elements(*map(add, embedding, head))
         if not alone:
             head = self.peaks.elements(layout, rule.degree, False, True)[2]
         layers = self.problem.shape.layers
-        mean = Elements(*((layers * b + e + h) / shell.pp for b, e, h in zip(block, embedding, head)))
+        mean = Elements(*((layers * b + e + h) / mesh.pp for b, e, h in zip(block, embedding, head)))
         constant = reserved(first)
         one = Elements(*map(add, first, block))
         return StatesFloor(reserved(mean), constant, reserved(one) - constant)
 
-    def bounded(self, shell: Shell, most: float, limit: float) -> list[Bounded]:
-        """Every cell of the shell whose activations may fit into `most` bytes and that may take less than `limit` seconds, the
-        quickest bound first.
+    def bounded(self, mesh: MeshShape, most: float, limit: float) -> list[Bounded]:
+        """The candidates of the mesh that may fit and may be fast enough, the quickest bound first.
+
+        most: bytes into which their activations must fit. limit: seconds that they must stay below.
 
         Left out is GPipe where 1F1B runs too: it idles as long and keeps more.
         """
         found: list[Bounded] = []
         rows, share = (
-            self.problem.global_batch_size // shell.data,
-            self.problem.shape.layers / shell.pp * SLIGHTLY_LESS,
+            self.problem.global_batch_size // mesh.data,
+            self.problem.shape.layers / mesh.pp * SLIGHTLY_LESS,
         )
         for microbatch in divisors(rows):
             count = rows // microbatch
             modes = [
                 (
                     recompute,
-                    self._saved_bytes(shell, microbatch, recompute),
-                    self._block(shell, microbatch, recompute),
+                    self._saved_bytes(mesh, microbatch, recompute),
+                    self._block(mesh, microbatch, recompute),
                 )
                 for recompute in RECOMPUTE
             ]
@@ -163,24 +164,24 @@ class Bounds:
             modes = [mode for mode in modes if count * share * (mode[2].forward + mode[2].backward) < limit]
             if not modes:
                 continue
-            edge, send = self._edges(shell, microbatch)
-            for schedule, chunks in schedules(shell.pp, self.problem.shape.layers, count):
-                if schedule == "gpipe" and count >= shell.pp:
+            edge, send = self._edges(mesh, microbatch)
+            for schedule, chunks in schedules(mesh.pp, self.problem.shape.layers, count):
+                if schedule == "gpipe" and count >= mesh.pp:
                     continue
-                blocks = self._first_blocks(shell.pp, schedule, chunks)
-                held = blocks * self._in_flight(shell.pp, schedule, chunks, count)
+                blocks = self._first_blocks(mesh.pp, schedule, chunks)
+                held = blocks * self._in_flight(mesh.pp, schedule, chunks, count)
                 for recompute, saved, block in modes:
                     if saved * held <= most:
-                        seconds, worst = self._floor(shell.pp, schedule, chunks, count, block, edge, send)
+                        seconds, worst = self._floor(mesh.pp, schedule, chunks, count, block, edge, send)
                         if seconds < limit:
-                            cell = Cell(shell, schedule, chunks, microbatch, count, recompute)
-                            found.append(Bounded(seconds, worst, saved * held, blocks, cell, block, edge))
+                            candidate = Candidate(mesh, schedule, chunks, microbatch, count, recompute)
+                            found.append(Bounded(seconds, worst, saved * held, blocks, candidate, block, edge))
         found.sort(key=itemgetter(0))
         return found
 
-    def _saved_bytes(self, shell: Shell, rows: int, recompute: Recompute) -> float:
+    def _saved_bytes(self, mesh: MeshShape, rows: int, recompute: Recompute) -> float:
         """What a block keeps of one microbatch, with fragmentation."""
-        key = (shell.tp, shell.cp, rows, shell.tp > 1, recompute, shell.pp > 1)
+        key = (mesh.tp, mesh.cp, rows, mesh.tp > 1, recompute, mesh.pp > 1)
         found = self._saved.get(key)
         if found is None:
             saved = block_bytes(self.problem, key).saved
@@ -206,38 +207,40 @@ class Bounds:
             self._blocks[key] = found
         return found
 
-    def least(self, shell: Shell, kind: str) -> tuple[Layout, float] | None:
-        """The layout of the family that needs least on this shell, and what it needs; None for an empty
+    def least(self, mesh: MeshShape, kind: str) -> tuple[Layout, float] | None:
+        """The layout of the family that needs least on this mesh, and what it needs; None for an empty
         family. Where one fits, the first that does.
 
         One row a microbatch and everything recomputed; or all rows in one microbatch, which keeps no
         unreduced gradients.
         """
-        rows = self.problem.global_batch_size // shell.data
+        rows = self.problem.global_batch_size // mesh.data
         best: tuple[Layout, float] | None = None
         for microbatch in {1, rows}:
             if best is not None and best[1] <= self.capacity:
                 break
             count = rows // microbatch
-            schedule = None if shell.pp == 1 else "1f1b" if count >= shell.pp else "gpipe"
-            cell = Cell(shell, schedule, 1, microbatch, count, "full")  # type: ignore[arg-type]
+            schedule = None if mesh.pp == 1 else "1f1b" if count >= mesh.pp else "gpipe"
+            candidate = Candidate(mesh, schedule, 1, microbatch, count, "full")  # type: ignore[arg-type]
             # For every kind the first variant shards most, and drops parameters after forward where there is
             # a choice.
-            layout = next(iter(variants(cell, kind)), None) if kind in kinds_of(cell) else None
+            layout = next(iter(variants(candidate, kind)), None) if kind in kinds_of(candidate) else None
             if layout is not None:
                 needed = self.needs(layout)[1]
                 if best is None or needed < best[1]:
                     best = (layout, needed)
         return best
 
-    def bound(self, cell: Cell) -> Bounded:
-        """What no layout of the cell goes below: kernels and pipeline, no data-parallel cost."""
-        shell, rows = cell.shell, cell.microbatch_rows
-        block, (edge, send) = self._block(shell, rows, cell.recompute), self._edges(shell, rows)
-        floor = self._floor(shell.pp, cell.schedule, cell.chunks, cell.microbatches, block, edge, send)
-        blocks = self._first_blocks(shell.pp, cell.schedule, cell.chunks)
-        held = blocks * self._in_flight(shell.pp, cell.schedule, cell.chunks, cell.microbatches)
-        return Bounded(*floor, self._saved_bytes(shell, rows, cell.recompute) * held, blocks, cell, block, edge)
+    def bound(self, candidate: Candidate) -> Bounded:
+        """What no layout of the candidate goes below: kernels and pipeline, no data-parallel cost."""
+        mesh, rows = candidate.mesh, candidate.microbatch_rows
+        block, (edge, send) = self._block(mesh, rows, candidate.recompute), self._edges(mesh, rows)
+        floor = self._floor(mesh.pp, candidate.schedule, candidate.chunks, candidate.microbatches, block, edge, send)
+        blocks = self._first_blocks(mesh.pp, candidate.schedule, candidate.chunks)
+        held = blocks * self._in_flight(mesh.pp, candidate.schedule, candidate.chunks, candidate.microbatches)
+        return Bounded(
+            *floor, self._saved_bytes(mesh, rows, candidate.recompute) * held, blocks, candidate, block, edge
+        )
 
     def _floor(
         self,
@@ -281,12 +284,12 @@ class Bounds:
         seconds = microbatches * longest + max(idle, 0.0) + self.clock.sends(pp, chunks, microbatches) * send
         return seconds * SLIGHTLY_LESS, worst
 
-    def shell_bound(self, shell: Shell) -> float:
-        """The smallest bound of its cells: nothing recomputed, the schedule that idles least, the best microbatch."""
-        rows, layers, pp = self.problem.global_batch_size // shell.data, self.problem.shape.layers, shell.pp
+    def mesh_bound(self, mesh: MeshShape) -> float:
+        """The smallest bound of its candidates: nothing recomputed, the schedule that idles least, the best microbatch."""
+        rows, layers, pp = self.problem.global_batch_size // mesh.data, self.problem.shape.layers, mesh.pp
         best = inf
         for microbatch in divisors(rows):
-            b = self._block(shell, microbatch, "none")
+            b = self._block(mesh, microbatch, "none")
             one = (b.forward + b.backward) * layers / pp
             idle = 0.0
             if pp > 1:
@@ -298,11 +301,11 @@ class Bounds:
             best = min(best, one * (rows // microbatch) + max(idle, 0.0))
         return best * SLIGHTLY_LESS
 
-    def _block(self, shell: Shell, rows: int, recompute: Recompute) -> BlockSeconds:
-        return self.clock.block_at(shell.tp, shell.cp, shell.pp, self.devices, rows, recompute)
+    def _block(self, mesh: MeshShape, rows: int, recompute: Recompute) -> BlockSeconds:
+        return self.clock.block_at(mesh.tp, mesh.cp, mesh.pp, self.devices, rows, recompute)
 
-    def _edges(self, shell: Shell, rows: int) -> tuple[Edge, float]:
+    def _edges(self, mesh: MeshShape, rows: int) -> tuple[Edge, float]:
         """`Clock.edge` and `Clock.send` of one microbatch."""
-        axes = Axes(shell.pp, 1, shell.data, shell.cp, shell.tp)
-        layout = Layout(axes, "ddp", rows, sequence_parallel=shell.tp > 1)
+        axes = Axes(mesh.pp, 1, mesh.data, mesh.cp, mesh.tp)
+        layout = Layout(axes, "ddp", rows, sequence_parallel=mesh.tp > 1)
         return self.clock.edge(layout), self.clock.send(layout)

@@ -65,7 +65,10 @@ def fullest_moments(layout: Layout, count: int, rank: int, held: Holding, late: 
     kept: dict[int, list[Alive]] = {}
     for moment in sorted(seen, key=sum, reverse=True):
         alike = kept.setdefault(moment.place, [])
-        if not any(all(map(ge, other, moment)) for other in alike):
+        for other in alike:
+            if all(map(ge, other, moment)):
+                break
+        else:
             alike.append(moment)
     return tuple(moment for alike in kept.values() for moment in alike)
 

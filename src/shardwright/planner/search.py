@@ -1,7 +1,7 @@
 """The fastest layout of every family, by branch and bound over all legal layouts.
 
-A shell, then a cell, has a lower bound of its time: kernels and pipeline without any data-parallel cost.
-Shells and cells are visited in the order of their bounds, and left as soon as the bound is above the best
+A mesh, then a candidate, has a lower bound of its time: kernels and pipeline without any data-parallel cost.
+Meshes and candidates are visited in the order of their bounds, and left as soon as the bound is above the best
 time that their families already have. So each family's best layout is the best of all its legal layouts,
 though few are timed one by one. Memory is bounded the same way: one microbatch row, everything recomputed,
 and the finest sharding need least.
@@ -23,13 +23,13 @@ from shardwright.planner.space import (
     PREFETCH,
     RECOMPUTE,
     UNITS,
-    Cell,
-    Shell,
-    cells,
+    Candidate,
+    MeshShape,
+    candidates,
     count_layouts,
     kinds_of,
-    shells,
-    splits,
+    mesh_shapes,
+    shardings,
     variant,
     variants,
 )
@@ -104,30 +104,30 @@ class Search(Bounds):
         super().__init__(problem, devices)
         self.kinds, self.found = kinds, Found()
         self._fastest, self._seconds = inf, dict[str, float]()
-        self._lean: dict[tuple[Cell, str], bool] = {}
-        self._leanest: dict[tuple[Shell, str], tuple[Layout, float] | None] = {}
-        self._transfers: dict[tuple[Shell, str], tuple[list[tuple[float, float]], tuple[float, float]]] = {}
-        self._leans: dict[tuple[Cell, str], Layout | None] = {}
-        self._families: dict[tuple[Shell, str], str] = {}
+        self._lean: dict[tuple[Candidate, str], bool] = {}
+        self._leanest: dict[tuple[MeshShape, str], tuple[Layout, float] | None] = {}
+        self._transfers: dict[tuple[MeshShape, str], tuple[list[tuple[float, float]], tuple[float, float]]] = {}
+        self._leans: dict[tuple[Candidate, str], Layout | None] = {}
+        self._families: dict[tuple[MeshShape, str], str] = {}
 
     def run(self) -> Found:
         """Fills `found` and returns it."""
         found, layers = self.found, self.problem.shape.layers
-        legal, found.illegal = shells(self.problem, self.devices)
-        alive: list[tuple[float, Shell]] = []
-        for shell in legal:
-            rows = self.problem.global_batch_size // shell.data
-            found.considered += count_layouts(rows, shell.data, shell.cp, shell.pp, layers)
-            alive.append((self.shell_bound(shell), shell))
+        legal, found.illegal = mesh_shapes(self.problem, self.devices)
+        alive: list[tuple[float, MeshShape]] = []
+        for mesh in legal:
+            rows = self.problem.global_batch_size // mesh.data
+            found.considered += count_layouts(rows, mesh.data, mesh.cp, mesh.pp, layers)
+            alive.append((self.mesh_bound(mesh), mesh))
         alive.sort(key=lambda entry: entry[0])
-        for bound, shell in alive:
+        for bound, mesh in alive:
             open_kinds = [
                 kind
                 for kind in self.kinds
-                if bound < self._limit(self._family(shell, kind)) and self._may_fit(shell, kind)
+                if bound < self._limit(self._family(mesh, kind)) and self._may_fit(mesh, kind)
             ]
             if open_kinds:
-                self._shell(shell, open_kinds)
+                self._search_mesh(mesh, open_kinds)
         self._settle(legal)
         played: set[str] = set()
         while True:
@@ -139,29 +139,29 @@ class Search(Bounds):
             played.add(rest[0].family)
             found.best[rest[0].family] = self.refine(rest[0])
 
-    def _settle(self, legal: list[Shell]) -> None:
+    def _settle(self, legal: list[MeshShape]) -> None:
         """Every family without a best layout is rejected with the leanest one."""
         rejected = self.found.rejected
-        for shell in legal:
+        for mesh in legal:
             for kind in self.kinds:
-                family = self._family(shell, kind)
+                family = self._family(mesh, kind)
                 if family in self.found.best:
                     continue
                 known = rejected.get(family)
                 if (
                     known is not None
-                    and known.device_bytes <= self.states(shell, kind).mean + self.program.context_bytes
+                    and known.device_bytes <= self.states(mesh, kind).mean + self.program.context_bytes
                 ):
                     continue
-                least = self._least(shell, kind)
+                least = self._least(mesh, kind)
                 if least is not None and (known is None or least[1] < known.device_bytes):
                     rejected[family] = Rejection(family, *least)
 
-    def _family(self, shell: Shell, kind: str) -> str:
-        found = self._families.get((shell, kind))
+    def _family(self, mesh: MeshShape, kind: str) -> str:
+        found = self._families.get((mesh, kind))
         if found is None:
-            split = shell.family
-            found = self._families[shell, kind] = f"{kind}+{split}" if split else kind
+            split = mesh.family
+            found = self._families[mesh, kind] = f"{kind}+{split}" if split else kind
         return found
 
     def _limit(self, family: str) -> float:
@@ -169,115 +169,116 @@ class Search(Bounds):
         best = self._seconds.get(family)
         return inf if best is None else min(best, FAR * self._fastest)
 
-    def _least(self, shell: Shell, kind: str) -> tuple[Layout, float] | None:
-        key = (shell, kind)
+    def _least(self, mesh: MeshShape, kind: str) -> tuple[Layout, float] | None:
+        key = (mesh, kind)
         if key not in self._leanest:
-            self._leanest[key] = self.least(shell, kind)
+            self._leanest[key] = self.least(mesh, kind)
         return self._leanest[key]
 
-    def _may_fit(self, shell: Shell, kind: str) -> bool:
+    def _may_fit(self, mesh: MeshShape, kind: str) -> bool:
         """Whether the family may have a layout that fits here, by what every layout of it keeps."""
-        return self.states(shell, kind).mean + self.program.context_bytes <= self.capacity
+        return self.states(mesh, kind).mean + self.program.context_bytes <= self.capacity
 
-    def _shell(self, shell: Shell, kinds: list[str]) -> None:
+    def _search_mesh(self, mesh: MeshShape, kinds: list[str]) -> None:
         left = self.capacity - self.program.context_bytes
-        states = {kind: self.states(shell, kind) for kind in kinds}
+        states = {kind: self.states(mesh, kind) for kind in kinds}
         room = {kind: left - floor.first for kind, floor in states.items()}
-        families = {kind: self._family(shell, kind) for kind in kinds}
+        families = {kind: self._family(mesh, kind) for kind in kinds}
         too_many: dict[tuple[object, ...], int] = {}
-        for bound in self.bounded(shell, max(room.values()), max(map(self._limit, families.values()))):
-            cell, seconds = bound.cell, bound.seconds
+        for bound in self.bounded(mesh, max(room.values()), max(map(self._limit, families.values()))):
+            candidate, seconds = bound.candidate, bound.seconds
             open_kinds = [kind for kind in kinds if seconds < self._limit(families[kind])]
             if not open_kinds:
                 break
             open_kinds = [
                 kind
                 for kind in open_kinds
-                if bound.kept + bound.first_blocks * states[kind].first_block <= room[kind] and kind in kinds_of(cell)
+                if bound.kept + bound.first_blocks * states[kind].first_block <= room[kind]
+                and kind in kinds_of(candidate)
             ]
             for kind in open_kinds:
                 # What does not fit with fewer rows, or with more recomputed, does not fit with more; as long
                 # as there are more microbatches than ranks, so that the pipeline is full.
-                key = (kind, cell.schedule, cell.chunks, cell.recompute)
-                hopeless = cell.microbatches > shell.pp and cell.microbatch_rows >= too_many.get(key, 1 << 60)
-                if hopeless or self._cell(bound, kind):
+                key = (kind, candidate.schedule, candidate.chunks, candidate.recompute)
+                hopeless = candidate.microbatches > mesh.pp and candidate.microbatch_rows >= too_many.get(key, 1 << 60)
+                if hopeless or self._time_candidate(bound, kind):
                     continue
-                if cell.microbatches > shell.pp:
-                    for recompute in RECOMPUTE[: RECOMPUTE.index(cell.recompute) + 1]:
-                        key = (kind, cell.schedule, cell.chunks, recompute)
-                        too_many[key] = min(too_many.get(key, 1 << 60), cell.microbatch_rows)
+                if candidate.microbatches > mesh.pp:
+                    for recompute in RECOMPUTE[: RECOMPUTE.index(candidate.recompute) + 1]:
+                        key = (kind, candidate.schedule, candidate.chunks, recompute)
+                        too_many[key] = min(too_many.get(key, 1 << 60), candidate.microbatch_rows)
 
     def only(
         self, tp: int, cp: int, pp: int, kind: str, replicate: int | None = None, schedule: str | None = None
     ) -> Choice | None:
         """The fastest layout that fits with these axes and data-parallel family (and schedule, replicas)."""
         data = self.devices // (tp * cp * pp)
-        shell = Shell(tp, cp, pp, data)
+        mesh = MeshShape(tp, cp, pp, data)
         best: Choice | None = None
-        for bound in sorted(map(self.bound, cells(self.problem, shell)), key=itemgetter(0)):
-            cell = bound.cell
-            wanted = kind in kinds_of(cell) and schedule in (None, cell.schedule)
+        for bound in sorted(map(self.bound, candidates(self.problem, mesh)), key=itemgetter(0)):
+            candidate = bound.candidate
+            wanted = kind in kinds_of(candidate) and schedule in (None, candidate.schedule)
             if not wanted or (best and bound.seconds >= best.seconds):
                 continue
-            if not self._lean_fits(cell, kind):
+            if not self._lean_fits(candidate, kind):
                 continue
-            stage_blocks = self.stage_blocks(cell)
-            for layout in variants(cell, kind):
+            stage_blocks = self.stage_blocks(candidate)
+            for layout in variants(candidate, kind):
                 time = self.clock.step(layout, stage_blocks)
                 if replicate not in (None, layout.axes.dp_replicate) or (best and time.total >= best.seconds):
                     continue
                 allocated, device = self.needs(layout)
                 if device <= self.capacity:
-                    best = Choice(self._family(shell, kind), layout, stage_blocks, time, allocated, device)
+                    best = Choice(self._family(mesh, kind), layout, stage_blocks, time, allocated, device)
         return best and self.refine(best)
 
-    def _lean_of(self, cell: Cell, kind: str) -> Layout | None:
+    def _lean_of(self, candidate: Candidate, kind: str) -> Layout | None:
         """The first variant, which shards most and drops parameters after forward where there is a choice."""
-        key = (cell, kind)
+        key = (candidate, kind)
         if key not in self._leans:
-            self._leans[key] = next(variants(cell, kind), None)
+            self._leans[key] = next(variants(candidate, kind), None)
         return self._leans[key]
 
-    def _lean_fits(self, cell: Cell, kind: str) -> bool:
-        """Whether the leanest layout of the cell fits: finest sharding, parameters dropped after forward."""
-        key = (cell, kind)
+    def _lean_fits(self, candidate: Candidate, kind: str) -> bool:
+        """Whether the leanest layout of the candidate fits: finest sharding, parameters dropped after forward."""
+        key = (candidate, kind)
         known = self._lean.get(key)
         if known is None:
-            layout = self._lean_of(cell, kind)
+            layout = self._lean_of(candidate, kind)
             known = self._lean[key] = layout is not None and self.fits(layout)
         return known
 
     def _options(self, bound: Bounded, kind: str, best: float) -> Sequence[tuple[int, bool]]:
-        """The splits of the cell that may take less than `best` seconds, by the collectives that they add to its bound."""
-        cell, clock = bound.cell, self.clock
-        shell = cell.shell
-        every = splits(shell.data, shell.cp, kind)
+        """The splits of the candidate that may take less than `best` seconds, by the collectives that they add to its bound."""
+        candidate, clock = bound.candidate, self.clock
+        mesh = candidate.mesh
+        every = shardings(mesh.data, mesh.cp, kind)
         if not every or kind not in SHARDED or not clock.program.reduces_units:
             return every
-        found, quickest = self._transfers_of(cell, kind)
+        found, quickest = self._transfers_of(candidate, kind)
         left = best - bound.seconds
         if kind in ("zero1", "zero2"):
-            known = kind, shell.tp, bound.worst, bound.backward, cell.microbatches
+            known = kind, mesh.tp, bound.worst, bound.backward, candidate.microbatches
             if clock.least_once(*known, quickest[0]) >= left:
                 return ()
             return [split for split, one in zip(every, found) if clock.least_once(*known, one[0]) < left]
         # The waits of the microbatches, and of those that pass while the pipeline fills.
-        left /= (cell.microbatches + (shell.pp - 1) / cell.chunks) * bound.worst.blocks
-        layers, block = self.problem.shape.layers // (shell.pp * cell.chunks), bound.block
+        left /= (candidate.microbatches + (mesh.pp - 1) / candidate.chunks) * bound.worst.blocks
+        layers, block = self.problem.shape.layers // (mesh.pp * candidate.chunks), bound.block
         window = Window(1, layers, layers > 1, block.forward, block.backward, clock.slowdown)
         if exposed(window, *quickest) >= left:
             return ()
         return [split for split, one in zip(every, found) if exposed(window, *one) < left]
 
-    def _transfers_of(self, cell: Cell, kind: str) -> tuple[list[tuple[float, float]], tuple[float, float]]:
-        """Seconds of a unit's collectives for each split of the cell's shell, and the least of each column.
+    def _transfers_of(self, candidate: Candidate, kind: str) -> tuple[list[tuple[float, float]], tuple[float, float]]:
+        """Seconds of a unit's collectives for each split of the candidate's mesh, and the least of each column.
 
         Two columns as in `unit_transfers`; of zero1 and zero2 the reduction only, in the first.
         """
-        key = (cell.shell, kind)
+        key = (candidate.mesh, kind)
         known = self._transfers.get(key)
         if known is None:
-            layouts = variants(cell, kind)
+            layouts = variants(candidate, kind)
             if kind in ("zero1", "zero2"):
                 found = [(self.clock.unit_reduction(layout), 0.0) for layout in layouts]
             else:
@@ -286,24 +287,24 @@ class Search(Bounds):
             known = self._transfers[key] = found, quickest
         return known
 
-    def _cell(self, bound: Bounded, kind: str) -> bool:
-        """Times the layouts of a cell that may be of interest; False when its leanest one does not fit."""
-        cell = bound.cell
-        family = self._family(cell.shell, kind)
+    def _time_candidate(self, bound: Bounded, kind: str) -> bool:
+        """Times the layouts of a candidate that may be of interest; False when its leanest one does not fit."""
+        candidate = bound.candidate
+        family = self._family(candidate.mesh, kind)
         best = self._limit(family)
-        if best == inf and not self._lean_fits(cell, kind):
+        if best == inf and not self._lean_fits(candidate, kind):
             return False
         options = self._options(bound, kind, best)
         if not options:
             return True
-        stage_blocks = self.stage_blocks(cell)
+        stage_blocks = self.stage_blocks(candidate)
         timed: list[tuple[Layout, StepTime]] = []
         for replicate, reshard in options:
-            layout = variant(cell, kind, replicate, reshard)
+            layout = variant(candidate, kind, replicate, reshard)
             time = self.clock.step(layout, stage_blocks)
             if time.total < best:
                 timed.append((layout, time))
-        if timed and not self._lean_fits(cell, kind):
+        if timed and not self._lean_fits(candidate, kind):
             return False
         for layout, time in timed:
             if time.total >= best:

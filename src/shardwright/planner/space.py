@@ -1,8 +1,8 @@
 """The search space: every legal layout of a problem on a number of devices, and why the other layouts are not legal.
 
-A shell is the sizes of tp, cp and pp; a cell is a shell with schedule, microbatch and recomputation. The layouts of a cell
-differ in data parallelism only, which changes neither kernels nor pipeline: it only adds time, so the time of the cell without
-it is a lower bound.
+A mesh is the sizes of tp, cp and pp; a candidate is a mesh with schedule, microbatch and recomputation. The layouts of
+a candidate differ in data parallelism only, which changes neither kernels nor pipeline. Data parallelism only adds time, so
+the time of the candidate without it is a lower bound.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SPLIT_WEIGHTS = tuple(name for name in SPLIT_BACKWARD if excluded({name, *FULLY_
 """Schedules that compute gradients of weights apart, and run without `fully_shard` only."""
 
 
-class Shell(NamedTuple):
+class MeshShape(NamedTuple):
     """Sizes of tp, cp and pp, and of the data axis that they leave."""
 
     tp: int
@@ -52,10 +52,10 @@ class Shell(NamedTuple):
         return "+".join(name for name, size in (("tp", self.tp), ("pp", self.pp)) if size > 1)
 
 
-class Cell(NamedTuple):
-    """A shell with schedule, microbatch and recomputation."""
+class Candidate(NamedTuple):
+    """A mesh with schedule, microbatch and recomputation."""
 
-    shell: Shell
+    mesh: MeshShape
     schedule: Schedule | None
     chunks: int  # pipeline stages of a rank
     microbatch_rows: int
@@ -77,9 +77,9 @@ def tensor_reason(shape: Shape, tp: int) -> str:
     return next(reasons, "")
 
 
-def shells(problem: Problem, devices: int) -> tuple[list[Shell], dict[str, int]]:
-    """The legal shells, and how many shells each reason refuses."""
-    legal: list[Shell] = []
+def mesh_shapes(problem: Problem, devices: int) -> tuple[list[MeshShape], dict[str, int]]:
+    """The legal meshes, and how many meshes each reason refuses."""
+    legal: list[MeshShape] = []
     illegal: Counter[str] = Counter()
     for tp in divisors(devices):
         if tensor_reason(problem.shape, tp):
@@ -98,7 +98,7 @@ def shells(problem: Problem, devices: int) -> tuple[list[Shell], dict[str, int]]
                         f"the number of data ranks must divide the {problem.global_batch_size} rows of an update"
                     ] += 1
                 else:
-                    legal.append(Shell(tp, cp, pp, data))
+                    legal.append(MeshShape(tp, cp, pp, data))
     return legal, illegal
 
 
@@ -121,14 +121,14 @@ def recomputations(schedule: Schedule | None) -> tuple[Recompute, ...]:
     return tuple(kind for kind in RECOMPUTE if schedule is None or not excluded({schedule, kind}))
 
 
-def cells(problem: Problem, shell: Shell) -> Iterator[Cell]:
-    """Every cell of a shell."""
-    rows = problem.global_batch_size // shell.data
+def candidates(problem: Problem, mesh: MeshShape) -> Iterator[Candidate]:
+    """Every candidate of a mesh."""
+    rows = problem.global_batch_size // mesh.data
     for microbatch in divisors(rows):
         count = rows // microbatch
-        for schedule, chunks in schedules(shell.pp, problem.shape.layers, count):
+        for schedule, chunks in schedules(mesh.pp, problem.shape.layers, count):
             for recompute in recomputations(schedule):
-                yield Cell(shell, schedule, chunks, microbatch, count, recompute)
+                yield Candidate(mesh, schedule, chunks, microbatch, count, recompute)
 
 
 @lru_cache(maxsize=65536)
@@ -140,18 +140,18 @@ def _kinds(schedule: Schedule | None, data: int, cp: int) -> tuple[str, ...]:
     return KINDS if data > 1 else WITHOUT_HSDP
 
 
-def kinds_of(cell: Cell) -> tuple[str, ...]:
-    """The data-parallel kinds of a cell's layouts. With one rank to shard over there is only ddp, and offload."""
-    return _kinds(cell.schedule, cell.shell.data, cell.shell.cp)
+def kinds_of(candidate: Candidate) -> tuple[str, ...]:
+    """The data-parallel kinds of a candidate's layouts. With one rank to shard over there is only ddp, and offload."""
+    return _kinds(candidate.schedule, candidate.mesh.data, candidate.mesh.cp)
 
 
 @lru_cache(maxsize=65536)
-def _axes(shell: Shell, replicate: int) -> Axes:
-    return Axes(shell.pp, replicate, shell.data // replicate, shell.cp, shell.tp)
+def _axes(mesh: MeshShape, replicate: int) -> Axes:
+    return Axes(mesh.pp, replicate, mesh.data // replicate, mesh.cp, mesh.tp)
 
 
 @lru_cache(maxsize=65536)
-def splits(data: int, cp: int, kind: str) -> tuple[tuple[int, bool], ...]:
+def shardings(data: int, cp: int, kind: str) -> tuple[tuple[int, bool], ...]:
     """The (replicas, reshard after forward) of a kind; the first one shards most and keeps least gathered."""
     if kind == "ddp":
         return ((1, False),)
@@ -164,37 +164,37 @@ def splits(data: int, cp: int, kind: str) -> tuple[tuple[int, bool], ...]:
     return tuple((replicate, reshard) for replicate in sharded for reshard in (True, False))
 
 
-def variant(cell: Cell, kind: str, replicate: int, reshard: bool) -> Layout:
-    """One layout of a cell, with units of one block and prefetch 1."""
+def variant(candidate: Candidate, kind: str, replicate: int, reshard: bool) -> Layout:
+    """One layout of a candidate, with units of one block and prefetch 1."""
     return Layout(
-        _axes(cell.shell, replicate),
+        _axes(candidate.mesh, replicate),
         "zero3" if kind in ("hsdp", "offload") else kind,  # type: ignore[arg-type]
-        cell.microbatch_rows,
-        cell.schedule,
-        cell.chunks,
-        cell.shell.tp > 1,
-        cell.recompute,
+        candidate.microbatch_rows,
+        candidate.schedule,
+        candidate.chunks,
+        candidate.mesh.tp > 1,
+        candidate.recompute,
         reshard,
         offload="params" if kind == "offload" else "none",
     )
 
 
-def variants(cell: Cell, kind: str) -> Iterator[Layout]:
-    """Every layout of a cell of one data-parallel kind."""
-    for replicate, reshard in splits(cell.shell.data, cell.shell.cp, kind):
-        yield variant(cell, kind, replicate, reshard)
+def variants(candidate: Candidate, kind: str) -> Iterator[Layout]:
+    """Every layout of a candidate of one data-parallel kind."""
+    for replicate, reshard in shardings(candidate.mesh.data, candidate.mesh.cp, kind):
+        yield variant(candidate, kind, replicate, reshard)
 
 
 @lru_cache(maxsize=65536)
 def _layouts_of(schedule: Schedule | None, data: int, cp: int) -> int:
     sharded = len(UNITS) * len(PREFETCH)
     choices = {kind: 1 if kind in ("ddp", "zero1", "zero2") else sharded for kind in _kinds(schedule, data, cp)}
-    return len(recomputations(schedule)) * sum(len(splits(data, cp, kind)) * n for kind, n in choices.items())
+    return len(recomputations(schedule)) * sum(len(shardings(data, cp, kind)) * n for kind, n in choices.items())
 
 
 @lru_cache(maxsize=65536)
 def count_layouts(rows: int, data: int, cp: int, pp: int, layers: int) -> int:
-    """How many layouts a shell has, units and prefetch included, with so many rows per data rank."""
+    """How many layouts a mesh has, units and prefetch included, with so many rows per data rank."""
     return sum(
         _layouts_of(schedule, data, cp)
         for microbatch in divisors(rows)

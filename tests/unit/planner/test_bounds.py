@@ -21,7 +21,7 @@ from shardwright.planner.optimizer import block_matrices
 from shardwright.planner.problem import Problem
 from shardwright.planner.program import own_program
 from shardwright.planner.search import FAR, Search
-from shardwright.planner.space import KINDS, cells, kinds_of, shells, splits, variant, variants
+from shardwright.planner.space import KINDS, candidates, kinds_of, mesh_shapes, shardings, variant, variants
 
 ROUNDING = 1 + 1e-9
 """Bounds add up in another order than estimates do."""
@@ -66,34 +66,35 @@ def searches(draw: Any) -> Search:
 @settings(max_examples=60, deadline=None)
 @given(searches(), st.integers(0, 6))
 def test_no_bound_is_above_an_estimate(search: Search, start: int) -> None:
-    """Memory and time of every seventh cell, every family and split of it: shell, cell and split bounds."""
-    for shell in shells(search.problem, search.devices)[0]:
-        for cell in list(cells(search.problem, shell))[start::7]:
-            bound, blocks = search.bound(cell), search.stage_blocks(cell)
-            for kind in set(kinds_of(cell)) & set(search.kinds):
-                floor = search.states(shell, kind)
-                for split in splits(shell.data, shell.cp, kind):
-                    layout = variant(cell, kind, *split)
+    """Memory and time of every seventh candidate, every family and split of it: mesh, candidate and split bounds."""
+    for mesh in mesh_shapes(search.problem, search.devices)[0]:
+        for candidate in list(candidates(search.problem, mesh))[start::7]:
+            bound, blocks = search.bound(candidate), search.stage_blocks(candidate)
+            for kind in set(kinds_of(candidate)) & set(search.kinds):
+                floor = search.states(mesh, kind)
+                for split in shardings(mesh.data, mesh.cp, kind):
+                    layout = variant(candidate, kind, *split)
                     needed = search.needs(layout)[1] * ROUNDING
                     assert floor.mean <= needed, layout
                     assert floor.first + bound.first_blocks * floor.first_block + bound.kept <= needed, layout
                     seconds = search.clock.step(layout, blocks).total * ROUNDING
-                    assert search.shell_bound(shell) <= seconds and bound.seconds <= seconds, layout
+                    assert search.mesh_bound(mesh) <= seconds and bound.seconds <= seconds, layout
                     assert split in search._options(bound, kind, seconds), layout
 
 
+# The draws are fixed because a few free draws fail: search and brute force then differ in which families fit. Known defect.
 @pytest.mark.slow
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(searches(), st.floats(0.02, 1.2))
 def test_the_search_finds_what_brute_force_finds(search: Search, part: float) -> None:
     """On devices whose memory is a part of what the largest layout needs, so that some layouts fit."""
     timed = []
-    for shell in shells(search.problem, search.devices)[0]:
-        for cell in cells(search.problem, shell):
-            for kind in set(kinds_of(cell)) & set(search.kinds):
-                family = f"{kind}+{shell.family}" if shell.family else kind
-                for layout in variants(cell, kind):
-                    seconds = search.clock.step(layout, search.stage_blocks(cell)).total
+    for mesh in mesh_shapes(search.problem, search.devices)[0]:
+        for candidate in candidates(search.problem, mesh):
+            for kind in set(kinds_of(candidate)) & set(search.kinds):
+                family = f"{kind}+{mesh.family}" if mesh.family else kind
+                for layout in variants(candidate, kind):
+                    seconds = search.clock.step(layout, search.stage_blocks(candidate)).total
                     timed.append((family, seconds, search.needs(layout)[1]))
     capacity = part * ROUNDING * max(needed for _, _, needed in timed)
     best: dict[str, float] = {}
@@ -127,8 +128,8 @@ def test_muon_keeps_two_states_of_embedding_and_head_and_one_of_matrices() -> No
     matrices = 3 * (4 * 64 * 64 + 2 * 4 * 64 * 64)
     assert sum(group.numel * group.count for group in block_matrices(shape)) == matrices
     problem = Problem(shape, 32, 4, optimizer="muon")
-    cell = next(cells(problem, shells(problem, 1)[0][0]))
-    layout = next(variants(cell, "ddp"))
+    candidate = next(candidates(problem, mesh_shapes(problem, 1)[0][0]))
+    layout = next(variants(candidate, "ddp"))
     states = peak(problem, layout).composition["optimizer states"]
     assert states == 4 * (2 * counts(shape).total - matrices)
     adamw, muon = (PeakMemory(replace(problem, optimizer=name)).peak_bytes(layout)[0] for name in ("adamw", "muon"))
@@ -143,10 +144,10 @@ def test_a_muon_step_gathers_and_orthogonalises_every_matrix_on_every_rank() -> 
         for devices in (1, 8):
             problem = Problem(shape, 1024, 8, optimizer=name, device=find_device("h100-sxm-80gb"))
             search = Search(problem, devices)
-            shell = next(s for s in shells(problem, devices)[0] if s.data == devices)
-            cell = next(cells(problem, shell))
+            mesh = next(s for s in mesh_shapes(problem, devices)[0] if s.data == devices)
+            candidate = next(candidates(problem, mesh))
             kind = "zero3" if devices > 1 else "ddp"
-            seconds[name, devices] = search.clock.step(next(variants(cell, kind)), (8,)).optimizer
+            seconds[name, devices] = search.clock.step(next(variants(candidate, kind)), (8,)).optimizer
     assert seconds["adamw", 8] == pytest.approx(seconds["adamw", 1] / 8)
     square, wide = 4 * 4096**3 + 2 * 4096**3, 4 * 4096**2 * 16384 + 2 * 4096**3
     products = 8 * 5 * (4 * square + 2 * wide)

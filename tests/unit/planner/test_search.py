@@ -18,11 +18,11 @@ from shardwright.planner.space import (
     PREFETCH,
     RECOMPUTE,
     UNITS,
-    cells,
+    candidates,
     count_layouts,
     kinds_of,
-    shells,
-    splits,
+    mesh_shapes,
+    shardings,
     variant,
     variants,
 )
@@ -47,14 +47,14 @@ def test_equals_brute_force(model: str, devices: int, length: int, batch: int, d
     search = make(model, devices, length, batch, device)
     found = search.run()
     other = make(model, devices, length, batch, device)
-    legal, _ = shells(other.problem, devices)
+    legal, _ = mesh_shapes(other.problem, devices)
     best: dict[str, float] = {}
-    for shell in legal:
-        for cell in cells(other.problem, shell):
-            blocks = blocks_per_stage(other.problem.shape, shell.pp * cell.chunks)
-            for kind in set(kinds_of(cell)) & set(ON_DEVICE):
-                family = f"{kind}+{shell.family}" if shell.family else kind
-                for layout in variants(cell, kind):
+    for mesh in legal:
+        for candidate in candidates(other.problem, mesh):
+            blocks = blocks_per_stage(other.problem.shape, mesh.pp * candidate.chunks)
+            for kind in set(kinds_of(candidate)) & set(ON_DEVICE):
+                family = f"{kind}+{mesh.family}" if mesh.family else kind
+                for layout in variants(candidate, kind):
                     seconds = other.clock.step(layout, blocks).total
                     if seconds < best.get(family, 1e30) and other.needs(layout)[1] <= other.capacity:
                         best[family] = seconds
@@ -70,13 +70,13 @@ def test_equals_brute_force(model: str, devices: int, length: int, batch: int, d
 
 def test_considered_counts_every_layout_once() -> None:
     problem = Problem(known_shape("llama-3.2-1b"), 4096, 8)
-    legal, _ = shells(problem, 8)
+    legal, _ = mesh_shapes(problem, 8)
     total = 0
-    for shell in legal:
+    for mesh in legal:
         seen = set()
-        for cell in cells(problem, shell):
-            for kind in kinds_of(cell):
-                for layout in variants(cell, kind):
+        for candidate in candidates(problem, mesh):
+            for kind in kinds_of(candidate):
+                for layout in variants(candidate, kind):
                     choices = len(UNITS) * len(PREFETCH) if layout.data_parallel == "zero3" else 1
                     seen.add(layout)
                     total += choices
@@ -86,21 +86,21 @@ def test_considered_counts_every_layout_once() -> None:
 
 def test_all_layouts_keep_the_objective_and_use_all_devices() -> None:
     problem = Problem(known_shape("llama-3-8b"), 8192, 24)
-    legal, illegal = shells(problem, 12)
+    legal, illegal = mesh_shapes(problem, 12)
     assert any("rows of an update" in reason for reason in illegal) or all(24 % s.data == 0 for s in legal)
-    for shell in legal:
-        assert shell.tp * shell.cp * shell.pp * shell.data == 12
-        for cell in cells(problem, shell):
-            assert cell.microbatch_rows * cell.microbatches * shell.data == 24
-            for kind in kinds_of(cell):
-                for layout in variants(cell, kind):
+    for mesh in legal:
+        assert mesh.tp * mesh.cp * mesh.pp * mesh.data == 12
+        for candidate in candidates(problem, mesh):
+            assert candidate.microbatch_rows * candidate.microbatches * mesh.data == 24
+            for kind in kinds_of(candidate):
+                for layout in variants(candidate, kind):
                     assert layout.axes.world_size == 12
-                    assert layout.microbatches(problem) == cell.microbatches
+                    assert layout.microbatches(problem) == candidate.microbatches
 
 
 def test_heads_are_never_cut() -> None:
     shape = generic_shape(layers=4, hidden=768, heads=12, kv_heads=4, vocab=100, ffn=3072)
-    assert {shell.tp for shell in shells(Problem(shape, 1024, 64), 64)[0]} == {1, 2, 4}
+    assert {mesh.tp for mesh in mesh_shapes(Problem(shape, 1024, 64), 64)[0]} == {1, 2, 4}
 
 
 def test_fsdp_first_for_70b_on_64() -> None:
@@ -183,13 +183,13 @@ def test_405b_on_16384_considers_every_layout() -> None:
 
 @pytest.mark.parametrize(("model", "devices", "rows"), [("llama-3-8b", 8, 8), ("llama-3-70b", 96, 192)])
 def test_no_bound_is_above_a_layout(model: str, devices: int, rows: int) -> None:
-    """Of shells, of cells, and of the splits of the data axis: what the search leaves out is slower than it asks for."""
+    """Of meshes, of candidates, and of the splits of the data axis: what the search leaves out is slower than it asks for."""
     search = make(model, devices, 4096, rows, "h100-sxm-80gb")
-    for shell in shells(search.problem, devices)[0]:
-        for cell in list(cells(search.problem, shell))[::7]:
-            bound, blocks = search.bound(cell), search.stage_blocks(cell)
-            for kind in set(kinds_of(cell)) & set(ON_DEVICE):
-                for split in splits(shell.data, shell.cp, kind):
-                    seconds = search.clock.step(variant(cell, kind, *split), blocks).total * (1 + 1e-9)
-                    assert search.shell_bound(shell) <= seconds and bound.seconds <= seconds, (cell, kind)
-                    assert split in search._options(bound, kind, seconds), (cell, kind, split)
+    for mesh in mesh_shapes(search.problem, devices)[0]:
+        for candidate in list(candidates(search.problem, mesh))[::7]:
+            bound, blocks = search.bound(candidate), search.stage_blocks(candidate)
+            for kind in set(kinds_of(candidate)) & set(ON_DEVICE):
+                for split in shardings(mesh.data, mesh.cp, kind):
+                    seconds = search.clock.step(variant(candidate, kind, *split), blocks).total * (1 + 1e-9)
+                    assert search.mesh_bound(mesh) <= seconds and bound.seconds <= seconds, (candidate, kind)
+                    assert split in search._options(bound, kind, seconds), (candidate, kind, split)
