@@ -19,6 +19,7 @@ from shardwright.planner.space import (
     MeshShape,
     divisors,
     kinds_of,
+    recomputations,
     schedules,
     shardings,
     variant,
@@ -171,7 +172,7 @@ class Bounds:
                 blocks = self._first_blocks(mesh.pp, schedule, chunks)
                 held = blocks * self._in_flight(mesh.pp, schedule, chunks, count)
                 for recompute, saved, block in modes:
-                    if saved * held <= most:
+                    if saved * held <= most and recompute in recomputations(schedule):
                         seconds, worst = self._floor(mesh.pp, schedule, chunks, count, block, edge, send)
                         if seconds < limit:
                             candidate = Candidate(mesh, schedule, chunks, microbatch, count, recompute)
