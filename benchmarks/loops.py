@@ -95,7 +95,7 @@ def stock(job: Job) -> Update:
 
     if job.layout == "ddp":
         return ours(replace(job, settings=[f"parallelism.bucket_bytes={25 * 2**20}"]))[0]
-    with mock.patch("shardwright.backends.backend.has_own_ways", lambda device: False):
+    with mock.patch("shardwright.backends.backend.has_own_backend", lambda device: False):
         return ours(job)[0]
 
 

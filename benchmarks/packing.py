@@ -67,7 +67,7 @@ def pack_ours(path: Path) -> dict[str, float]:
     """Plan and pass in this process."""
     from shardwright.data.documents import Documents
     from shardwright.data.loader import Loader
-    from shardwright.data.order import Order
+    from shardwright.data.order import RowOrder
     from shardwright.data.packing import Cut
     from shardwright.data.table import Table
 
@@ -75,7 +75,7 @@ def pack_ours(path: Path) -> dict[str, float]:
     table = Table.make(Documents.open(path), Cut(LENGTH, "split", "bfd", seed=42))
     plan, plan_cpu = time.perf_counter() - start, time.process_time() - cpu
     grown = peak_bytes() - before
-    order = Order(len(table), global_batch_size=16, num_train_epochs=1)
+    order = RowOrder(len(table), global_batch_size=16, num_train_epochs=1)
     loader = Loader(table, order, data_rank=0, data_ranks=1, microbatch_rows=4, pad_id=0)
     slots = tokens = 0
     for batch in loader:

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from resource import RUSAGE_CHILDREN, getrusage
 
-from shardwright.planner.space import candidates, kinds_of, mesh_shapes, variants
+from shardwright.planner.space import kinds_of, layout_groups, mesh_shapes, variants
 from shardwright.planner.verb import Request, make_search
 
 CASES = (
@@ -33,11 +33,11 @@ def one_by_one(seconds: float = 1.0) -> float:
     search, _ = make_search(Request(model="llama-3.1-405b", devices=16384, max_length=8192, global_batch_size=2048))
     done, start = 0, time.process_time()
     legal, _ = mesh_shapes(search.problem, search.devices)
-    for mesh in reversed(legal):
-        for candidate in candidates(search.problem, mesh):
-            stages = search.stage_blocks(candidate)
-            for kind in kinds_of(candidate):
-                for layout in variants(candidate, kind):
+    for mesh_shape in reversed(legal):
+        for layout_group in layout_groups(search.problem, mesh_shape):
+            stages = search.stage_blocks(layout_group)
+            for kind in kinds_of(layout_group):
+                for layout in variants(layout_group, kind):
                     search.clock.step(layout, stages)
                     search.needs(layout)
                     done += 1

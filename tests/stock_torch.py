@@ -1,4 +1,4 @@
-"""What tests share to run without `shardwright.backends.gloo`, on torch's own ways."""
+"""What tests share to run without `shardwright.backends.gloo`, on torch's own implementations."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-from shardwright.backends.facts import GLOO, has_own_ways
+from shardwright.backends.facts import GLOO, has_own_backend
 
 
 @contextmanager
@@ -15,6 +15,6 @@ def without_gloo_package() -> Iterator[None]:
     """Within, the package cannot be imported: no backend, facts or attention of ours is found."""
     hidden = {name: None for name in (GLOO, *sys.modules) if name.startswith(GLOO)}
     with mock.patch.dict(sys.modules, hidden):
-        has_own_ways.cache_clear()
+        has_own_backend.cache_clear()
         yield
-    has_own_ways.cache_clear()
+    has_own_backend.cache_clear()

@@ -90,7 +90,7 @@ _GEMMA2_SIZES = _sizes(
 _GEMMA3_SIZES = {"vocab_size": 262208, "max_position_embeddings": 131072, "sliding_window_pattern": 6}
 _GEMMA2_NORMS = (*_GEMMA.norms, "pre_feedforward_layernorm", "post_feedforward_layernorm")
 _GEMMA2 = replace(_GEMMA, name="gemma2", norms=_GEMMA2_NORMS, defaults=_GEMMA2_SIZES)
-# Layer norms and biases, and an MLP without a gate: the blocks of GPT-2 and of its kin.
+# Layer norms and biases, and an MLP without a gate: the blocks of GPT-2 and similar models.
 _GPT = Family(
     "gpt", "blocks.{}", "embedding", "positions", "norm", "head", ("attention.qkv",), "attention.out", ("mlp.up",), "mlp.down",
     ("norm_1", "norm_2"), gated=False, norm_bias=True, qkv_bias=True, out_bias=True, mlp_bias=True,

@@ -77,14 +77,14 @@ class PackedRows:
         return tuple(zip(counts.flip(0).tolist(), lengths.flip(0).tolist()))
 
     @cached_property
-    def grouped(self) -> Order:
+    def grouped(self) -> TokenOrder:
         """Documents of one length side by side, longest first: as in `groups`."""
         starts, lengths = self._spans
         by_length = lengths.argsort(descending=True, stable=True)
         return self._order(_positions(starts[by_length], lengths[by_length]))
 
     @cached_property
-    def dense(self) -> Order:
+    def dense(self) -> TokenOrder:
         """Documents one after another without padding, in order of rows."""
         return self._order(_positions(*self._spans))
 
@@ -99,7 +99,7 @@ class PackedRows:
         """Tokens of the longest document; 0 without documents."""
         return max(self._spans[1].tolist(), default=0)
 
-    def _order(self, sources: Tensor) -> Order:
+    def _order(self, sources: Tensor) -> TokenOrder:
         size = self.documents.numel()
         back = torch.full((size,), -1, dtype=torch.int64)
         back[sources] = torch.arange(len(sources))
@@ -109,11 +109,11 @@ class PackedRows:
             return tensor.to(self.device, non_blocking=True)
 
         straight = len(sources) == size and bool((sources == torch.arange(size)).all())
-        return Order(move(sources), move(back.clamp(min=0)), move(padding) if len(padding) else None, straight)
+        return TokenOrder(move(sources), move(back.clamp(min=0)), move(padding) if len(padding) else None, straight)
 
 
 @dataclass(frozen=True, eq=False)
-class Order:
+class TokenOrder:
     """Another order of the real tokens of flattened rows.
 
     sources: [R], where each token stands in the flattened rows.
@@ -140,7 +140,7 @@ class _Permute(torch.autograd.Function):
     """A permutation whose gradient is the one back: autograd's own adds token by token into zeros."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, order: Order, into_rows: bool) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, order: TokenOrder, into_rows: bool) -> Tensor:
         ctx.order, ctx.into_rows = order, into_rows
         if not into_rows:
             return tensor.index_select(0, order.sources)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from shardwright.backends.facts import GLOO, has_own_ways
+from shardwright.backends.facts import GLOO, has_own_backend
 from shardwright.torch_private import collectives
 
 
@@ -76,10 +76,10 @@ class PipelineRuntime(Protocol):
 
 
 class Backend:
-    """torch's own ways."""
+    """torch's own implementations. A package for one kind of device overrides some of these methods."""
 
     def reductions(self, modules: Sequence[FSDPModule], mesh: DeviceMesh) -> Reductions:
-        """What reduces the gradients of `modules`. `mesh`: shards in the last dimension, replicas in a dimension before it."""
+        """The gradient reductions of `modules`. `mesh`: shards in the last dimension, replicas in a dimension before it."""
         return Reductions(modules, mesh.get_group(0) if mesh.ndim == 2 else None)
 
     def reduce_scatter(self, pieces: Tensor, size: int, group: str) -> Tensor:
@@ -87,7 +87,7 @@ class Backend:
         return collectives.wait_tensor(collectives.reduce_scatter_tensor(pieces, "sum", size, group))
 
     def pipeline_runtime(self, schedule: str) -> type[PipelineRuntime] | None:
-        """What runs this schedule; None: torch's own schedule does."""
+        """The class that runs this schedule; None: torch's own schedule runs."""
         return None
 
     def replace_attention(self, model: nn.Module) -> None:
@@ -101,7 +101,7 @@ def _own(package: str) -> Backend:
 
 def choose_backend(device: str) -> Backend:
     """The backend of ranks on `cpu` or `cuda`."""
-    return _own(GLOO) if has_own_ways(device) else _TORCH
+    return _own(GLOO) if has_own_backend(device) else _TORCH
 
 
 _TORCH = Backend()

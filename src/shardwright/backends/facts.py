@@ -14,13 +14,13 @@ from importlib.util import find_spec
 
 MIB = 2**20
 GLOO = "shardwright.backends.gloo"
-"""The package with what gloo and CPUs need beyond torch. Without this package, torch's own ways serve on CPUs too."""
+"""The package with what gloo and CPUs need beyond torch. Without this package, CPUs use torch's own implementations too."""
 _MMAP = "MALLOC_MMAP_THRESHOLD_"
 
 
 @dataclass(frozen=True)
 class BackendFacts:
-    """The numbers of one backend; the defaults are those of torch's own ways with NCCL.
+    """The numbers of one backend; the defaults are those of torch's own implementations with NCCL.
 
     name: as a table prints it.
     prefetch: units that `fully_shard` gathers ahead by default.
@@ -107,11 +107,11 @@ GLOO_FACTS = BackendFacts(
 
 
 @cache
-def has_own_ways(device: str) -> bool:
-    """Whether a package of ours stands in for torch's own ways on this kind of device."""
+def has_own_backend(device: str) -> bool:
+    """Whether a package of ours replaces torch's own implementations on this kind of device."""
     return device == "cpu" and find_spec(GLOO) is not None
 
 
 def backend_facts(device: str) -> BackendFacts:
     """The facts of ranks on `cpu` or `cuda`."""
-    return GLOO_FACTS if has_own_ways(device) else TORCH_FACTS
+    return GLOO_FACTS if has_own_backend(device) else TORCH_FACTS

@@ -33,7 +33,7 @@ from shardwright.torch_private import collectives, unsafe_view
 
 
 @dataclass(frozen=True)
-class Peers:
+class TensorParallelGroup:
     """The ranks of one tensor-parallel group: how many, which one this is, and the group."""
 
     size: int
@@ -87,47 +87,47 @@ class _Collective(torch.autograd.Function):
         return _MOVES[ctx.backward_move](gradients[0], *ctx.arguments), None, None, None, None, None, None
 
 
-def _run(x: Tensor, forward: str, backward: str, dim: int, peers: Peers) -> Tensor:
-    return _Collective.apply(x, forward, backward, dim % x.dim(), peers.size, peers.rank, peers.name)
+def _run(x: Tensor, forward: str, backward: str, dim: int, tp_group: TensorParallelGroup) -> Tensor:
+    return _Collective.apply(x, forward, backward, dim % x.dim(), tp_group.size, tp_group.rank, tp_group.name)
 
 
-def copy_to_tp(x: Tensor, peers: Peers) -> Tensor:
+def copy_to_tp(x: Tensor, tp_group: TensorParallelGroup) -> Tensor:
     """A whole `x` into divided work: its gradient is the sum of the ranks' gradients."""
-    return _run(x, "identity", "all_reduce", 0, peers)
+    return _run(x, "identity", "all_reduce", 0, tp_group)
 
 
-def gather_from_sequence_parallel(x: Tensor, dim: int, peers: Peers) -> Tensor:
+def gather_from_sequence_parallel(x: Tensor, dim: int, tp_group: TensorParallelGroup) -> Tensor:
     """A split `x` made whole for divided work: its gradient is summed and split."""
-    return _run(x, "all_gather", "reduce_scatter", dim, peers)
+    return _run(x, "all_gather", "reduce_scatter", dim, tp_group)
 
 
-def reduce_from_tp(x: Tensor, peers: Peers) -> Tensor:
+def reduce_from_tp(x: Tensor, tp_group: TensorParallelGroup) -> Tensor:
     """A partial `x` made whole for the same work on every rank."""
-    return _run(x, "all_reduce", "identity", 0, peers)
+    return _run(x, "all_reduce", "identity", 0, tp_group)
 
 
-def reduce_scatter_to_sequence_parallel(x: Tensor, dim: int, peers: Peers) -> Tensor:
+def reduce_scatter_to_sequence_parallel(x: Tensor, dim: int, tp_group: TensorParallelGroup) -> Tensor:
     """The sum of a partial `x`, of which each rank keeps its slice along `dim`."""
-    return _run(x, "reduce_scatter", "all_gather", dim, peers)
+    return _run(x, "reduce_scatter", "all_gather", dim, tp_group)
 
 
-def scatter_to_tp(x: Tensor, dim: int, peers: Peers) -> Tensor:
+def scatter_to_tp(x: Tensor, dim: int, tp_group: TensorParallelGroup) -> Tensor:
     """This rank's slice along `dim` of a whole `x`; the gradient is whole again."""
-    return _run(x, "split", "all_gather", dim, peers)
+    return _run(x, "split", "all_gather", dim, tp_group)
 
 
-def gather_from_tp(x: Tensor, dim: int, peers: Peers) -> Tensor:
+def gather_from_tp(x: Tensor, dim: int, tp_group: TensorParallelGroup) -> Tensor:
     """A split `x` made whole for the same work on every rank: each takes its slice of the equal gradients."""
-    return _run(x, "all_gather", "split", dim, peers)
+    return _run(x, "all_gather", "split", dim, tp_group)
 
 
-def slice_of_rank(x: Tensor, dim: int, peers: Peers) -> Tensor:
+def slice_of_rank(x: Tensor, dim: int, tp_group: TensorParallelGroup) -> Tensor:
     """This rank's slice along `dim` of a tensor that `pad_to_whole` made."""
-    return _split(x, dim % x.dim(), peers.size, peers.rank, peers.name)
+    return _split(x, dim % x.dim(), tp_group.size, tp_group.rank, tp_group.name)
 
 
-def pad_to_whole(x: Tensor, dim: int, peers: Peers) -> Tensor:
+def pad_to_whole(x: Tensor, dim: int, tp_group: TensorParallelGroup) -> Tensor:
     """A tensor of the whole size along `dim` that holds the slice `x` at its position, and zeros elsewhere."""
     length, later = x.size(dim), x.dim() - 1 - dim % x.dim()
-    before, after = peers.rank * length, (peers.size - 1 - peers.rank) * length
+    before, after = tp_group.rank * length, (tp_group.size - 1 - tp_group.rank) * length
     return F.pad(x, (0, 0) * later + (before, after))

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: what it says of the run and of its files, and whether the files are as written.
+"""The manifest of a checkpoint: facts about the run, records of the files, and whether the files are as written.
 
 A branch of a run begins where the run resumes from another checkpoint than the newest one of the branch before. A manifest
 lists the branches that lead to its checkpoint (its lineage), so the order of descent survives when other checkpoints are

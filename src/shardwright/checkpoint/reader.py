@@ -25,7 +25,7 @@ NUMBERS_OF_GROUPS = "optimizer_group."
 """Keys that a fresh optimizer may lack: numbers of its groups that have changed since it was made."""
 
 
-class Source(Protocol):
+class CheckpointSource(Protocol):
     """A checkpoint that ranks read together, wherever its files lie. All methods are collective."""
 
     @property
@@ -45,7 +45,7 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True)
-class Directory:
+class SharedCheckpoint:
     """A checkpoint that every rank can read whole."""
 
     path: Path
@@ -79,7 +79,7 @@ def _same_outcome(work: Callable[[], T]) -> T:
 
 
 def load(
-    source: Source, state: Mapping[str, Value], partial: Sequence[str] = (), index: Index | None = None
+    source: CheckpointSource, state: Mapping[str, Value], partial: Sequence[str] = (), index: Index | None = None
 ) -> dict[str, int | float]:
     """Fills the tensors of `state` in place, whatever layout wrote them; returns the numbers of the checkpoint. Collective.
 

@@ -35,7 +35,7 @@ def current_state(
 
 
 def restore(
-    place: Path | reader.Source,
+    place: Path | reader.CheckpointSource,
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
     parameters: Sequence[LocalParameter],
@@ -48,7 +48,7 @@ def restore(
     of names that may be missing on either side or differ; they keep their first values, and a fresh optimizer state. Raises
     `CheckpointError` where names, shapes or dtypes differ, `DamagedCheckpointError` where a byte is not what was written.
     """
-    source = reader.Directory(place) if isinstance(place, Path) else place
+    source = reader.SharedCheckpoint(place) if isinstance(place, Path) else place
     own = list(parameters)
     match = match_optimizer_state(source.index(), optimizer, own, change)
     shapes = match.index.shapes

@@ -172,7 +172,7 @@ def _refuse_nothing_good(
             f"{output_dir} holds {len(there)} checkpoint(s), and none of them is good. "
             f"{_first_problem(found[0].path if found else there[-1])}",
             "The run would start from nothing.",
-            "Restore one of them, or set another checkpoint.output_dir.",
+            "Restore one of these checkpoints, or set another checkpoint.output_dir.",
         )
     if choice is not None and choice.origin_elsewhere is not None:
         raise CheckpointError(

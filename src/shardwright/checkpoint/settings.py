@@ -55,5 +55,5 @@ def refuse_unaccepted(name: str, found: Iterable[Change], accepted: Iterable[str
         raise CheckpointError(
             f"{name} was saved with other settings: {'; '.join(map(str, wrong))}.",
             "Later updates would train another objective.",
-            f"Restore them, or confirm with checkpoint.accept_changes [{keys}].",
+            f"Restore these settings, or confirm the changes with checkpoint.accept_changes [{keys}].",
         )

@@ -106,7 +106,7 @@ def _refuse_twice(node: yaml.Node, where: str, path: str) -> None:
             full = f"{path}.{key_node.value}" if path else str(key_node.value)
             if full in seen:
                 raise ConfigError(
-                    f"{where}:{key_node.start_mark.line + 1}: `{full}` stands twice.",
+                    f"{where}:{key_node.start_mark.line + 1}: `{full}` is given twice.",
                     "Only one of the two could take effect.",
                     "Remove one.",
                 )
@@ -223,7 +223,7 @@ def _describe(error: Any, origin: dict[str, str], data: dict[str, Any]) -> Confi
     if error["type"] == "missing":
         return ConfigError(
             f"{where}: `{full}` is missing.",
-            "It has no default.",
+            "This key has no default.",
             f"Add it under `{path[0]}:`." if len(path) > 1 else "",
         )
     field = sections()[path[0]].model_fields[path[1]] if full in keys() else None
@@ -240,7 +240,7 @@ def _describe_entry(error: Any, what: str) -> ConfigError:
         hint = did_you_mean(str(error["loc"][-1]), Source.model_fields)
         return ConfigError(f"{what} is not a key of a source.", "", hint)
     if error["type"] == "missing":
-        return ConfigError(f"{what} is missing.", "It has no default.")
+        return ConfigError(f"{what} is missing.", "This key has no default.")
     given = error["input"] if isinstance(error["input"], str | int | float | bool) else "a mapping or list"
     return ConfigError(f"{what} = {given!r}: {error['msg'][0].lower()}{error['msg'][1:]}.")
 

@@ -27,7 +27,7 @@ import numpy.typing as npt
 from shardwright.data.arrays import Float32, Int64
 from shardwright.data.encode import Encoded
 from shardwright.data.notices import Notes
-from shardwright.data.records import Slice
+from shardwright.data.records import RecordSlice
 from shardwright.errors import DataError
 
 FORMAT = 4
@@ -108,7 +108,7 @@ class DocumentWriter:
         self.notes = Notes()
         self.tokens, self.largest, self.weighted = 0, -1, False
 
-    def append(self, part: Slice, found: Encoded) -> None:
+    def append(self, part: RecordSlice, found: Encoded) -> None:
         """Appends the documents of a slice."""
         content = found.ids.astype(self.dtype).tobytes()
         with open(self.directory / "tokens.bin", "ab") as out:

@@ -20,7 +20,7 @@ from shardwright.data.arrays import Float32, Int32
 from shardwright.data.chat_template import ChatTemplate, Span
 from shardwright.data.formats import FOR_TEMPLATE, FORMATS, Chat, Completion, Sample, columns_of, sample_of
 from shardwright.data.notices import NO_END, NoteKey, Notes
-from shardwright.data.records import Slice, records
+from shardwright.data.records import RecordSlice, records
 from shardwright.data.token_records import Tokens
 from shardwright.data.tokenizer import SpecialTokens
 from shardwright.errors import ConfigError, DataError
@@ -79,7 +79,7 @@ class Encoder:
             only = data.assistant_only_loss is not False
             self.template = ChatTemplate(tokenizer, data.chat_template, only, self.special.texts.values())
 
-    def slice(self, part: Slice, form: str) -> Encoded:
+    def slice(self, part: RecordSlice, form: str) -> Encoded:
         """The documents of a slice. Raises `DataError` with file and line for a record that cannot be read."""
         found = Encoded(np.empty(0, np.int32), None, [], [])
         kept: list[Document] = []

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from shardwright.data.arrays import FILLER, Int64
-from shardwright.data.order import Cursor, Order
+from shardwright.data.order import Cursor, RowOrder
 from shardwright.data.streaming.rows import StreamTable
 from shardwright.data.table import Table
 from shardwright.layout.size_rules import accumulation_steps
@@ -78,7 +78,7 @@ class Loader:
     def __init__(
         self,
         table: Table | StreamTable,
-        order: Order,
+        order: RowOrder,
         *,
         data_rank: int,
         data_ranks: int,
@@ -144,13 +144,13 @@ class Loader:
         return Microbatch(index, row_ids=rows, lengths=lengths, **tensors)
 
 
-def evaluation_order(table: Table, rows: int, bucket: bool) -> Order:
+def evaluation_order(table: Table, rows: int, bucket: bool) -> RowOrder:
     """Every row of `table` once, `rows` at a time, in file order; with `bucket` sorted by length within some batches.
 
     Filler rows complete the last batch, so that all ranks run the same number of microbatches. Sum the loss over all of them
     and divide by the sum of the divisors.
     """
-    return Order(
+    return RowOrder(
         len(table),
         global_batch_size=rows,
         shuffle=False,

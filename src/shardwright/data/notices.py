@@ -1,4 +1,4 @@
-"""Notices: the lines about a split that are printed before training. They say what was left out, changed, or has no effect.
+"""Notices: printed lines about a split, before training. Each names data or settings left out, changed or without effect.
 
 Notices are made from notes: facts about records that are counted while the records are tokenised, and kept with the tokens.
 """

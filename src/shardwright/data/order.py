@@ -59,7 +59,7 @@ class Stretch:
         return (self.seed, self.shuffle) == (other.seed, other.shuffle)
 
 
-class Order:
+class RowOrder:
     """The row ids of every update of a run over `rows` rows, or over the rows of `mixture`.
 
     Give `max_steps` or `num_train_epochs` (a fraction is read as the decimal that it prints as). The last update of a run
@@ -164,7 +164,7 @@ class Order:
         return {"rows": self.stretch.done(update), "stretches": [asdict(s) for s in self.stretches]}
 
     def repeated(self, update: int, cursor: Cursor) -> int:
-        """How many rows of the current epoch come again, and as many never come, where `cursor` is of another order.
+        """How many rows of the current epoch are repeated (as many are skipped), where `cursor` is of another order.
 
         The whole epoch is counted: this takes about a second for ten million rows.
         """

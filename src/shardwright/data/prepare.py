@@ -20,13 +20,13 @@ from shardwright.data.files import sources_of
 from shardwright.data.formats import FORMATS, refuse_without_effect
 from shardwright.data.mixture import Mixture
 from shardwright.data.notices import Notes, notices
-from shardwright.data.order import Order
+from shardwright.data.order import RowOrder
 from shardwright.data.packing import Cut, Overlong, PackingStrategy
 from shardwright.data.streaming.record_stream import RecordStream, StreamPosition
 from shardwright.data.streaming.rows import StreamOrder, StreamTable
 from shardwright.data.streaming.windows import StreamWindows
 from shardwright.data.table import Table
-from shardwright.data.tokenise import Read, Split, read_documents
+from shardwright.data.tokenise import Split, TokenisedSplit, read_documents
 from shardwright.errors import ConfigError
 
 _STREAMING = "train: while streaming, these statistics cover the first window only"
@@ -75,7 +75,7 @@ class Updates:
     """The rows of a run, and which rows each update trains on."""
 
     rows: Table | StreamTable
-    order: Order
+    order: RowOrder
     pad_id: int
     fingerprint: str  # of the rows, or of a stream's settings
 
@@ -139,15 +139,15 @@ def open_updates(run: RunFile) -> Updates:
     return Updates(rows, order, _pad_id(run, windows.special_ids()), windows.fingerprint)
 
 
-def make_order(run: RunFile, train: Prepared) -> Order:
+def make_order(run: RunFile, train: Prepared) -> RowOrder:
     """Which rows each update of this run trains on."""
     return order_over(run, len(train.table), train.table.real_tokens, train.mixture)
 
 
-def order_over(run: RunFile, rows: int, real_tokens: Callable[[Int64], Int64], mixture: Mixture | None) -> Order:
+def order_over(run: RunFile, rows: int, real_tokens: Callable[[Int64], Int64], mixture: Mixture | None) -> RowOrder:
     """The order of this run over any `rows` rows; `real_tokens` gives the tokens of some of these rows."""
     t, data = run.training, run.data
-    return Order(
+    return RowOrder(
         rows,
         global_batch_size=t.global_batch_size,
         seed=t.seed,
@@ -173,11 +173,11 @@ def _open_windows(run: RunFile) -> StreamWindows:
     return StreamWindows(run, stream, Cut(run.data.max_length, overlong, *packing_of(run, "train")))
 
 
-def _first_window(run: RunFile) -> Read:
+def _first_window(run: RunFile) -> TokenisedSplit:
     windows = _open_windows(run)
     documents = windows.open(0, StreamPosition(), 0).table.documents
     windows.close()
-    return Read(documents, (), windows.tokenizer_path, False)
+    return TokenisedSplit(documents, (), windows.tokenizer_path, False)
 
 
 def _weights(run: RunFile, split: Split) -> list[float] | None:
@@ -201,7 +201,7 @@ def packing_of(run: RunFile, split: Split) -> tuple[PackingStrategy | None, int 
     return packing, run.training.seed if packing and run.data.shuffle and split == "train" else None
 
 
-def _cut(run: RunFile, split: Split, read: Read) -> Cut:
+def _cut(run: RunFile, split: Split, read: TokenisedSplit) -> Cut:
     """How `run` makes rows."""
     bounds = None
     if _weights(run, split) is not None:  # each row holds one source, so that a source can be passed more often

@@ -23,7 +23,7 @@ _TYPES = {type(None): "null", bool: "a boolean", int: "a number", float: "a numb
 
 
 @dataclass(frozen=True)
-class Slice:
+class RecordSlice:
     """Consecutive records of one file, in one of four forms: a range of bytes, `lines`, `table` or `rows`."""
 
     file: int  # number of the file
@@ -51,7 +51,7 @@ def columns(path: str) -> list[str] | None:
 
 def slices(
     file: int, path: str, keep: frozenset[str] | None = None, *, byte: int = 0, line: int = 1
-) -> Iterator[Slice]:
+) -> Iterator[RecordSlice]:
     """The slices of a file in order. keep: the columns of a table to read; None: all.
 
     byte, line: where to begin, which is the end of a slice; where rows are counted, `line` suffices.
@@ -60,19 +60,19 @@ def slices(
     if kind in TABLES:
         unread = () if keep is None else tuple(name for name in _names(path) if name not in keep)
         for batch in _batches(path, keep, line - 1):
-            yield Slice(file, path, line, table=_to_stream(batch), size=batch.num_rows, unread=unread)
+            yield RecordSlice(file, path, line, table=_to_stream(batch), size=batch.num_rows, unread=unread)
             line += batch.num_rows
     elif kind == ".json" and (whole := _whole(path)) is not None:
         for first in range(line - 1, len(whole), _SLICE_ROWS):
             rows = tuple(whole[first : first + _SLICE_ROWS])
-            yield Slice(file, path, first + 1, rows=rows, size=len(rows))
+            yield RecordSlice(file, path, first + 1, rows=rows, size=len(rows))
     else:
         compressed = is_compressed(path)
         with opened(path, byte) as source:
             while block := source.read(_SLICE_BYTES):
                 block += source.readline()
                 size = block.count(b"\n")
-                yield Slice(file, path, line, byte, len(block), size, block if compressed else None)
+                yield RecordSlice(file, path, line, byte, len(block), size, block if compressed else None)
                 byte, line = byte + len(block), line + size
 
 
@@ -169,7 +169,7 @@ def _to_stream(batch: Any) -> bytes:
     return bytes(sink.getvalue())
 
 
-def records(part: Slice, text_column: str = "text") -> Iterator[tuple[int, Record]]:
+def records(part: RecordSlice, text_column: str = "text") -> Iterator[tuple[int, Record]]:
     """(line, record) of each record of a slice; a line of a .txt file is {text_column: line}.
 
     Raises `DataError` with file and line for a line or row that is no record.
@@ -194,7 +194,7 @@ def records(part: Slice, text_column: str = "text") -> Iterator[tuple[int, Recor
                 yield line, _from_line(_decode(raw, where).strip(), where)
 
 
-def _lines(part: Slice) -> Iterator[tuple[int, bytes]]:
+def _lines(part: RecordSlice) -> Iterator[tuple[int, bytes]]:
     block = part.lines
     if block is None:
         with open(part.path, "rb") as source:

@@ -28,7 +28,7 @@ from shardwright.data.encode import Encoded, Encoder
 from shardwright.data.files import DataFile, find_files, sources_of
 from shardwright.data.formats import find_format, refuse_without_effect
 from shardwright.data.notices import Notes
-from shardwright.data.records import Slice, slices
+from shardwright.data.records import RecordSlice, slices
 from shardwright.data.tokenizer import find_tokenizer, load_tokenizer, special_ids, tokenizer_files
 from shardwright.errors import DataError
 
@@ -41,7 +41,7 @@ _ENCODER: list[Encoder] = []
 
 
 @dataclass(frozen=True)
-class Read:
+class TokenisedSplit:
     """Tokenised documents of a split."""
 
     documents: Documents
@@ -50,7 +50,7 @@ class Read:
     cached: bool  # nothing had to be tokenised
 
 
-def read_documents(run: RunFile, split: Split) -> Read | None:
+def read_documents(run: RunFile, split: Split) -> TokenisedSplit | None:
     """The documents of `run`'s split; None when the split names no files.
 
     Raises `ConfigError` or `DataError`, with file and line where there is one, and when no document is left.
@@ -67,7 +67,7 @@ def read_documents(run: RunFile, split: Split) -> Read | None:
         refuse_without_effect(run.data, documents.meta["formats"])
     if not documents.meta["documents"]:
         raise _nothing_left(split, documents.meta)
-    return Read(documents, tuple(file.source for file in files), tokenizer_path, cached)
+    return TokenisedSplit(documents, tuple(file.source for file in files), tokenizer_path, cached)
 
 
 def _tokenise(
@@ -107,7 +107,9 @@ def _tokenise(
     return Documents.open(path)
 
 
-def _encoded(work: Iterator[tuple[Slice, str]], encoder: Encoder, num_proc: int) -> Iterator[tuple[Slice, Encoded]]:
+def _encoded(
+    work: Iterator[tuple[RecordSlice, str]], encoder: Encoder, num_proc: int
+) -> Iterator[tuple[RecordSlice, Encoded]]:
     """Each slice of `work` with its documents, in order."""
     first = list(islice(work, num_proc))
     if len(first) < 2:
@@ -116,7 +118,7 @@ def _encoded(work: Iterator[tuple[Slice, str]], encoder: Encoder, num_proc: int)
         return
     context = multiprocessing.get_context("fork")
     pool = ProcessPoolExecutor(len(first), context, initializer=_ENCODER.append, initargs=(encoder,))
-    waiting: deque[tuple[Slice, Future[Encoded]]] = deque()
+    waiting: deque[tuple[RecordSlice, Future[Encoded]]] = deque()
     try:
         for part, form in chain(first, work):
             waiting.append((part, pool.submit(_encode, part, form)))
@@ -129,7 +131,7 @@ def _encoded(work: Iterator[tuple[Slice, str]], encoder: Encoder, num_proc: int)
         pool.shutdown(cancel_futures=True)
 
 
-def _encode(part: Slice, form: str) -> Encoded:
+def _encode(part: RecordSlice, form: str) -> Encoded:
     return _ENCODER[0].slice(part, form)
 
 

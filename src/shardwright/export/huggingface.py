@@ -23,7 +23,7 @@ from shardwright.errors import ConfigError, ModelError
 from shardwright.export.companions import companions_of
 from shardwright.export.files import TensorFile, append, header, refusal, replace, split_files, write_index
 from shardwright.models.gather_full_tensors import described, whole_tensors
-from shardwright.models.materialise import whole_of
+from shardwright.models.materialise import unsplit_model_of
 from shardwright.models.model_parts import canonical_name, canonical_parameters, unwrapped
 from shardwright.models.tensor_tracing import Box, Origin, Stored
 from shardwright.torch_private import persistent_buffers
@@ -120,7 +120,7 @@ class _Export:
 
     @classmethod
     def of(cls, model: nn.Module, spec: Model, max_shard_bytes: int) -> _Export:
-        whole = whole_of(model)
+        whole = unsplit_model_of(model)
         hub = None if whole is None else whole.hub
         held = {hub.kept.get(name, name) if hub else name: value for name, value in _tensors(model).items()}
         known = {name: like for name, (_, like) in described(held).items()}

@@ -1,4 +1,4 @@
-"""Starts ranks on this machine, watches them and ends them all: the only package that spawns.
+"""Starts, watches and ends the ranks of this machine: the only package that spawns processes.
 
 A rank is `python -m MODULE ARGUMENTS` with torchrun's variables, in a session of its own, so that a terminal's Ctrl-C
 reaches the launcher alone and a rank's children can be ended with it. Why this is not torch's elastic agent:

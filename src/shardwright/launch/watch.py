@@ -146,7 +146,7 @@ class Watch:
         when = (
             f"{self.grace_seconds:g} s after {name} (the grace period) and were killed" if late else f"when {name} came"
         )
-        unsaved = f"shardwright: rank(s) {numbers} had not saved {when}. Earlier checkpoints are as they were."
+        unsaved = f"shardwright: rank(s) {numbers} had not saved {when}. Earlier checkpoints are unchanged."
         print(unsaved, file=sys.stderr)
         return ExitCode.INTERRUPTED if self.requests[0] == signal.SIGINT else ExitCode.CRASH
 

@@ -1,6 +1,6 @@
-"""What does not combine with what, as one table: the gate refuses from it, the planner leaves it out, the docs print it.
+"""The table of features that do not combine. `check_run` refuses them, and the planner skips them.
 
-Everything that is not in the table combines, and `check --layouts all` proves it.
+All other features combine, which `check --layouts all` proves.
 """
 
 from __future__ import annotations
@@ -37,57 +37,57 @@ EXCLUSIONS = (
     Exclusion(
         SPLIT_BACKWARD,
         FULLY_SHARD,
-        "The schedule computes the gradients of weights apart from those of inputs, by which fully_shard finds the moment to "
-        "reduce: gradients come out wrong (tried with torch 2.13).",
+        "These schedules compute the gradients of weights later than those of inputs. fully_shard reduces when the gradients "
+        "of inputs are there: gradients come out wrong (tried with torch 2.13).",
         "Set data_parallel to ddp, or pp_schedule to 1f1b or interleaved_1f1b.",
     ),
     Exclusion(
         SPLIT_BACKWARD,
         ("selective", "full"),
-        "torch asks for the gradients of weights group by group, and each time the block's forward would run again (10 times "
-        "for one block of a Llama); what selective recomputation keeps can be read once only.",
+        "torch computes the gradients of weights group by group. Full recomputation would run the block's forward again for "
+        "each group (10 times for one block of a Llama). Selective recomputation keeps tensors that can be read only once.",
         "Set memory.activation_checkpointing to none, or pp_schedule to 1f1b.",
     ),
     Exclusion(
         SPLIT_BACKWARD,
         ("compile",),
-        "A compiled block has one backward for inputs and weights together: torch refuses the pair.",
+        "A compiled block has one backward for inputs and weights together, which torch cannot divide.",
         "Set memory.compile to false, or pp_schedule to 1f1b.",
     ),
     Exclusion(
         SPLIT_BACKWARD,
         ("loss_chunks",),
-        "A loss in chunks makes the gradients of hidden states and of the head together.",
+        "A loss in chunks computes the gradients of hidden states and of the head together.",
         "Set memory.loss_chunk_tokens to auto or 0, or pp_schedule to 1f1b.",
     ),
     Exclusion(
         ("loss_chunks",),
         ("own_loss",),
-        "A loss of your own is given whole logits.",
+        "A loss function of your own is called with whole logits.",
         "Set memory.loss_chunk_tokens to auto or 0.",
     ),
     Exclusion(
         ("compile",),
         ("cp",),
-        "The core attention talks to other ranks inside the block, which torch.compile cannot trace.",
+        "The core attention communicates with other ranks inside the block, and torch.compile cannot trace the communication.",
         "Set memory.compile to false or cp_size to 1.",
     ),
     Exclusion(
         ("compile",),
         ("pack",),
-        "The documents of a row are other ones in each microbatch, and torch.compile would compile for each anew.",
+        "The lengths of documents differ in each microbatch, and torch.compile would compile anew for each.",
         "Set memory.compile to false, or data.batching to bucket or pad.",
     ),
     Exclusion(
         ("pp",),
         ("module",),
-        "Stages are cut from Transformers models, whose parts are known by convention.",
+        "Stages can be cut only from Transformers models, whose conventions name the parts.",
         "Set parallelism.pp_size to 1, or give a Hugging Face directory.",
     ),
     Exclusion(
         ("offload",),
         ("ddp",),
-        "ddp keeps whole parameters on every rank: there are no shards to move.",
+        "ddp keeps whole parameters on every rank, so there are no shards to move to the host.",
         "Set memory.cpu_offload to none.",
     ),
 )

@@ -1,6 +1,6 @@
 """What a run file may ask for, checked before any process starts.
 
-`check_run` is the one gate of every verb that starts ranks: sizes, divisibility, and options that would have no effect.
+Every verb that starts ranks calls `check_run` first: sizes, divisibility, and options that would have no effect.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _check_training(run: RunFile) -> None:
         if key in t.optimizer_kwargs:
             raise ConfigError(
                 f"training.optimizer_kwargs: `{key}` cannot stand here.",
-                "It would be overwritten, or overwrite another key silently.",
+                "The value would silently overwrite another key of the run file, or be overwritten.",
                 f"Set {home}." if home else f"Remove `{key}`.",
             )
     if (t.max_steps is None) == (t.num_train_epochs is None):
@@ -136,7 +136,7 @@ def _check_stream(run: RunFile) -> None:
         raise ConfigError(
             "data.bucket_updates with data.streaming.",
             "Which updates share a window of the stream depends on where documents end in it.",
-            "Remove it: the rows of each update are sorted by length all the same.",
+            "Remove data.bucket_updates; the rows of each update are still sorted by length.",
         )
 
 
@@ -167,7 +167,7 @@ def _check_checkpoint(run: RunFile) -> None:
         raise ConfigError(
             f"checkpoint.keep_best with checkpoint.save_steps {c.save_steps} and training.eval_steps {every}.",
             "Only a checkpoint of an update that was evaluated can be the best.",
-            "Set eval_steps, and save_steps to a multiple of it.",
+            "Set eval_steps, and save_steps to a multiple of eval_steps.",
         )
     if unknown := [key for key in c.accept_changes if key not in keys()]:
         raise ConfigError(

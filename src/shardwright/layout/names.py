@@ -106,8 +106,8 @@ def apply_layout(name: str, base: Parallelism) -> Parallelism:
 def every_layout(world_size: int) -> tuple[str, ...]:
     """What `all` stands for on `world_size` ranks: every size of the axes, with the data-parallel kinds.
 
-    Where an axis beside data parallelism stands alone, its variants too (schedules, attention). What a model or a run file
-    cannot do among these is for the gates to refuse.
+    Where an axis beside data parallelism stands alone, its variants too (schedules, attention). `check_run` and
+    `plan_model` refuse the layouts that the run file or the model does not allow.
     """
     names: list[str] = []
     axes = [AXES[name] for name in MODEL_AXES]

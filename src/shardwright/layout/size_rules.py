@@ -1,4 +1,4 @@
-"""What each axis asks of batch and row sizes, and what a row is divided into: pure arithmetic for planner, gate and ranks.
+"""The rules of each axis for batch and row sizes, and the chunks of a row: pure arithmetic for planner, `check_run` and ranks.
 
 What a layout asks of the model's own sizes stands in `check_tensor` and in `parallel/`.
 """

@@ -1,1 +1,1 @@
-"""The objective, and the ways to make it without whole logits."""
+"""The objective, and how to compute the loss without whole logits."""

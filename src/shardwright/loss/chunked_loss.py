@@ -25,12 +25,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardwright.backends.facts import backend_facts
-from shardwright.backends.tp_collectives import Peers, all_reduce, copy_to_tp
+from shardwright.backends.tp_collectives import TensorParallelGroup, all_reduce, copy_to_tp
 from shardwright.config.schema import RunFile
 from shardwright.errors import ModelError
 from shardwright.layout.axes import model_axes
 from shardwright.layout.loss import IGNORE_INDEX, chunk_tokens
-from shardwright.loss.output_head import Deferred, Step, apply_steps, steps_after_head
+from shardwright.loss.output_head import DeferredLoss, Step, apply_steps, steps_after_head
 from shardwright.loss.vocab_parallel_loss import check_ids, widened
 from shardwright.mesh.shard_geometry import chunk as shard_range
 from shardwright.mesh.shard_geometry import local_tensor
@@ -301,16 +301,18 @@ _HEAD = "_shardwright_head"
 
 
 class ChunkedHead:
-    """A head that returns a `Deferred` loss in place of logits where the targets were announced before; else logits.
+    """A head that returns a `DeferredLoss` loss in place of logits where the targets were announced before; else logits.
 
-    peers: the ranks that divide the vocabulary; None: the head is whole.
+    tp_group: the ranks that divide the vocabulary; None: the head is whole.
     """
 
-    def __init__(self, head: nn.Linear, chunks: LossChunks, peers: Peers | None, *, recompute: bool) -> None:
-        first = 0 if peers is None else shard_range(chunks.vocabulary, peers.size, peers.rank)[0]
-        self.options = LossOptions(chunks.steps, recompute, first, None if peers is None else peers.name)
+    def __init__(
+        self, head: nn.Linear, chunks: LossChunks, tp_group: TensorParallelGroup | None, *, recompute: bool
+    ) -> None:
+        first = 0 if tp_group is None else shard_range(chunks.vocabulary, tp_group.size, tp_group.rank)[0]
+        self.options = LossOptions(chunks.steps, recompute, first, None if tp_group is None else tp_group.name)
         self._head: Any = head
-        self._chunks, self._peers, self._logits = chunks, peers, head.forward
+        self._chunks, self._tp_group, self._logits = chunks, tp_group, head.forward
         self._announced: tuple[Tensor, Tensor | None] | None = None
         head.forward = self._forward  # type: ignore[method-assign, assignment]
         vars(head)[_HEAD] = self
@@ -326,17 +328,17 @@ class ChunkedHead:
         self._announced = None
         if labels.shape != x.shape[:-1]:
             raise ValueError(f"hidden states of shape {tuple(x.shape)} for labels {tuple(labels.shape)}")
-        divided = self._peers is not None
+        divided = self._tp_group is not None
         even = x.dtype == torch.bfloat16 and not divided
         multiple = backend_facts(x.device.type).targets_multiple if even else 1
         targets = Targets.of(labels, weights, self._chunks.tokens, x.device, divided, multiple)
-        if self._peers is not None:
+        if self._tp_group is not None:
             check_ids(targets.labels, self._chunks.vocabulary)
-            x = copy_to_tp(x, self._peers)
+            x = copy_to_tp(x, self._tp_group)
         weight, bias = local_tensor(self._head.weight), self._head.bias
         bias = None if bias is None else local_tensor(bias)
         loss = chunked_cross_entropy_sum(x.flatten(0, -2), weight, bias, targets, self.options)
-        return Deferred(loss, self.options.steps)
+        return DeferredLoss(loss, self.options.steps)
 
 
 def chunked_head(model: nn.Module) -> ChunkedHead | None:

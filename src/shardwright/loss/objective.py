@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor
 from shardwright.errors import ConfigError, ShardwrightError, did_you_mean
 from shardwright.layout.import_path import import_object
 from shardwright.layout.loss import CROSS_ENTROPY, IGNORE_INDEX
-from shardwright.loss.output_head import Deferred
+from shardwright.loss.output_head import DeferredLoss
 from shardwright.loss.vocab_parallel_loss import vocabulary_cross_entropy_sum, widened
 
 
-def logits_of(model_output: Any) -> Tensor | Deferred:
+def logits_of(model_output: Any) -> Tensor | DeferredLoss:
     """The logits [B, T, V], or the loss in their place, from what a model returned: a tensor, `.logits`, or a mapping."""
     if isinstance(model_output, Tensor):
         return model_output
@@ -66,7 +66,7 @@ def own_loss(path: str) -> OwnLoss | None:
         raise ConfigError(
             f"training.loss = {path!r} is not known.",
             did_you_mean(path, [CROSS_ENTROPY]),
-            f"It is {CROSS_ENTROPY} or package.module:function.",
+            f"The loss is {CROSS_ENTROPY} or package.module:function.",
         )
     function = import_object(path, "training.loss")
 
@@ -75,7 +75,7 @@ def own_loss(path: str) -> OwnLoss | None:
         if wrong := _what_is_wrong(result, logits):
             raise ShardwrightError(
                 f"training.loss {path} returned {wrong}.",
-                "It is divided once, by the targets of the whole update: a mean of each microbatch would be another objective.",
+                "The sum is divided once, by all targets of the update; means of microbatches would be another objective.",
                 "Return (loss_sum, target_count): a scalar tensor made from the logits, and a number.",
             )
         return result

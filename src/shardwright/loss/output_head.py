@@ -2,7 +2,7 @@
 
 A loss in chunks is computed where the head stands, so it must know what the model's own forward would do with the logits:
 divide them by a number, cap them with tanh, widen them. No table of families says so: the model's forward runs on meta, with
-a `Deferred` in place of logits that records each step. A model that does anything else is refused by name.
+a `DeferredLoss` in place of logits that records each step. A model that does anything else is refused by name.
 
 B rows, T positions, D width of hidden states, V vocabulary.
 """
@@ -46,7 +46,7 @@ def apply_steps(steps: Sequence[Step], logits: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Deferred:
+class DeferredLoss:
     """Takes the place of logits, and carries the sum of their loss, a scalar with its graph.
 
     expected: the steps that the loss was computed with; None: only records.
@@ -57,7 +57,7 @@ class Deferred:
     expected: tuple[Step, ...] | None
     done: tuple[Step, ...] = ()
 
-    def _after(self, step: Step) -> Deferred:
+    def _after(self, step: Step) -> DeferredLoss:
         done = (*self.done, step)
         if self.expected is not None and self.expected[: len(done)] != done:
             raise self._differs(done)
@@ -76,26 +76,26 @@ class Deferred:
             return args[0].tanh()
         raise TypeError(f"the model calls {getattr(function, '__name__', function)} with its logits")
 
-    def __truediv__(self, number: Any) -> Deferred:
+    def __truediv__(self, number: Any) -> DeferredLoss:
         return self._after(Step("divide", _number(number)))
 
-    def __mul__(self, number: Any) -> Deferred:
+    def __mul__(self, number: Any) -> DeferredLoss:
         return self._after(Step("multiply", _number(number)))
 
     __rmul__ = __mul__
 
-    def tanh(self) -> Deferred:
+    def tanh(self) -> DeferredLoss:
         return self._after(Step("tanh"))
 
-    def float(self) -> Deferred:
+    def float(self) -> DeferredLoss:
         return self._after(Step("widen"))
 
-    def to(self, dtype: Any) -> Deferred:
+    def to(self, dtype: Any) -> DeferredLoss:
         if dtype is not torch.float32:
             raise TypeError(f"the model turns its logits into {dtype}")
         return self.float()
 
-    def contiguous(self) -> Deferred:
+    def contiguous(self) -> DeferredLoss:
         return self
 
     def __getattr__(self, name: str) -> Any:
@@ -116,10 +116,10 @@ def _number(value: Any) -> float:
 
 # fully_shard (torch < 2.13) finds the tensors of what a module returns through this
 register_pytree_node(
-    Deferred,
+    DeferredLoss,
     lambda d: ([d.loss], (d.expected, d.done)),
-    lambda leaves, context: Deferred(next(iter(leaves)), *context),
-    serialized_type_name="shardwright.loss.output_head.Deferred",
+    lambda leaves, context: DeferredLoss(next(iter(leaves)), *context),
+    serialized_type_name="shardwright.loss.output_head.DeferredLoss",
 )
 
 
@@ -136,7 +136,7 @@ def steps_after_head(model: nn.Module, parts: Parts) -> tuple[Step, ...]:
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         raise _refused(kind, f"its head is a {type(head).__name__}, not an nn.Linear")
     returned = _run_on_meta(model, base, head)
-    if not isinstance(returned, Deferred):
+    if not isinstance(returned, DeferredLoss):
         raise _refused(kind, "it does not return what its head makes of hidden states")
     return returned.done
 
@@ -155,14 +155,14 @@ class _Hidden:
 
 
 def _run_on_meta(model: Any, base: nn.Module, head: nn.Linear) -> Any:
-    """The logits that `model` returns where its blocks give hidden states on meta and its head a `Deferred`."""
+    """The logits that `model` returns where its blocks give hidden states on meta and its head a `DeferredLoss`."""
     hidden = torch.empty(1, PROBE_TOKENS, head.in_features, device="meta")
     ids = torch.zeros(1, PROBE_TOKENS, dtype=torch.int64, device="meta")
     seen: list[Any] = []
 
-    def record(x: Tensor) -> Deferred:
+    def record(x: Tensor) -> DeferredLoss:
         seen.append(x.shape)
-        return Deferred(x.new_zeros(()), None)
+        return DeferredLoss(x.new_zeros(()), None)
 
     base.forward = lambda *args, **kwargs: _Hidden(hidden)
     head.forward = record  # type: ignore[method-assign, assignment]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from shardwright.units import format_seconds
 
-WORTH = 0.10
+MIN_SHARE = 0.10
 """Anything that takes a smaller share of an update is no bottleneck."""
 
 
@@ -49,13 +49,17 @@ class Bottleneck:
 
 
 def find_bottleneck(times: UpdateTimes) -> Bottleneck:
-    """The largest part of an update beside matrix products, if its share is at least `WORTH`; else compute."""
+    """The largest part of an update beside matrix products, if its share is at least `MIN_SHARE`; else compute."""
     found = sorted(_candidates(times), key=lambda one: -one.share)
-    if found[0].share < WORTH:
+    if found[0].share < MIN_SHARE:
         return _no_bottleneck(times, found[0])
     straggler = next((one for one in found if one.limit.startswith("rank")), None)
     # the other ranks wait for a slow rank inside of their collectives, so both show
-    if straggler and found[0].limit.startswith("communication") and straggler.share >= max(WORTH, found[0].share / 2):
+    if (
+        straggler
+        and found[0].limit.startswith("communication")
+        and straggler.share >= max(MIN_SHARE, found[0].share / 2)
+    ):
         return straggler
     return found[0]
 

@@ -23,7 +23,7 @@ METRICS = "metrics.jsonl"
 Values = Mapping[str, float | int | str | None]
 
 
-class Sink(Protocol):
+class Tracker(Protocol):
     """A tracker that gets the metrics beside the file."""
 
     def log(self, update: int, values: Values) -> None: ...
@@ -74,10 +74,10 @@ def _missing(package: str) -> ConfigError:
     )
 
 
-SINKS: dict[str, type[TensorBoard] | type[Trackio]] = {"tensorboard": TensorBoard, "trackio": Trackio}
+TRACKERS: dict[str, type[TensorBoard] | type[Trackio]] = {"tensorboard": TensorBoard, "trackio": Trackio}
 
 
-def check_sinks(report_to: Sequence[str]) -> None:
+def check_trackers(report_to: Sequence[str]) -> None:
     """Raises `ConfigError` where a package that `report_to` needs is not installed."""
     for name in report_to:
         if find_spec(name) is None:
@@ -109,15 +109,15 @@ class MetricsLog:
             )
         self._file = path.open("ab", buffering=0)
         self._say, self._pending, self._failing = say, b"", False
-        self._sinks: list[Sink] = [SINKS[name](output_dir, first_update) for name in report_to]
+        self._trackers: list[Tracker] = [TRACKERS[name](output_dir, first_update) for name in report_to]
 
     def log(self, update: int, values: Values) -> None:
         """Writes one entry; `update` counts from 0. Values that are not finite become null: JSON has no name for them."""
         plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
         self._pending += (json.dumps({"update": update, **plain}, allow_nan=False) + "\n").encode()
         self._write()
-        for sink in self._sinks:
-            sink.log(update, values)
+        for tracker in self._trackers:
+            tracker.log(update, values)
 
     def _write(self) -> None:
         try:
@@ -133,8 +133,8 @@ class MetricsLog:
     def close(self) -> None:
         self._write()
         self._file.close()
-        for sink in self._sinks:
-            sink.close()
+        for tracker in self._trackers:
+            tracker.close()
 
 
 def _update_of(line: str) -> float:

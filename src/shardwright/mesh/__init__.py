@@ -1,1 +1,1 @@
-"""Who the ranks are, how they meet, and the mesh that they make."""
+"""The ranks of a run, their rendezvous, and the mesh."""

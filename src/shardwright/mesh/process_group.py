@@ -207,6 +207,6 @@ def self_test(device: torch.device) -> None:
             raise ShardwrightError(
                 f"{name} with SUM over {size} ranks gives {found:g} where {right} is right"
                 + (" (it averages)." if average else "."),
-                f"Gradients would be wrong without a word (torch {torch.__version__}, {dist.get_backend()}).",
+                f"Gradients would be silently wrong (torch {torch.__version__}, {dist.get_backend()}).",
                 "Use another torch version or backend.",
             )

@@ -13,7 +13,7 @@ from shardwright.config.schema import Model
 from shardwright.errors import ModelError, did_you_mean
 from shardwright.layout.import_path import import_object, is_import_path
 from shardwright.models.hub_names import hub_names
-from shardwright.models.initialization import META, Recipe, Recorder, Whole, assign_owners, view_of
+from shardwright.models.initialization import META, Recipe, Recorder, UnsplitModel, assign_owners, view_of
 from shardwright.models.model_config import model_directory as model_directory
 from shardwright.models.model_config import read_config as read_config
 from shardwright.models.model_parts import beside_text, tied_names
@@ -75,7 +75,7 @@ def _from_directory(spec: Model, recorder: Recorder) -> nn.Module:
     if getattr(config, "output_router_logits", False):
         raise ModelError(
             f"{config.model_type} asks for the auxiliary loss of its routers (output_router_logits).",
-            "It is a mean over the tokens of one forward, so that microbatches and layouts would change the objective.",
+            "This loss is a mean over the tokens of one forward, so microbatches and layouts would change the objective.",
             "Set output_router_logits to false in config.json or model.config_overrides.",
         )
     kind = _model_kind(config)
@@ -105,7 +105,7 @@ def check_own_attention(model: nn.Module, spec: Model) -> None:
     if not is_import_path(spec.model_name_or_path) and built != spec.attn_implementation:
         raise ModelError(
             f"{type(model).__name__} cannot use model.attn_implementation {spec.attn_implementation}.",
-            "Its attention does what that implementation cannot, for example caps or shifts its scores.",
+            "The attention of this model needs a feature that the implementation lacks, for example caps on scores.",
             f"Set model.attn_implementation to {built}.",
         )
 
@@ -163,7 +163,7 @@ def _from_function(spec: Model, recorder: Recorder) -> nn.Module:
     except Exception as error:
         raise ModelError(
             f"{spec.model_name_or_path} failed on the meta device: {type(error).__name__}: {error}",
-            "A model is built without memory first, so that each rank makes only its part.",
+            "The model is first built on the meta device, so that each rank allocates only its part.",
             "Tensors have no values then: where the constructor reads one (.item(), .tolist(), if), compute "
             "with Python numbers, and give no explicit device.",
         ) from error
@@ -221,7 +221,7 @@ def _attach_recipes(model: nn.Module, recorder: Recorder) -> None:
             places.append((module, leaf, tensor))
     groups = tuple(tuple(n for n in group if n in saved) for group in names.values())
     optional = sorted(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
-    whole = Whole(
+    whole = UnsplitModel(
         tuple(group for group in groups if group),
         hub_names(model),
         _ignored(model),

@@ -36,7 +36,7 @@ _FROM_VALUES = {torch.tensor, torch.as_tensor, torch.asarray}
 
 
 @dataclass(frozen=True)
-class View:
+class StorageView:
     """A tensor as a view of a storage: what is needed to make the same view of a real storage."""
 
     storage: int
@@ -59,22 +59,22 @@ class Operation:
     allocates: bool = False  # makes memory and leaves it as it is
     is_random: bool = False
     # one per tensor that the call returns; None where it is no new storage
-    outputs: tuple[View | None, ...] = ()
+    outputs: tuple[StorageView | None, ...] = ()
     # of a random operation: the tensor that it belongs to, and a running number in it
     owner: tuple[str, int] | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """How the first value of one tensor comes about, and what the tensor is called in the whole model.
+    """The operations that give one tensor its first value, and the names of the tensor in the whole model.
 
     names: its fully qualified names, more than one where weights are tied. The first one seeds it.
     """
 
     names: tuple[str, ...]
-    view: View
+    view: StorageView
     last: tuple[Operation, ...]
-    whole: Whole
+    whole: UnsplitModel
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Recipe:
         return self
@@ -86,7 +86,7 @@ class Recipe:
 
 
 @dataclass(frozen=True, eq=False)
-class Whole:
+class UnsplitModel:
     """What each recipe knows of the unsplit model. groups: names of each parameter and persistent buffer."""
 
     groups: tuple[tuple[str, ...], ...]
@@ -247,7 +247,7 @@ def replay(recipe: Recipe, seed: int, unset: float = float("nan")) -> Tensor:
     """
     storages: dict[int, torch.UntypedStorage] = {}
 
-    def real(view: View) -> Tensor:
+    def real(view: StorageView) -> Tensor:
         if view.storage not in storages:
             storages[view.storage] = torch.UntypedStorage(view.storage_bytes)
         return torch.empty(0, dtype=view.dtype).set_(storages[view.storage], view.offset, view.shape, view.stride)
@@ -265,7 +265,7 @@ def replay(recipe: Recipe, seed: int, unset: float = float("nan")) -> Tensor:
 def _run(operation: Operation, seed: int, storages: dict[int, torch.UntypedStorage], real: Any, unset: float) -> None:
     if operation.owner is not None:
         torch.default_generator.manual_seed(seed_of(seed, *operation.owner))
-    args, kwargs = tree_map_only(View, real, (operation.args, operation.kwargs))
+    args, kwargs = tree_map_only(StorageView, real, (operation.args, operation.kwargs))
     result = operation.function(*args, **kwargs)
     tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
     for view, tensor in zip(operation.outputs, tensors):
@@ -306,9 +306,9 @@ def _ordered(last: tuple[Operation, ...]) -> list[Operation]:
     return [seen[index] for index in sorted(seen)]
 
 
-def view_of(tensor: Tensor) -> View:
+def view_of(tensor: Tensor) -> StorageView:
     """`tensor` as a view of its storage."""
-    return View(
+    return StorageView(
         storage_id(tensor),
         tensor.untyped_storage().nbytes(),
         tuple(tensor.shape),
@@ -318,7 +318,7 @@ def view_of(tensor: Tensor) -> View:
     )
 
 
-def _captured(tensor: Tensor) -> View | Tensor:
+def _captured(tensor: Tensor) -> StorageView | Tensor:
     """A meta tensor as a view to be made real later; a real one by its value now."""
     return view_of(tensor) if tensor.is_meta else tensor.detach().clone()
 

@@ -12,7 +12,7 @@ from shardwright.config.schema import Model
 from shardwright.errors import ModelError
 from shardwright.mesh.shard_geometry import box_of, from_local, local_tensor
 from shardwright.models.build import RECIPES, model_directory, tensors_of
-from shardwright.models.initialization import Recipe, Whole, replay
+from shardwright.models.initialization import Recipe, UnsplitModel, replay
 from shardwright.models.weights import Weights, listed
 from shardwright.torch_private import fsdp_units
 
@@ -68,7 +68,7 @@ def check_weights(model: nn.Module, spec: Model) -> None:
 
 def weight_notices(model: nn.Module, spec: Model) -> list[str]:
     """Lines about weights that take no part in training: those in the files without a module, and those beside the text."""
-    whole = whole_of(model)
+    whole = unsplit_model_of(model)
     lines: list[str] = []
     if whole is None:
         return lines
@@ -80,7 +80,7 @@ def weight_notices(model: nn.Module, spec: Model) -> list[str]:
     return lines
 
 
-def whole_of(model: nn.Module) -> Whole | None:
+def unsplit_model_of(model: nn.Module) -> UnsplitModel | None:
     """The unsplit model of which `model`, or what a rank holds of it, was built; None where `build_model` did not build it."""
     recipes = (recipe for module in model.modules() for recipe in vars(module).get(RECIPES, {}).values())
     first: Recipe | None = next(recipes, None)

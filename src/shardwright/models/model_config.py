@@ -181,7 +181,7 @@ def _rope(values: Mapping[str, Any], given: Mapping[str, Any], config: Any) -> d
 
 
 def _said_of_rope(values: Mapping[str, Any]) -> set[str]:
-    """Every key that `values` of a config.json have in what they say of rotary positions."""
+    """Every key about rotary positions in `values` of a config.json."""
     said = [values.get("rope_parameters"), values.get("rope_scaling")]
     said += [own for rope in said if isinstance(rope, dict) for own in rope.values()]
     return {*values, *(key for rope in said if isinstance(rope, dict) for key in rope)}

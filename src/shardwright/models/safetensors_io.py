@@ -27,7 +27,7 @@ MAX_HEADER_BYTES = 100_000_000
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """Where one tensor lies: `begin` is its first byte in `file`."""
 
     file: Path
@@ -53,7 +53,7 @@ def header_bytes(
     return len(text).to_bytes(8, "little") + text
 
 
-def read_header(file: Path) -> dict[str, Entry]:
+def read_header(file: Path) -> dict[str, TensorEntry]:
     """Every tensor of a file by its name. Raises `ModelError` where the file is cut off or holds a dtype torch lacks."""
     size = file.stat().st_size
     with file.open("rb") as stream:
@@ -77,11 +77,11 @@ def read_header(file: Path) -> dict[str, Entry]:
         dtype, (begin, end) = SAFETENSORS_DTYPES[value["dtype"]], value["data_offsets"]
         if end - begin != prod(value["shape"]) * dtype.itemsize or 8 + length + end > size:
             raise ModelError(f"{file} is cut off or damaged: {name} does not fit in it.", "", "Copy it again.")
-        entries[name] = Entry(file, dtype, tuple(value["shape"]), 8 + length + begin)
+        entries[name] = TensorEntry(file, dtype, tuple(value["shape"]), 8 + length + begin)
     return entries
 
 
-def read_slice(entry: Entry, box: tuple[slice, ...], out: Tensor) -> None:
+def read_slice(entry: TensorEntry, box: tuple[slice, ...], out: Tensor) -> None:
     """Fills `out`, in its own dtype, with `box` of the tensor at `entry`, through a buffer of some rows (at least one)."""
     if out.numel() == 0:
         return

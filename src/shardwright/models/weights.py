@@ -12,8 +12,8 @@ from torch import Tensor
 
 from shardwright.arch.model_files import FOREIGN_WEIGHTS, matching
 from shardwright.errors import ModelError
-from shardwright.models.initialization import Recipe, Whole, modules_above
-from shardwright.models.safetensors_io import Entry, read_header, read_slice
+from shardwright.models.initialization import Recipe, UnsplitModel, modules_above
+from shardwright.models.safetensors_io import TensorEntry, read_header, read_slice
 from shardwright.models.tensor_tracing import Box, Origin, Stored
 
 
@@ -24,7 +24,7 @@ class Weights:
     hold more of one of its modules than the model has. `unused` names what belongs to no module of the model.
     """
 
-    def __init__(self, directory: Path, whole: Whole) -> None:
+    def __init__(self, directory: Path, whole: UnsplitModel) -> None:
         self._directory, self._entries = directory, read_headers(directory)
         self._origins = _origins(self._entries, whole)
         extra = [n for n in self._origins if n not in whole.names and not _matches(n, whole.ignored)]
@@ -88,7 +88,7 @@ class Weights:
         return [name for name in recipe.names if name in self._origins]
 
 
-def _origins(entries: dict[str, Entry], whole: Whole) -> dict[str, Origin]:
+def _origins(entries: dict[str, TensorEntry], whole: UnsplitModel) -> dict[str, Origin]:
     """What the files hold, by the model's names."""
     if whole.hub is not None:
         return whole.hub.loaded({name: (entry.shape, entry.dtype) for name, entry in entries.items()})
@@ -112,7 +112,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(re.search(pattern, name) for pattern in patterns)
 
 
-def _belongs(name: str, whole: Whole) -> bool:
+def _belongs(name: str, whole: UnsplitModel) -> bool:
     """Whether a tensor that the model lacks would be a part of one of its modules, below the model and its base.
 
     A bias that the model has no place for, or one more layer, makes another model. A vision tower, or a head for tokens
@@ -122,7 +122,7 @@ def _belongs(name: str, whole: Whole) -> bool:
     return any(module in whole.modules - bases for module in modules_above(name))
 
 
-def read_headers(directory: Path) -> dict[str, Entry]:
+def read_headers(directory: Path) -> dict[str, TensorEntry]:
     """Every tensor in the safetensors of `directory`, by its name there; raises `ModelError` without any."""
     single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
     placed: dict[str, str] = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
@@ -141,7 +141,7 @@ def read_headers(directory: Path) -> dict[str, Entry]:
             f"Convert the weights once with Transformers, AutoModelForCausalLM.from_pretrained({str(directory)!r})"
             ".save_pretrained(NEW_DIRECTORY), or set model.init to random.",
         )
-    entries: dict[str, Entry] = {}
+    entries: dict[str, TensorEntry] = {}
     for file in files:
         if not file.is_file():
             raise ModelError(f"{file} is missing.", f"{index.name} names it.", "Copy the directory again.")

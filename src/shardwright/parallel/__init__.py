@@ -1,1 +1,1 @@
-"""How a model is split over ranks and how the ranks talk: one module per way, put together in `apply`."""
+"""How a model is split over ranks, and how the ranks communicate: one module for each axis, applied in order by `apply`."""

@@ -92,7 +92,7 @@ def parallelize(
         tensor = TensorParallel(model, parts, plan.tensor, mesh["tp"], run, stages, plan.attention)
     if plan.loss_chunks.tokens and parts.head is not None:
         head: Any = model.get_submodule(parts.head)
-        divided = tensor.peers if tensor is not None and tensor.divides(parts.head) else None
+        divided = tensor.tp_group if tensor is not None and tensor.divides(parts.head) else None
         ChunkedHead(head, plan.loss_chunks, divided, recompute=p.pp_size > 1 and schedule_of(p) == "gpipe")
     _replace_attention(model, parts, run, mesh, device)
     decide_by_document(model)
@@ -159,7 +159,7 @@ def check_model(model: nn.Module, run: RunFile) -> None:
     if plan.tensor is not None and run.training.loss != CROSS_ENTROPY and plan.tensor.styles.get(head) == VOCABULARY:
         raise ModelError(
             f"training.loss {run.training.loss} with parallelism.tp_size {p.tp_size}.",
-            f"It is given whole logits, and {head} is divided by vocabulary.",
+            f"The loss function is called with whole logits, and {head} is divided by vocabulary.",
             f"Give a parallelism.tp_plan in which {head} is colwise_gather_output, or set tp_size to 1.",
         )
     if p.cp_size > 1:

@@ -156,9 +156,9 @@ def _doubled(axes: Axes) -> Axes:
 def _leanest(search: Search, kinds: tuple[str, ...], split: str | None = None) -> float | None:
     """Bytes on a device of the first layout that fits, of one way of splitting the model or of any; None: nothing fits."""
     legal, _ = mesh_shapes(search.problem, search.devices)
-    for mesh in legal:
-        for kind in kinds if split in (None, mesh.family) else ():
-            least = search.least(mesh, kind)
+    for mesh_shape in legal:
+        for kind in kinds if split in (None, mesh_shape.family) else ():
+            least = search.least(mesh_shape, kind)
             if least is not None and least[1] <= search.capacity:
                 return least[1]
     return None

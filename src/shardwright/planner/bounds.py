@@ -1,4 +1,4 @@
-"""Lower bounds of time and memory that whole meshes and candidates share, so that the search can leave them out at once."""
+"""Lower bounds of the time and memory of mesh shapes and layout groups, by which the search leaves out many layouts at once."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from shardwright.planner.rank_time import rank_kinds
 from shardwright.planner.space import (
     CHUNKS,
     RECOMPUTE,
-    Candidate,
+    LayoutGroup,
     MeshShape,
     divisors,
     kinds_of,
     recomputations,
     schedules,
-    shardings,
+    splits,
     variant,
     variants,
 )
@@ -40,7 +40,7 @@ Edge = tuple[float, float, float, float]
 
 
 class StatesFloor(NamedTuple):
-    """Bytes that a family reserves at least on a mesh: on the mean pipeline rank, and on rank 0."""
+    """Lower bound of the bytes that a family reserves on a mesh shape: on the mean pipeline rank, and on rank 0."""
 
     mean: float
     first: float  # of rank 0 without its blocks
@@ -48,13 +48,13 @@ class StatesFloor(NamedTuple):
 
 
 class Bounded(NamedTuple):
-    """A candidate with the seconds that it takes at least, and the bytes of activations that pipeline rank 0 keeps at least."""
+    """A layout group with lower bounds: of its seconds, and of the bytes of activations on pipeline rank 0."""
 
     seconds: float
     worst: RankKind  # the pipeline rank that works longest
     kept: float
     first_blocks: int  # of pipeline rank 0
-    candidate: Candidate
+    layout_group: LayoutGroup
     block: BlockSeconds  # of one microbatch, as `edge`
     edge: Edge
 
@@ -83,9 +83,9 @@ class Bounds:
         self._saved: dict[ActivationKey, float] = {}
         self._states: dict[tuple[MeshShape, str], StatesFloor] = {}
 
-    def stage_blocks(self, candidate: Candidate) -> tuple[int, ...]:
-        """Blocks of each pipeline stage of the candidate."""
-        return self._stage_blocks(candidate.mesh.pp * candidate.chunks)
+    def stage_blocks(self, layout_group: LayoutGroup) -> tuple[int, ...]:
+        """Blocks of each pipeline stage of the layout group."""
+        return self._stage_blocks(layout_group.mesh_shape.pp * layout_group.chunks)
 
     def _stage_blocks(self, stages: int) -> tuple[int, ...]:
         found = self._stages.get(stages)
@@ -107,19 +107,21 @@ class Bounds:
         """Whether `needs` says that the layout fits."""
         return self.needs(layout, self.capacity)[1] <= self.capacity
 
-    def states(self, mesh: MeshShape, kind: str) -> StatesFloor:
+    def states(self, mesh_shape: MeshShape, kind: str) -> StatesFloor:
         """What every layout of the family reserves without activations: that of the layout that shards most."""
-        found = self._states.get((mesh, kind))
+        found = self._states.get((mesh_shape, kind))
         if found is None:
-            found = self._states[mesh, kind] = self._states_floor(mesh, kind)
+            found = self._states[mesh_shape, kind] = self._states_floor(mesh_shape, kind)
         return found
 
-    def _states_floor(self, mesh: MeshShape, kind: str) -> StatesFloor:
-        options = shardings(mesh.data, mesh.cp, kind)
+    def _states_floor(self, mesh_shape: MeshShape, kind: str) -> StatesFloor:
+        options = splits(mesh_shape.data, mesh_shape.cp, kind)
         if not options:
             return StatesFloor(inf, inf, 0.0)
-        rows = self.problem.global_batch_size // mesh.data
-        layout = variant(Candidate(mesh, None if mesh.pp == 1 else "1f1b", 1, rows, 1, "full"), kind, *options[0])
+        rows = self.problem.global_batch_size // mesh_shape.data
+        layout = variant(
+            LayoutGroup(mesh_shape, None if mesh_shape.pp == 1 else "1f1b", 1, rows, 1, "full"), kind, *options[0]
+        )
         rule = rules(self.problem, layout, 1)
 
         def reserved(total: Elements) -> float:
@@ -128,36 +130,35 @@ class Bounds:
             gathered = rule.compute * total.whole * (1 + self.program.fragmentation) if rule.resident else 0.0
             return (states + gathered) * SLIGHTLY_LESS
 
-        alone = mesh.pp == 1
+        alone = mesh_shape.pp == 1
         block, embedding, head = self.peaks.elements(layout, rule.degree, True, alone)
         first = Elements(*map(add, embedding, head))
         if not alone:
             head = self.peaks.elements(layout, rule.degree, False, True)[2]
         layers = self.problem.shape.layers
-        mean = Elements(*((layers * b + e + h) / mesh.pp for b, e, h in zip(block, embedding, head)))
+        mean = Elements(*((layers * b + e + h) / mesh_shape.pp for b, e, h in zip(block, embedding, head)))
         constant = reserved(first)
         one = Elements(*map(add, first, block))
         return StatesFloor(reserved(mean), constant, reserved(one) - constant)
 
-    def bounded(self, mesh: MeshShape, most: float, limit: float) -> list[Bounded]:
-        """The candidates of the mesh that may fit and may be fast enough, the quickest bound first.
-
-        most: bytes into which their activations must fit. limit: seconds that they must stay below.
+    def bounded(self, mesh_shape: MeshShape, most: float, limit: float) -> list[Bounded]:
+        """The layout groups of the mesh shape whose activations may fit into `most` bytes and that may take less than `limit`
+        seconds, the quickest bound first.
 
         Left out is GPipe where 1F1B runs too: it idles as long and keeps more.
         """
         found: list[Bounded] = []
         rows, share = (
-            self.problem.global_batch_size // mesh.data,
-            self.problem.shape.layers / mesh.pp * SLIGHTLY_LESS,
+            self.problem.global_batch_size // mesh_shape.data,
+            self.problem.shape.layers / mesh_shape.pp * SLIGHTLY_LESS,
         )
         for microbatch in divisors(rows):
             count = rows // microbatch
             modes = [
                 (
                     recompute,
-                    self._saved_bytes(mesh, microbatch, recompute),
-                    self._block(mesh, microbatch, recompute),
+                    self._saved_bytes(mesh_shape, microbatch, recompute),
+                    self._block(mesh_shape, microbatch, recompute),
                 )
                 for recompute in RECOMPUTE
             ]
@@ -165,24 +166,24 @@ class Bounds:
             modes = [mode for mode in modes if count * share * (mode[2].forward + mode[2].backward) < limit]
             if not modes:
                 continue
-            edge, send = self._edges(mesh, microbatch)
-            for schedule, chunks in schedules(mesh.pp, self.problem.shape.layers, count):
-                if schedule == "gpipe" and count >= mesh.pp:
+            edge, send = self._edges(mesh_shape, microbatch)
+            for schedule, chunks in schedules(mesh_shape.pp, self.problem.shape.layers, count):
+                if schedule == "gpipe" and count >= mesh_shape.pp:
                     continue
-                blocks = self._first_blocks(mesh.pp, schedule, chunks)
-                held = blocks * self._in_flight(mesh.pp, schedule, chunks, count)
+                blocks = self._first_blocks(mesh_shape.pp, schedule, chunks)
+                held = blocks * self._in_flight(mesh_shape.pp, schedule, chunks, count)
                 for recompute, saved, block in modes:
                     if saved * held <= most and recompute in recomputations(schedule):
-                        seconds, worst = self._floor(mesh.pp, schedule, chunks, count, block, edge, send)
+                        seconds, worst = self._floor(mesh_shape.pp, schedule, chunks, count, block, edge, send)
                         if seconds < limit:
-                            candidate = Candidate(mesh, schedule, chunks, microbatch, count, recompute)
-                            found.append(Bounded(seconds, worst, saved * held, blocks, candidate, block, edge))
+                            layout_group = LayoutGroup(mesh_shape, schedule, chunks, microbatch, count, recompute)
+                            found.append(Bounded(seconds, worst, saved * held, blocks, layout_group, block, edge))
         found.sort(key=itemgetter(0))
         return found
 
-    def _saved_bytes(self, mesh: MeshShape, rows: int, recompute: Recompute) -> float:
+    def _saved_bytes(self, mesh_shape: MeshShape, rows: int, recompute: Recompute) -> float:
         """What a block keeps of one microbatch, with fragmentation."""
-        key = (mesh.tp, mesh.cp, rows, mesh.tp > 1, recompute, mesh.pp > 1)
+        key = (mesh_shape.tp, mesh_shape.cp, rows, mesh_shape.tp > 1, recompute, mesh_shape.pp > 1)
         found = self._saved.get(key)
         if found is None:
             saved = block_bytes(self.problem, key).saved
@@ -208,39 +209,48 @@ class Bounds:
             self._blocks[key] = found
         return found
 
-    def least(self, mesh: MeshShape, kind: str) -> tuple[Layout, float] | None:
-        """The layout of the family that needs least on this mesh, and what it needs; None for an empty
+    def least(self, mesh_shape: MeshShape, kind: str) -> tuple[Layout, float] | None:
+        """The layout of the family that needs least on this mesh shape, and what it needs; None for an empty
         family. Where one fits, the first that does.
 
         One row a microbatch and everything recomputed; or all rows in one microbatch, which keeps no
         unreduced gradients.
         """
-        rows = self.problem.global_batch_size // mesh.data
+        rows = self.problem.global_batch_size // mesh_shape.data
         best: tuple[Layout, float] | None = None
         for microbatch in {1, rows}:
             if best is not None and best[1] <= self.capacity:
                 break
             count = rows // microbatch
-            schedule = None if mesh.pp == 1 else "1f1b" if count >= mesh.pp else "gpipe"
-            candidate = Candidate(mesh, schedule, 1, microbatch, count, "full")  # type: ignore[arg-type]
+            schedule = None if mesh_shape.pp == 1 else "1f1b" if count >= mesh_shape.pp else "gpipe"
+            layout_group = LayoutGroup(mesh_shape, schedule, 1, microbatch, count, "full")  # type: ignore[arg-type]
             # For every kind the first variant shards most, and drops parameters after forward where there is
             # a choice.
-            layout = next(iter(variants(candidate, kind)), None) if kind in kinds_of(candidate) else None
+            layout = next(iter(variants(layout_group, kind)), None) if kind in kinds_of(layout_group) else None
             if layout is not None:
                 needed = self.needs(layout)[1]
                 if best is None or needed < best[1]:
                     best = (layout, needed)
         return best
 
-    def bound(self, candidate: Candidate) -> Bounded:
-        """What no layout of the candidate goes below: kernels and pipeline, no data-parallel cost."""
-        mesh, rows = candidate.mesh, candidate.microbatch_rows
-        block, (edge, send) = self._block(mesh, rows, candidate.recompute), self._edges(mesh, rows)
-        floor = self._floor(mesh.pp, candidate.schedule, candidate.chunks, candidate.microbatches, block, edge, send)
-        blocks = self._first_blocks(mesh.pp, candidate.schedule, candidate.chunks)
-        held = blocks * self._in_flight(mesh.pp, candidate.schedule, candidate.chunks, candidate.microbatches)
+    def bound(self, layout_group: LayoutGroup) -> Bounded:
+        """The lower bound of all layouts of the group: kernels and pipeline, without data-parallel cost."""
+        mesh_shape, rows = layout_group.mesh_shape, layout_group.microbatch_rows
+        block, (edge, send) = self._block(mesh_shape, rows, layout_group.recompute), self._edges(mesh_shape, rows)
+        floor = self._floor(
+            mesh_shape.pp, layout_group.schedule, layout_group.chunks, layout_group.microbatches, block, edge, send
+        )
+        blocks = self._first_blocks(mesh_shape.pp, layout_group.schedule, layout_group.chunks)
+        held = blocks * self._in_flight(
+            mesh_shape.pp, layout_group.schedule, layout_group.chunks, layout_group.microbatches
+        )
         return Bounded(
-            *floor, self._saved_bytes(mesh, rows, candidate.recompute) * held, blocks, candidate, block, edge
+            *floor,
+            self._saved_bytes(mesh_shape, rows, layout_group.recompute) * held,
+            blocks,
+            layout_group,
+            block,
+            edge,
         )
 
     def _floor(
@@ -285,12 +295,12 @@ class Bounds:
         seconds = microbatches * longest + max(idle, 0.0) + self.clock.sends(pp, chunks, microbatches) * send
         return seconds * SLIGHTLY_LESS, worst
 
-    def mesh_bound(self, mesh: MeshShape) -> float:
-        """The smallest bound of its candidates: nothing recomputed, the schedule that idles least, the best microbatch."""
-        rows, layers, pp = self.problem.global_batch_size // mesh.data, self.problem.shape.layers, mesh.pp
+    def mesh_shape_bound(self, mesh_shape: MeshShape) -> float:
+        """The smallest bound of its layout groups: nothing recomputed, the schedule that idles least, the best microbatch."""
+        rows, layers, pp = self.problem.global_batch_size // mesh_shape.data, self.problem.shape.layers, mesh_shape.pp
         best = inf
         for microbatch in divisors(rows):
-            b = self._block(mesh, microbatch, "none")
+            b = self._block(mesh_shape, microbatch, "none")
             one = (b.forward + b.backward) * layers / pp
             idle = 0.0
             if pp > 1:
@@ -302,11 +312,11 @@ class Bounds:
             best = min(best, one * (rows // microbatch) + max(idle, 0.0))
         return best * SLIGHTLY_LESS
 
-    def _block(self, mesh: MeshShape, rows: int, recompute: Recompute) -> BlockSeconds:
-        return self.clock.block_at(mesh.tp, mesh.cp, mesh.pp, self.devices, rows, recompute)
+    def _block(self, mesh_shape: MeshShape, rows: int, recompute: Recompute) -> BlockSeconds:
+        return self.clock.block_at(mesh_shape.tp, mesh_shape.cp, mesh_shape.pp, self.devices, rows, recompute)
 
-    def _edges(self, mesh: MeshShape, rows: int) -> tuple[Edge, float]:
+    def _edges(self, mesh_shape: MeshShape, rows: int) -> tuple[Edge, float]:
         """`Clock.edge` and `Clock.send` of one microbatch."""
-        axes = Axes(mesh.pp, 1, mesh.data, mesh.cp, mesh.tp)
-        layout = Layout(axes, "ddp", rows, sequence_parallel=mesh.tp > 1)
+        axes = Axes(mesh_shape.pp, 1, mesh_shape.data, mesh_shape.cp, mesh_shape.tp)
+        layout = Layout(axes, "ddp", rows, sequence_parallel=mesh_shape.tp > 1)
         return self.clock.edge(layout), self.clock.send(layout)

@@ -18,7 +18,7 @@ class Waits(NamedTuple):
     update: float
 
 
-class Window(NamedTuple):
+class UnitCompute(NamedTuple):
     """The compute of one unit of `size` blocks, of `layers` on its stage: seconds of forward and of backward.
 
     hides: collectives run beside it, which slows it by the fraction `slowdown` of their time.
@@ -32,14 +32,14 @@ class Window(NamedTuple):
     slowdown: float
 
 
-def exposed(window: Window, gather: float, leave: float) -> float:
-    """Seconds per block that are waited for when a unit's collectives take `gather` and `leave`, window by window.
+def exposed(compute: UnitCompute, gather: float, leave: float) -> float:
+    """Seconds per block that are waited for when a unit's collectives take `gather` and `leave`.
 
     With prefetch the gather of the next unit runs under the compute of a unit, and in the backward pass the reduce-scatter
     of the unit before as well. What does not fit there is exposed. Embedding and head, at the ends, have nothing to hide
     under.
     """
-    size, layers, hides, forward, backward, slow = window
+    size, layers, hides, forward, backward, slow = compute
     waits = gather + leave
     if hides:
         hidden = gather - forward + slow * forward if gather > forward else slow * gather
@@ -119,7 +119,7 @@ class DataParallelClock(RankClock):
 
     def unit_wait(self, layout: Layout) -> float:
         """Seconds per block and microbatch that zero3 waits for parameters to come or gradients to leave."""
-        return exposed(self.window(layout), *self.unit_transfers(layout))
+        return exposed(self.unit_compute(layout), *self.unit_transfers(layout))
 
     def _unit_blocks(self, layout: Layout) -> tuple[int, int]:
         """(blocks of a unit, blocks of a stage)."""
@@ -152,12 +152,12 @@ class DataParallelClock(RankClock):
         self._transfers[key] = (gather, leave)
         return gather, leave
 
-    def window(self, layout: Layout) -> Window:
+    def unit_compute(self, layout: Layout) -> UnitCompute:
         """What a unit's collectives may run under."""
         b = self.block(layout)
         size, layers = self._unit_blocks(layout)
         hides = layout.prefetch > 0 and size < layers
-        return Window(size, layers, hides, b.forward * size, b.backward * size, self.slowdown)
+        return UnitCompute(size, layers, hides, b.forward * size, b.backward * size, self.slowdown)
 
     def _piece(self, layout: Layout, volume: float) -> float:
         """Bytes of gradients that are reduced together."""

@@ -1,4 +1,4 @@
-"""How long the kernels of one block, of the head and of the optimizer run on one device.
+"""Seconds that the kernels of a block, the head and the optimizer take on one device.
 
 Shapes: M tokens of a microbatch on this rank, S tokens of a row, D hidden, F inner width of the MLP, V
 vocabulary.

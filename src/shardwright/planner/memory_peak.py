@@ -65,8 +65,10 @@ def fullest_moments(layout: Layout, count: int, rank: int, held: Holding, late: 
     kept: dict[int, list[Alive]] = {}
     for moment in sorted(seen, key=sum, reverse=True):
         alike = kept.setdefault(moment.place, [])
+        saved, reduced = moment.saved, moment.reduced_blocks
         for other in alike:
-            if all(map(ge, other, moment)):
+            # Two counts decide most comparisons, at a fraction of the cost of all seventeen.
+            if other.saved >= saved and other.reduced_blocks >= reduced and all(map(ge, other, moment)):
                 break
         else:
             alike.append(moment)

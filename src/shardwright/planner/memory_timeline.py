@@ -1,4 +1,4 @@
-"""What is alive when, on one pipeline rank: counts without any size, and what they come to in bytes.
+"""The tensors that are alive at each moment on one pipeline rank: counts without sizes, and their bytes.
 
 `alive` walks a rank's action list block by block. Everything else reads its counts: `timeline` gives bytes by category at every
 moment, `peak` the fullest moment, and `memory_peak.py` the peak of many layouts, from the moments that can be the fullest.
@@ -100,7 +100,8 @@ class _Walk:
         kept = (self.saved + saved, self.boundaries + own, self.heads + head, self.heads, self.deferred)
         return Alive._make((*kept, work, forward, loss, after, *self.waiting, *self.reduced, sends, place))
 
-    def _flight(self, chunk: int, change: int) -> None:
+    def saves(self, chunk: int, change: int) -> None:
+        """A forward of a stage saves activations (change 1), or a backward frees them (-1)."""
         self.saved += change * self.held.blocks[chunk]
         self.boundaries += change
         self.heads += change * (chunk == self.held.last)
@@ -116,27 +117,26 @@ class _Walk:
 
     def repeats(self, chunk: int, kind: str) -> bool:
         """Passes an action that finds what an earlier one has found: the steady phase repeats, and makes no new gradients."""
-        if not self.ends or kind == "F" or (kind != "I" and not 0 < self.done[chunk] < self.count - 1):
+        if not self.ends or (kind != "I" and not 0 < self.done[chunk] < self.count - 1):
             return False
         found = (kind, chunk, self.saved, self.boundaries, self.heads, self.deferred, *self.waiting, *self.reduced)
         if found not in self.met:
             self.met.add(found)
             return False
         if kind != "W":
-            self._flight(chunk, -1)
+            self.saves(chunk, -1)
         self.deferred += self.held.blocks[chunk] * {"I": 1, "B": 0, "W": -1}[kind]
         self.done[chunk] += kind != "I"
         return True
 
     def forward(self, chunk: int) -> Iterator[tuple[str, str, Alive]]:
-        # A forward has no more than the backward that follows.
-        for block in range(0 if self.ends else self.held.blocks[chunk]):
+        for block in range(self.held.blocks[chunk]):
             yield "forward", f"block {block}", self.now(BLOCK, block + 1, 1, forward=1)
-        self._flight(chunk, 1)
+        self.saves(chunk, 1)
 
     def backward(self, chunk: int, whole: bool) -> Iterator[tuple[str, str, Alive]]:
         """whole: the gradients of weights too, which are sent; else they are put off."""
-        self._flight(chunk, -1)
+        self.saves(chunk, -1)
         blocks = self.held.blocks[chunk]
         if chunk == self.held.last:
             yield "loss", "", self.now(LOSS, blocks, 1, 1, loss=1)
@@ -179,6 +179,9 @@ def alive(
     chunk_of = {stage: chunk for chunk, stage in enumerate(held.stages)}
     for action in walked:
         chunk, kind = chunk_of[action.stage], action.kind
+        if ends and kind == "F":  # no moment of a forward has more than the backward that follows
+            walk.saves(chunk, 1)
+            continue
         if walk.repeats(chunk, kind):
             continue
         moments = walk.forward(chunk) if kind == "F" else walk.weights(chunk) if kind == "W" else None

@@ -1,4 +1,4 @@
-"""The time of a pipeline by playing its action lists: who waits for whom, and for how long."""
+"""The time of a pipeline, by simulating its action lists: which rank waits for which, and for how long."""
 
 from __future__ import annotations
 

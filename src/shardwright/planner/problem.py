@@ -33,7 +33,9 @@ class Problem:
     param_dtype: str = "bf16"  # of compute
     reduce_dtype: str = "fp32"  # of gradients while they are reduced
     master_dtype: str = "fp32"  # of stored weights and optimizer states; ddp keeps casts to the compute dtype beside
-    optimizer: str = "adamw"  # a key of `planner/optimizer.py`; others count as adamw
+    optimizer: str = (
+        "adamw"  # a key of `planner/optimizer.py`; an optimizer of the user counts as adamw, and the answer says so
+    )
     attention: Attention = "flash"  # flash: no tokens x tokens matrix is kept
     loss: Loss = "full"  # chunked: logits of a part of the targets at a time; auto: as `layout/loss.py` decides
     packed: bool = False  # several documents stand in a row

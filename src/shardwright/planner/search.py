@@ -1,7 +1,7 @@
 """The fastest layout of every family, by branch and bound over all legal layouts.
 
-A mesh, then a candidate, has a lower bound of its time: kernels and pipeline without any data-parallel cost.
-Meshes and candidates are visited in the order of their bounds, and left as soon as the bound is above the best
+A mesh shape, then a layout group, has a lower bound of its time: kernels and pipeline without any data-parallel cost.
+Mesh shapes and layout groups are visited in the order of their bounds, and left as soon as the bound is above the best
 time that their families already have. So each family's best layout is the best of all its legal layouts,
 though few are timed one by one. Memory is bounded the same way: one microbatch row, everything recomputed,
 and the finest sharding need least.
@@ -16,20 +16,20 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from shardwright.planner.bounds import Bounded, Bounds
-from shardwright.planner.data_parallel_time import Window, exposed
+from shardwright.planner.data_parallel_time import UnitCompute, exposed
 from shardwright.planner.problem import Layout, Problem
 from shardwright.planner.space import (
     ON_DEVICE,
     PREFETCH,
     RECOMPUTE,
     UNITS,
-    Candidate,
+    LayoutGroup,
     MeshShape,
-    candidates,
     count_layouts,
     kinds_of,
+    layout_groups,
     mesh_shapes,
-    shardings,
+    splits,
     variant,
     variants,
 )
@@ -104,10 +104,10 @@ class Search(Bounds):
         super().__init__(problem, devices)
         self.kinds, self.found = kinds, Found()
         self._fastest, self._seconds = inf, dict[str, float]()
-        self._lean: dict[tuple[Candidate, str], bool] = {}
+        self._lean: dict[tuple[LayoutGroup, str], bool] = {}
         self._leanest: dict[tuple[MeshShape, str], tuple[Layout, float] | None] = {}
         self._transfers: dict[tuple[MeshShape, str], tuple[list[tuple[float, float]], tuple[float, float]]] = {}
-        self._leans: dict[tuple[Candidate, str], Layout | None] = {}
+        self._leans: dict[tuple[LayoutGroup, str], Layout | None] = {}
         self._families: dict[tuple[MeshShape, str], str] = {}
 
     def run(self) -> Found:
@@ -115,19 +115,19 @@ class Search(Bounds):
         found, layers = self.found, self.problem.shape.layers
         legal, found.illegal = mesh_shapes(self.problem, self.devices)
         alive: list[tuple[float, MeshShape]] = []
-        for mesh in legal:
-            rows = self.problem.global_batch_size // mesh.data
-            found.considered += count_layouts(rows, mesh.data, mesh.cp, mesh.pp, layers)
-            alive.append((self.mesh_bound(mesh), mesh))
+        for mesh_shape in legal:
+            rows = self.problem.global_batch_size // mesh_shape.data
+            found.considered += count_layouts(rows, mesh_shape.data, mesh_shape.cp, mesh_shape.pp, layers)
+            alive.append((self.mesh_shape_bound(mesh_shape), mesh_shape))
         alive.sort(key=lambda entry: entry[0])
-        for bound, mesh in alive:
+        for bound, mesh_shape in alive:
             open_kinds = [
                 kind
                 for kind in self.kinds
-                if bound < self._limit(self._family(mesh, kind)) and self._may_fit(mesh, kind)
+                if bound < self._limit(self._family(mesh_shape, kind)) and self._may_fit(mesh_shape, kind)
             ]
             if open_kinds:
-                self._search_mesh(mesh, open_kinds)
+                self._mesh_shape(mesh_shape, open_kinds)
         self._settle(legal)
         played: set[str] = set()
         while True:
@@ -142,26 +142,26 @@ class Search(Bounds):
     def _settle(self, legal: list[MeshShape]) -> None:
         """Every family without a best layout is rejected with the leanest one."""
         rejected = self.found.rejected
-        for mesh in legal:
+        for mesh_shape in legal:
             for kind in self.kinds:
-                family = self._family(mesh, kind)
+                family = self._family(mesh_shape, kind)
                 if family in self.found.best:
                     continue
                 known = rejected.get(family)
                 if (
                     known is not None
-                    and known.device_bytes <= self.states(mesh, kind).mean + self.program.context_bytes
+                    and known.device_bytes <= self.states(mesh_shape, kind).mean + self.program.context_bytes
                 ):
                     continue
-                least = self._least(mesh, kind)
+                least = self._least(mesh_shape, kind)
                 if least is not None and (known is None or least[1] < known.device_bytes):
                     rejected[family] = Rejection(family, *least)
 
-    def _family(self, mesh: MeshShape, kind: str) -> str:
-        found = self._families.get((mesh, kind))
+    def _family(self, mesh_shape: MeshShape, kind: str) -> str:
+        found = self._families.get((mesh_shape, kind))
         if found is None:
-            split = mesh.family
-            found = self._families[mesh, kind] = f"{kind}+{split}" if split else kind
+            split = mesh_shape.family
+            found = self._families[mesh_shape, kind] = f"{kind}+{split}" if split else kind
         return found
 
     def _limit(self, family: str) -> float:
@@ -169,24 +169,24 @@ class Search(Bounds):
         best = self._seconds.get(family)
         return inf if best is None else min(best, FAR * self._fastest)
 
-    def _least(self, mesh: MeshShape, kind: str) -> tuple[Layout, float] | None:
-        key = (mesh, kind)
+    def _least(self, mesh_shape: MeshShape, kind: str) -> tuple[Layout, float] | None:
+        key = (mesh_shape, kind)
         if key not in self._leanest:
-            self._leanest[key] = self.least(mesh, kind)
+            self._leanest[key] = self.least(mesh_shape, kind)
         return self._leanest[key]
 
-    def _may_fit(self, mesh: MeshShape, kind: str) -> bool:
+    def _may_fit(self, mesh_shape: MeshShape, kind: str) -> bool:
         """Whether the family may have a layout that fits here, by what every layout of it keeps."""
-        return self.states(mesh, kind).mean + self.program.context_bytes <= self.capacity
+        return self.states(mesh_shape, kind).mean + self.program.context_bytes <= self.capacity
 
-    def _search_mesh(self, mesh: MeshShape, kinds: list[str]) -> None:
+    def _mesh_shape(self, mesh_shape: MeshShape, kinds: list[str]) -> None:
         left = self.capacity - self.program.context_bytes
-        states = {kind: self.states(mesh, kind) for kind in kinds}
+        states = {kind: self.states(mesh_shape, kind) for kind in kinds}
         room = {kind: left - floor.first for kind, floor in states.items()}
-        families = {kind: self._family(mesh, kind) for kind in kinds}
+        families = {kind: self._family(mesh_shape, kind) for kind in kinds}
         too_many: dict[tuple[object, ...], int] = {}
-        for bound in self.bounded(mesh, max(room.values()), max(map(self._limit, families.values()))):
-            candidate, seconds = bound.candidate, bound.seconds
+        for bound in self.bounded(mesh_shape, max(room.values()), max(map(self._limit, families.values()))):
+            layout_group, seconds = bound.layout_group, bound.seconds
             open_kinds = [kind for kind in kinds if seconds < self._limit(families[kind])]
             if not open_kinds:
                 break
@@ -194,91 +194,95 @@ class Search(Bounds):
                 kind
                 for kind in open_kinds
                 if bound.kept + bound.first_blocks * states[kind].first_block <= room[kind]
-                and kind in kinds_of(candidate)
+                and kind in kinds_of(layout_group)
             ]
             for kind in open_kinds:
                 # What does not fit with fewer rows, or with more recomputed, does not fit with more; as long
                 # as there are more microbatches than ranks, so that the pipeline is full.
-                key = (kind, candidate.schedule, candidate.chunks, candidate.recompute)
-                hopeless = candidate.microbatches > mesh.pp and candidate.microbatch_rows >= too_many.get(key, 1 << 60)
-                if hopeless or self._time_candidate(bound, kind):
+                key = (kind, layout_group.schedule, layout_group.chunks, layout_group.recompute)
+                hopeless = layout_group.microbatches > mesh_shape.pp and layout_group.microbatch_rows >= too_many.get(
+                    key, 1 << 60
+                )
+                if hopeless or self._layout_group(bound, kind):
                     continue
-                if candidate.microbatches > mesh.pp:
-                    for recompute in RECOMPUTE[: RECOMPUTE.index(candidate.recompute) + 1]:
-                        key = (kind, candidate.schedule, candidate.chunks, recompute)
-                        too_many[key] = min(too_many.get(key, 1 << 60), candidate.microbatch_rows)
+                if layout_group.microbatches > mesh_shape.pp:
+                    for recompute in RECOMPUTE[: RECOMPUTE.index(layout_group.recompute) + 1]:
+                        key = (kind, layout_group.schedule, layout_group.chunks, recompute)
+                        too_many[key] = min(too_many.get(key, 1 << 60), layout_group.microbatch_rows)
 
     def only(
         self, tp: int, cp: int, pp: int, kind: str, replicate: int | None = None, schedule: str | None = None
     ) -> Choice | None:
         """The fastest layout that fits with these axes and data-parallel family (and schedule, replicas)."""
         data = self.devices // (tp * cp * pp)
-        mesh = MeshShape(tp, cp, pp, data)
+        mesh_shape = MeshShape(tp, cp, pp, data)
         best: Choice | None = None
-        for bound in sorted(map(self.bound, candidates(self.problem, mesh)), key=itemgetter(0)):
-            candidate = bound.candidate
-            wanted = kind in kinds_of(candidate) and schedule in (None, candidate.schedule)
+        for bound in sorted(map(self.bound, layout_groups(self.problem, mesh_shape)), key=itemgetter(0)):
+            layout_group = bound.layout_group
+            wanted = kind in kinds_of(layout_group) and schedule in (None, layout_group.schedule)
             if not wanted or (best and bound.seconds >= best.seconds):
                 continue
-            if not self._lean_fits(candidate, kind):
+            if not self._lean_fits(layout_group, kind):
                 continue
-            stage_blocks = self.stage_blocks(candidate)
-            for layout in variants(candidate, kind):
+            stage_blocks = self.stage_blocks(layout_group)
+            for layout in variants(layout_group, kind):
                 time = self.clock.step(layout, stage_blocks)
                 if replicate not in (None, layout.axes.dp_replicate) or (best and time.total >= best.seconds):
                     continue
                 allocated, device = self.needs(layout)
                 if device <= self.capacity:
-                    best = Choice(self._family(mesh, kind), layout, stage_blocks, time, allocated, device)
+                    best = Choice(self._family(mesh_shape, kind), layout, stage_blocks, time, allocated, device)
         return best and self.refine(best)
 
-    def _lean_of(self, candidate: Candidate, kind: str) -> Layout | None:
+    def _lean_of(self, layout_group: LayoutGroup, kind: str) -> Layout | None:
         """The first variant, which shards most and drops parameters after forward where there is a choice."""
-        key = (candidate, kind)
+        key = (layout_group, kind)
         if key not in self._leans:
-            self._leans[key] = next(variants(candidate, kind), None)
+            self._leans[key] = next(variants(layout_group, kind), None)
         return self._leans[key]
 
-    def _lean_fits(self, candidate: Candidate, kind: str) -> bool:
-        """Whether the leanest layout of the candidate fits: finest sharding, parameters dropped after forward."""
-        key = (candidate, kind)
+    def _lean_fits(self, layout_group: LayoutGroup, kind: str) -> bool:
+        """Whether the leanest layout of the layout group fits: finest sharding, parameters dropped after forward."""
+        key = (layout_group, kind)
         known = self._lean.get(key)
         if known is None:
-            layout = self._lean_of(candidate, kind)
+            layout = self._lean_of(layout_group, kind)
             known = self._lean[key] = layout is not None and self.fits(layout)
         return known
 
     def _options(self, bound: Bounded, kind: str, best: float) -> Sequence[tuple[int, bool]]:
-        """The splits of the candidate that may take less than `best` seconds, by the collectives that they add to its bound."""
-        candidate, clock = bound.candidate, self.clock
-        mesh = candidate.mesh
-        every = shardings(mesh.data, mesh.cp, kind)
+        """The splits of the group that may take less than `best` seconds, by the collectives that they add to its bound."""
+        layout_group, clock = bound.layout_group, self.clock
+        mesh_shape = layout_group.mesh_shape
+        every = splits(mesh_shape.data, mesh_shape.cp, kind)
         if not every or kind not in SHARDED or not clock.program.reduces_units:
             return every
-        found, quickest = self._transfers_of(candidate, kind)
+        found, quickest = self._transfers_of(layout_group, kind)
         left = best - bound.seconds
         if kind in ("zero1", "zero2"):
-            known = kind, mesh.tp, bound.worst, bound.backward, candidate.microbatches
+            known = kind, mesh_shape.tp, bound.worst, bound.backward, layout_group.microbatches
             if clock.least_once(*known, quickest[0]) >= left:
                 return ()
             return [split for split, one in zip(every, found) if clock.least_once(*known, one[0]) < left]
         # The waits of the microbatches, and of those that pass while the pipeline fills.
-        left /= (candidate.microbatches + (mesh.pp - 1) / candidate.chunks) * bound.worst.blocks
-        layers, block = self.problem.shape.layers // (mesh.pp * candidate.chunks), bound.block
-        window = Window(1, layers, layers > 1, block.forward, block.backward, clock.slowdown)
-        if exposed(window, *quickest) >= left:
+        left /= (layout_group.microbatches + (mesh_shape.pp - 1) / layout_group.chunks) * bound.worst.blocks
+        layers, block = self.problem.shape.layers // (mesh_shape.pp * layout_group.chunks), bound.block
+        compute = UnitCompute(1, layers, layers > 1, block.forward, block.backward, clock.slowdown)
+        if exposed(compute, *quickest) >= left:
             return ()
-        return [split for split, one in zip(every, found) if exposed(window, *one) < left]
+        return [split for split, one in zip(every, found) if exposed(compute, *one) < left]
 
-    def _transfers_of(self, candidate: Candidate, kind: str) -> tuple[list[tuple[float, float]], tuple[float, float]]:
-        """Seconds of a unit's collectives for each split of the candidate's mesh, and the least of each column.
+    def _transfers_of(
+        self, layout_group: LayoutGroup, kind: str
+    ) -> tuple[list[tuple[float, float]], tuple[float, float]]:
+        """Seconds of a unit's collectives for each split of the layout group's mesh shape, and the least of each column.
 
         Two columns as in `unit_transfers`; of zero1 and zero2 the reduction only, in the first.
         """
-        key = (candidate.mesh, kind)
+        key = (layout_group.mesh_shape, kind)
         known = self._transfers.get(key)
         if known is None:
-            layouts = variants(candidate, kind)
+            layouts = variants(layout_group, kind)
             if kind in ("zero1", "zero2"):
                 found = [(self.clock.unit_reduction(layout), 0.0) for layout in layouts]
             else:
@@ -287,24 +291,24 @@ class Search(Bounds):
             known = self._transfers[key] = found, quickest
         return known
 
-    def _time_candidate(self, bound: Bounded, kind: str) -> bool:
-        """Times the layouts of a candidate that may be of interest; False when its leanest one does not fit."""
-        candidate = bound.candidate
-        family = self._family(candidate.mesh, kind)
+    def _layout_group(self, bound: Bounded, kind: str) -> bool:
+        """Times the layouts of a layout group that may be of interest; False when its leanest one does not fit."""
+        layout_group = bound.layout_group
+        family = self._family(layout_group.mesh_shape, kind)
         best = self._limit(family)
-        if best == inf and not self._lean_fits(candidate, kind):
+        if best == inf and not self._lean_fits(layout_group, kind):
             return False
         options = self._options(bound, kind, best)
         if not options:
             return True
-        stage_blocks = self.stage_blocks(candidate)
+        stage_blocks = self.stage_blocks(layout_group)
         timed: list[tuple[Layout, StepTime]] = []
         for replicate, reshard in options:
-            layout = variant(candidate, kind, replicate, reshard)
+            layout = variant(layout_group, kind, replicate, reshard)
             time = self.clock.step(layout, stage_blocks)
             if time.total < best:
                 timed.append((layout, time))
-        if timed and not self._lean_fits(candidate, kind):
+        if timed and not self._lean_fits(layout_group, kind):
             return False
         for layout, time in timed:
             if time.total >= best:
@@ -319,7 +323,7 @@ class Search(Bounds):
         return True
 
     def refine(self, choice: Choice) -> Choice:
-        """Units and prefetch of a layout found, and its pipeline played instead of the closed form."""
+        """Units and prefetch of a layout found, and its pipeline simulated instead of the closed form."""
         best = choice
         if choice.layout.data_parallel == "zero3":
             for unit in UNITS:

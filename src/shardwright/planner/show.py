@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from shardwright.planner.advice import APPROACHES
+from shardwright.planner.optimizer import OPTIMIZERS
 from shardwright.planner.reliability import FAILURES_SOURCE, training_flops
 from shardwright.units import GIB, format_count, format_flops, format_seconds
 
@@ -86,6 +87,8 @@ def _head(a: Answer) -> Iterator[str]:
         f"{problem.param_dtype} compute, {problem.reduce_dtype} gradient reduction, "
         f"{problem.master_dtype} weights, optimizer {problem.optimizer}"
     )
+    if problem.optimizer not in OPTIMIZERS:
+        yield f"The planner does not know {problem.optimizer}: its states and step are counted as those of adamw."
     yield f"{a.considered:,} legal layouts searched"
     yield ""
 

@@ -1,8 +1,8 @@
 """The search space: every legal layout of a problem on a number of devices, and why the other layouts are not legal.
 
-A mesh is the sizes of tp, cp and pp; a candidate is a mesh with schedule, microbatch and recomputation. The layouts of
-a candidate differ in data parallelism only, which changes neither kernels nor pipeline. Data parallelism only adds time, so
-the time of the candidate without it is a lower bound.
+A mesh shape is the sizes of tp, cp and pp. A layout group is a mesh shape with schedule, microbatch and recomputation. The
+layouts of a group differ in data parallelism only, which changes neither kernels nor pipeline. Data parallelism only adds time,
+so the time of the group without data parallelism is a lower bound.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ class MeshShape(NamedTuple):
         return "+".join(name for name, size in (("tp", self.tp), ("pp", self.pp)) if size > 1)
 
 
-class Candidate(NamedTuple):
-    """A mesh with schedule, microbatch and recomputation."""
+class LayoutGroup(NamedTuple):
+    """A mesh shape with schedule, microbatch and recomputation."""
 
-    mesh: MeshShape
+    mesh_shape: MeshShape
     schedule: Schedule | None
     chunks: int  # pipeline stages of a rank
     microbatch_rows: int
@@ -78,7 +78,7 @@ def tensor_reason(shape: Shape, tp: int) -> str:
 
 
 def mesh_shapes(problem: Problem, devices: int) -> tuple[list[MeshShape], dict[str, int]]:
-    """The legal meshes, and how many meshes each reason refuses."""
+    """The legal mesh shapes, and how many mesh shapes each reason refuses."""
     legal: list[MeshShape] = []
     illegal: Counter[str] = Counter()
     for tp in divisors(devices):
@@ -121,14 +121,14 @@ def recomputations(schedule: Schedule | None) -> tuple[Recompute, ...]:
     return tuple(kind for kind in RECOMPUTE if schedule is None or not excluded({schedule, kind}))
 
 
-def candidates(problem: Problem, mesh: MeshShape) -> Iterator[Candidate]:
-    """Every candidate of a mesh."""
-    rows = problem.global_batch_size // mesh.data
+def layout_groups(problem: Problem, mesh_shape: MeshShape) -> Iterator[LayoutGroup]:
+    """Every layout group of a mesh shape."""
+    rows = problem.global_batch_size // mesh_shape.data
     for microbatch in divisors(rows):
         count = rows // microbatch
-        for schedule, chunks in schedules(mesh.pp, problem.shape.layers, count):
+        for schedule, chunks in schedules(mesh_shape.pp, problem.shape.layers, count):
             for recompute in recomputations(schedule):
-                yield Candidate(mesh, schedule, chunks, microbatch, count, recompute)
+                yield LayoutGroup(mesh_shape, schedule, chunks, microbatch, count, recompute)
 
 
 @lru_cache(maxsize=65536)
@@ -140,18 +140,18 @@ def _kinds(schedule: Schedule | None, data: int, cp: int) -> tuple[str, ...]:
     return KINDS if data > 1 else WITHOUT_HSDP
 
 
-def kinds_of(candidate: Candidate) -> tuple[str, ...]:
-    """The data-parallel kinds of a candidate's layouts. With one rank to shard over there is only ddp, and offload."""
-    return _kinds(candidate.schedule, candidate.mesh.data, candidate.mesh.cp)
+def kinds_of(layout_group: LayoutGroup) -> tuple[str, ...]:
+    """The data-parallel kinds of a layout group's layouts. With one rank to shard over there is only ddp, and offload."""
+    return _kinds(layout_group.schedule, layout_group.mesh_shape.data, layout_group.mesh_shape.cp)
 
 
 @lru_cache(maxsize=65536)
-def _axes(mesh: MeshShape, replicate: int) -> Axes:
-    return Axes(mesh.pp, replicate, mesh.data // replicate, mesh.cp, mesh.tp)
+def _axes(mesh_shape: MeshShape, replicate: int) -> Axes:
+    return Axes(mesh_shape.pp, replicate, mesh_shape.data // replicate, mesh_shape.cp, mesh_shape.tp)
 
 
 @lru_cache(maxsize=65536)
-def shardings(data: int, cp: int, kind: str) -> tuple[tuple[int, bool], ...]:
+def splits(data: int, cp: int, kind: str) -> tuple[tuple[int, bool], ...]:
     """The (replicas, reshard after forward) of a kind; the first one shards most and keeps least gathered."""
     if kind == "ddp":
         return ((1, False),)
@@ -164,37 +164,37 @@ def shardings(data: int, cp: int, kind: str) -> tuple[tuple[int, bool], ...]:
     return tuple((replicate, reshard) for replicate in sharded for reshard in (True, False))
 
 
-def variant(candidate: Candidate, kind: str, replicate: int, reshard: bool) -> Layout:
-    """One layout of a candidate, with units of one block and prefetch 1."""
+def variant(layout_group: LayoutGroup, kind: str, replicate: int, reshard: bool) -> Layout:
+    """One layout of a layout group, with units of one block and prefetch 1."""
     return Layout(
-        _axes(candidate.mesh, replicate),
+        _axes(layout_group.mesh_shape, replicate),
         "zero3" if kind in ("hsdp", "offload") else kind,  # type: ignore[arg-type]
-        candidate.microbatch_rows,
-        candidate.schedule,
-        candidate.chunks,
-        candidate.mesh.tp > 1,
-        candidate.recompute,
+        layout_group.microbatch_rows,
+        layout_group.schedule,
+        layout_group.chunks,
+        layout_group.mesh_shape.tp > 1,
+        layout_group.recompute,
         reshard,
         offload="params" if kind == "offload" else "none",
     )
 
 
-def variants(candidate: Candidate, kind: str) -> Iterator[Layout]:
-    """Every layout of a candidate of one data-parallel kind."""
-    for replicate, reshard in shardings(candidate.mesh.data, candidate.mesh.cp, kind):
-        yield variant(candidate, kind, replicate, reshard)
+def variants(layout_group: LayoutGroup, kind: str) -> Iterator[Layout]:
+    """Every layout of a layout group of one data-parallel kind."""
+    for replicate, reshard in splits(layout_group.mesh_shape.data, layout_group.mesh_shape.cp, kind):
+        yield variant(layout_group, kind, replicate, reshard)
 
 
 @lru_cache(maxsize=65536)
 def _layouts_of(schedule: Schedule | None, data: int, cp: int) -> int:
     sharded = len(UNITS) * len(PREFETCH)
     choices = {kind: 1 if kind in ("ddp", "zero1", "zero2") else sharded for kind in _kinds(schedule, data, cp)}
-    return len(recomputations(schedule)) * sum(len(shardings(data, cp, kind)) * n for kind, n in choices.items())
+    return len(recomputations(schedule)) * sum(len(splits(data, cp, kind)) * n for kind, n in choices.items())
 
 
 @lru_cache(maxsize=65536)
 def count_layouts(rows: int, data: int, cp: int, pp: int, layers: int) -> int:
-    """How many layouts a mesh has, units and prefetch included, with so many rows per data rank."""
+    """How many layouts a mesh shape has, units and prefetch included, with so many rows per data rank."""
     return sum(
         _layouts_of(schedule, data, cp)
         for microbatch in divisors(rows)

@@ -206,7 +206,7 @@ class Clock(DataParallelClock):
         return max(turn - worst.blocks * (b.forward + b.backward), 0.0)
 
     def timed(self, layout: Layout, stage_blocks: tuple[int, ...]) -> StepTime:
-        """The time of one update with the pipeline's action lists played, not in closed form."""
+        """The time of one update with the pipeline's action lists simulated, not in closed form."""
         closed = self.step(layout, stage_blocks)
         a, k, chunks = layout.axes, layout.microbatches(self.problem), layout.chunks
         if a.pp == 1 or layout.schedule is None:

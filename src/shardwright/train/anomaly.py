@@ -55,7 +55,7 @@ class Spikes:
         if found and self._policy == "stop":
             raise SpikeError(
                 f"{found} training.on_spike is stop.",
-                "The optimizer has taken this step, and no checkpoint holds it.",
+                "The optimizer has already taken this step. No checkpoint holds the step.",
                 "Look at the rows of this update. Resume from the last checkpoint with a lower learning rate or other "
                 "rows, or set training.on_spike to warn.",
             )

@@ -16,7 +16,7 @@ from shardwright.checkpoint.manifest import Lineage, LineageNode, Manifest
 from shardwright.checkpoint.multi_host.hosts import Hosts, find_hosts
 from shardwright.checkpoint.multi_host.source import MultiHostCheckpoint, find_on_hosts, latest_choice
 from shardwright.checkpoint.parts import Value
-from shardwright.checkpoint.reader import Directory, Source
+from shardwright.checkpoint.reader import CheckpointSource, SharedCheckpoint
 from shardwright.checkpoint.restore import current_state, restore
 from shardwright.checkpoint.resume import Choice
 from shardwright.checkpoint.saver import Saver
@@ -140,7 +140,7 @@ class Checkpoints:
         )
         volatile = buffer_keys(self._engine.module)
         if not self.saver.save(self.state(), manifest, self._loaded.to_yaml(), volatile):
-            self._say(f"Not saved after update {self._at.update}: the checkpoint before is still being written.")
+            self._say(f"Not saved after update {self._at.update}: the previous checkpoint is still being written.")
 
     def between_updates(self, *, due: bool, last: bool) -> None:
         """Moves a save on and starts one where `due`; handles a failed save as on_save_error says.
@@ -241,7 +241,7 @@ class Checkpoints:
                 f"from update {at}: checkpoint.resume auto skips checkpoints of other branches."
             )
 
-    def _find(self, setting: str, bad: set[Path]) -> Source | None:
+    def _find(self, setting: str, bad: set[Path]) -> CheckpointSource | None:
         """What rank 0 finds, or all hosts together: ranks may see a shared directory at different moments."""
         if self.hosts.count > 1:
             return find_on_hosts(self.hosts, self.output_dir, setting, bad)
@@ -254,20 +254,20 @@ class Checkpoints:
         found = broadcast_object(found)
         if isinstance(found, ShardwrightError):
             raise found
-        return Directory(found) if found is not None else None
+        return SharedCheckpoint(found) if found is not None else None
 
-    def _restore(self, source: Source) -> Manifest:
+    def _restore(self, source: CheckpointSource) -> Manifest:
         path, manifest, accepted = source.path, source.manifest(), self._settings.accept_changes
         if manifest.data_fingerprint != self._fingerprint and not accepts_other_data(self._loaded.run):
             raise CheckpointError(
                 f"{path} was trained on other data, tokenizer or data settings than this run file names.",
-                "Its position in the data would mean other rows.",
-                "Restore the data, start anew with another output_dir, or confirm with checkpoint.accept_changes.",
+                "The position of the checkpoint in the data would mean other rows.",
+                "Restore the data, start a new run in another output_dir, or confirm with checkpoint.accept_changes.",
             )
         if manifest.row_order != self._row_order() and not ORDER & set(accepted):
             raise CheckpointError(
                 f"{path} was trained with {manifest.row_order}; this run has {self._row_order()}.",
-                f"Update {manifest.update} would hold other rows than it would have held.",
+                f"Update {manifest.update} would have other rows than in the run that was saved.",
                 "Restore these values, or confirm with checkpoint.accept_changes.",
             )
         config = source.config()
@@ -291,7 +291,7 @@ class Checkpoints:
         lines += optimizer_match.lines(path.name)
         if left:
             more = " ..." if len(left) > 5 else ""
-            lines.append(f"Not from {path.name} (checkpoint.partial): {', '.join(left[:5])}{more}.")
+            lines.append(f"Not read from {path.name} (checkpoint.partial): {', '.join(left[:5])}{more}.")
         for line in lines:
             self._say(line)
         self._compare_eval_data(manifest)

@@ -68,7 +68,7 @@ def _explained(watched: Watched, error: BaseException) -> MemoryExhausted:
     lines = ["", f"Alive then, {_listed(held)}."]
     shape = shape_of(watched.loaded.run)
     if shape is None:
-        return MemoryExhausted(what, "\n".join([*lines, "Planned: n/a, the planner cannot read this model.\n"]))
+        return MemoryExhausted(what, "\n".join([*lines, "Planned: n/a, because the planner cannot read this model.\n"]))
     chunked = bool(watched.engine and watched.engine.loss_chunks.tokens)
     planned = plan_of(watched.loaded.run, watched.axes, shape, chunked, watched.device.type)
     lines.append(f"Planned at the peak ({planned.moment}), {_listed(planned.composition)}.\n")
@@ -100,7 +100,7 @@ def _advice(watched: Watched, chunked: bool, limit: float) -> str:
     found = nearest_that_fits(watched.loaded, watched.axes.world_size, watched.device.type, chunked, limit)
     if found is None:
         return (
-            f"No recomputation, smaller microbatch, other data-parallel kind or offload is planned to stay below "
+            f"The planner finds no recomputation, smaller microbatch, data-parallel kind or offload that stays below "
             f"{format_bytes(limit)} on {watched.axes.world_size} ranks: add ranks, or ask `shardwright plan`."
         )
     keys, peak = found

@@ -167,10 +167,10 @@ class Trainer:
         if self._reached() and not done:
             self._say(
                 f"Evaluation loss {self.at.eval_loss:.4f} <= {limit} was reached in update {self.at.update}: "
-                "nothing is left to train. To go on, lower or remove training.until_eval_loss."
+                "the run has reached its goal. To train further, lower or remove training.until_eval_loss."
             )
             return
-        since = f" since update {self.at.update - done}, where it resumed" if done < self.at.update else ""
+        since = f" since update {self.at.update - done}, where the run resumed" if done < self.at.update else ""
         text = f"after {format_seconds(sum(self._metrics.seconds))} of training{since}, without evaluation and saving"
         if self._reached():
             self._say(f"Evaluation loss {self.at.eval_loss:.4f} <= {limit} reached in update {self.at.update}, {text}.")

@@ -56,5 +56,5 @@ def _beyond_training(model: nn.Module, longest: int) -> list[str]:
         return []
     return [
         f"Documents have up to {longest} tokens; {type(model).__name__} was made for {trained} "
-        "(max_position_embeddings). Rotary positions go on past that length, where the model was not trained."
+        "(max_position_embeddings). Rotary positions continue past that length, but the model was not trained there."
     ]

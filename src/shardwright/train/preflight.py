@@ -19,7 +19,7 @@ from shardwright.errors import ConfigError, DamagedCheckpointError, ShardwrightE
 from shardwright.launch import current_job
 from shardwright.layout.legality import notices
 from shardwright.loss.objective import own_loss
-from shardwright.measure.metrics_log import check_sinks
+from shardwright.measure.metrics_log import check_trackers
 from shardwright.mesh.cluster_environment import RankInfo
 from shardwright.mesh.object_collectives import gather_objects
 from shardwright.models.build import build_model
@@ -53,7 +53,7 @@ def prepare_run(loaded: Loaded, console: Console, exported: bool = False) -> Pre
     check_weights(model, run.model)
     check_model(model, run)
     saved = _saved_position(loaded)
-    check_sinks(run.logging.report_to)
+    check_trackers(run.logging.report_to)
     train = prepare(run, "train")
     splits = [prepared for prepared in (train, prepare(run, "validation")) if prepared is not None]
     for prepared in splits:

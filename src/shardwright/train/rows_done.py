@@ -10,11 +10,11 @@ from shardwright.checkpoint.manifest import Manifest
 from shardwright.config.load import read_settings
 from shardwright.config.rates import OPEN_ENDED
 from shardwright.config.schema import RunFile
-from shardwright.data.order import Cursor, Order, Stretch, stretches_of
+from shardwright.data.order import Cursor, RowOrder, Stretch, stretches_of
 from shardwright.data.streaming.rows import StreamOrder
 
-_ONCE = "none of its rows comes again or is passed over"
-_AGAIN = "some rows may come again or be passed over"
+_ONCE = "no row is repeated or skipped"
+_AGAIN = "some rows may be repeated or skipped"
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,9 @@ class SavedPosition:
             return {n: self.settings.get(f"{section}.{n}", getattr(own[section], n)) for n in names}
 
         training = saved("training", "global_batch_size", "max_steps", "num_train_epochs", "seed")
-        cursor = Order(rows, **training, **saved("data", "shuffle", "drop_last", "bucket_updates")).cursor(self.update)
+        cursor = RowOrder(rows, **training, **saved("data", "shuffle", "drop_last", "bucket_updates")).cursor(
+            self.update
+        )
         assert cursor is not None
         return cursor
 
@@ -55,7 +57,7 @@ def accepts_other_data(run: RunFile) -> bool:
     )
 
 
-def resume_rows(order: Order, saved: SavedPosition, run: RunFile, fingerprint: str) -> list[str]:
+def resume_rows(order: RowOrder, saved: SavedPosition, run: RunFile, fingerprint: str) -> list[str]:
     """Lets `order` begin after the rows that are done; returns lines about changed rows and a changed length.
 
     fingerprint: of this run's rows. Raises `CheckpointError` where a stream holds other data at its cursor than before, unless
@@ -81,22 +83,24 @@ def _stream_cursor(cursor: Cursor | None) -> Cursor | None:
     return cursor if cursor is not None and "place" in cursor else None
 
 
-def _of_rows(order: Order, saved: SavedPosition, cursor: Cursor, before: Stretch | None, other: bool) -> Iterator[str]:
+def _of_rows(
+    order: RowOrder, saved: SavedPosition, cursor: Cursor, before: Stretch | None, other: bool
+) -> Iterator[str]:
     epoch, row = divmod(cursor["rows"], order.rows)
     place = f"row {row + 1:,} of {order.rows:,} of epoch {epoch + 1}" if row else f"epoch {epoch + 1}"
     if other or before is None:
-        what = f". The data have changed: {_AGAIN}"
+        what = f". The data has changed: {_AGAIN}"
     elif before.same_order(order.stretch):
         what = f"; {_ONCE}"
     else:
         what = _other_order(order.repeated(saved.update, cursor))
     yield f"{cursor['rows']:,} rows are done, and update {saved.update} begins with {place}{what if row else ''}."
     if saved.cursor is None:
-        yield "That number is the checkpoint's updates times its batch size: this old checkpoint does not hold the number."
+        yield "The number is computed as updates times batch size: checkpoints of old versions do not hold the number."
 
 
 def _other_order(again: int) -> str:
-    return f". The order of its rows has changed: {again:,} rows come again, and {again:,} are passed over"
+    return f". The order of its rows has changed: {again:,} rows are repeated, and {again:,} are skipped"
 
 
 def _of_stream(order: StreamOrder, saved: SavedPosition, run: RunFile) -> Iterator[str]:
@@ -115,8 +119,8 @@ def _of_stream(order: StreamOrder, saved: SavedPosition, run: RunFile) -> Iterat
         yield f"{done} of the stream; {_ONCE}."
 
 
-def _of_length(before: int | None, order: Order, run: RunFile) -> Iterator[str]:
+def _of_length(before: int | None, order: RowOrder, run: RunFile) -> Iterator[str]:
     now, kind = order.total_updates, run.training.lr_scheduler_type
     if before is not None and before != now:
         rates = "" if kind in OPEN_ENDED else f", and lr_scheduler_type {kind} follows the new number"
-        yield f"The run has {now:,} updates where it had {before:,}{rates}."
+        yield f"The run now has {now:,} updates instead of {before:,}{rates}."

@@ -10,7 +10,7 @@ import torch
 
 from shardwright.config.schema import RunFile
 from shardwright.data.loader import Loader, UpdateBatch, evaluation_order, prefetch
-from shardwright.data.order import Order
+from shardwright.data.order import RowOrder
 from shardwright.data.prepare import open_updates, prepare
 from shardwright.layout.axes import Axes
 from shardwright.layout.size_rules import row_multiple
@@ -22,7 +22,7 @@ class RunData:
     """The data of one rank. fingerprint, eval_fingerprint: of training and validation rows. updates: length of the run."""
 
     run: RunFile
-    order: Order
+    order: RowOrder
     loader: Loader
     validation: Loader | None
     fingerprint: str

@@ -23,7 +23,7 @@ from shardwright.errors import NonFiniteError, ShardwrightError
 from shardwright.layout.axes import Axes
 from shardwright.loss.chunked_loss import chunked_head
 from shardwright.loss.objective import cross_entropy_sum, forward_arguments, logits_of, own_loss
-from shardwright.loss.output_head import Deferred
+from shardwright.loss.output_head import DeferredLoss
 from shardwright.mesh.device_mesh import make_mesh
 from shardwright.models.build import build_model
 from shardwright.models.model_parts import is_transformers
@@ -248,7 +248,7 @@ class UpdateEngine:
     def loss_of(self, output: Any, microbatch: Microbatch) -> Tensor:
         """Sum of the loss over this rank's targets of a microbatch (a scalar, with its graph), from the model's output."""
         logits = logits_of(output)
-        if isinstance(logits, Deferred):
+        if isinstance(logits, DeferredLoss):
             return logits.finished()
         labels, weights = self._targets(microbatch)
         labels = labels.to(self.device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Every layout on two gloo ranks without the package `backends/gloo`: torch's own ways train the same, in float64.
+"""Every layout on two gloo ranks without the package `backends/gloo`: torch's own implementations train the same, in float64.
 
 What is right does not rest on that package: it makes runs on CPUs faster. The reference is one process of plain torch.
 """

@@ -350,7 +350,7 @@ def test_a_goal_that_is_reached_stays_reached(facts: list[dict[str, Any]]) -> No
         assert [found[name]["updates"] for name in ("lower", "other rows", "the same rows")] == [4, 2, 0]
         assert {each["code"] for each in found.values()} == {0}
         assert found["again"]["names"] == ["checkpoint-2"]
-    assert "nothing is left to train" in facts[0]["reached"]["again"]["screen"]
+    assert "the run has reached its goal" in facts[0]["reached"]["again"]["screen"]
     assert "data.validation holds other rows than before" in facts[0]["reached"]["other rows"]["screen"]
 
 

@@ -261,7 +261,7 @@ def test_partial_loads_are_asked_for(facts: list[dict[str, Any]]) -> None:
         assert found["counts"][0] > 5 and found["counts"][1] > 20
         assert "not in the checkpoint: model.blocks.2" in found["strict"]
         assert "head.weight: stored (31, 6) torch.float64, here (33, 6) torch.float64" in found["strict"]
-    assert "Not from checkpoint-0 (checkpoint.partial): " in facts[0]["partial"]["screen"]
+    assert "Not read from checkpoint-0 (checkpoint.partial): " in facts[0]["partial"]["screen"]
 
 
 def test_a_load_takes_the_moments_and_one_piece(facts: list[dict[str, Any]]) -> None:

@@ -65,7 +65,7 @@ def test_each_row_is_trained_once_an_epoch_whatever_has_changed(tmp_path: Path) 
     assert sum(counts[:4]) == 2 * (2**ROWS - 1)
     said = "\n".join(facts["said"][1])
     assert "6 rows are done, and update 2 begins with epoch 2." in said
-    assert "The run has 5 updates where it had 2." in said and "at update 2 of 5." in said
+    assert "The run now has 5 updates instead of 2." in said and "at update 2 of 5." in said
     manifest = json.loads((tmp_path / "run" / "checkpoint-5" / "manifest.json").read_text())
     assert manifest["cursor"]["rows"] == 15
     assert "warmup_steps 7, but the run has 6 updates (training.num_train_epochs 3)" in facts["refused"]

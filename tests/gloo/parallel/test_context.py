@@ -40,7 +40,7 @@ from torch.nn import functional as F
 from shardwright.attention.packed_rows import PackedRows
 from shardwright.checkpoint import state
 from shardwright.checkpoint.manifest import Manifest
-from shardwright.checkpoint.reader import Directory, load
+from shardwright.checkpoint.reader import SharedCheckpoint, load
 from shardwright.checkpoint.saver import save
 from shardwright.config.load import Loaded
 from shardwright.data.loader import Microbatch, UpdateBatch
@@ -242,7 +242,7 @@ def _resumed(directory: str, kind: str) -> dict[str, Any]:
         with torch.no_grad():
             for local in fresh.params:
                 local.tensor.fill_(7.0)
-        load(Directory(path), state_of(fresh))
+        load(SharedCheckpoint(path), state_of(fresh))
         return fresh
 
     for update in range(2):

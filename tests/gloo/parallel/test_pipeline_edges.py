@@ -37,7 +37,7 @@ from transformers import AutoModelForCausalLM
 
 from shardwright.checkpoint import state as checkpoint_state
 from shardwright.checkpoint.manifest import Manifest, read_index
-from shardwright.checkpoint.reader import Directory, load
+from shardwright.checkpoint.reader import SharedCheckpoint, load
 from shardwright.checkpoint.saver import save
 from shardwright.config.load import Loaded
 from shardwright.data.loader import UpdateBatch
@@ -148,12 +148,12 @@ def _resumed(loaded: Loaded, directory: Path) -> dict[str, Any]:
     again = make_engine(loaded)
     names = {local.name for local in again.params}
     checkpoint_state.materialise_optimizer_state(again.optimizer, list(again.params), names)
-    load(Directory(path), _state(again))
+    load(SharedCheckpoint(path), _state(again))
     again.forward_backward(batches_for(again, 1))
     resumed = (again.step(), weights(again))
     missing = ""
     try:
-        load(Directory(path), {**_state(again), **({"model.other": torch.zeros(1)} if dist.get_rank() else {})})
+        load(SharedCheckpoint(path), {**_state(again), **({"model.other": torch.zeros(1)} if dist.get_rank() else {})})
     except CheckpointError as error:
         missing = str(error)
     export = save_pretrained(again.module, loaded.run.model, directory / "model")

@@ -39,7 +39,7 @@ from transformers import Gemma3TextConfig, GPTNeoXConfig, Olmo2Config, Phi3Confi
 
 from shardwright.checkpoint import state
 from shardwright.checkpoint.manifest import Manifest
-from shardwright.checkpoint.reader import Directory, load
+from shardwright.checkpoint.reader import SharedCheckpoint, load
 from shardwright.checkpoint.saver import save
 from shardwright.loss.vocab_parallel_loss import vocabulary_cross_entropy_sum
 
@@ -227,7 +227,7 @@ def _saved_and_loaded(path: str, saved: Any, others: dict[str, Any]) -> dict[str
         fresh = make_engine(other)
         names = {local.name for local in fresh.params}
         state.materialise_optimizer_state(fresh.optimizer, list(fresh.params), names)
-        load(Directory(written), tensors(fresh))
+        load(SharedCheckpoint(written), tensors(fresh))
         now, then = whole_weights(fresh), whole_moments(fresh)
         wrong = [key for key, value in weights.items() if not torch.equal(value, now[key])]
         for key, entries in moments.items():

@@ -34,7 +34,7 @@ from transformers import Gemma2Config
 from shardwright.data.loader import UpdateBatch
 from shardwright.errors import ShardwrightError
 from shardwright.loss.objective import logits_of
-from shardwright.loss.output_head import Deferred
+from shardwright.loss.output_head import DeferredLoss
 from shardwright.train.update import UpdateEngine
 
 pytestmark = [pytest.mark.gloo, pytest.mark.slow]
@@ -159,7 +159,7 @@ def note_chunks(engine: UpdateEngine, seen: list[bool]) -> None:
     original = engine.loss_of
 
     def loss_of(output: Any, microbatch: Any) -> Tensor:
-        seen.append(isinstance(logits_of(output), Deferred))
+        seen.append(isinstance(logits_of(output), DeferredLoss))
         return original(output, microbatch)
 
     engine.loss_of = loss_of  # type: ignore[method-assign]

@@ -11,7 +11,7 @@ from tests.unit.tables import numbered, table
 from shardwright.config import load_run_file
 from shardwright.data.arrays import FILLER
 from shardwright.data.loader import Loader, evaluation_order
-from shardwright.data.order import Order
+from shardwright.data.order import RowOrder
 from shardwright.data.packing import Cut
 from shardwright.data.table import Table
 from shardwright.errors import ConfigError
@@ -25,12 +25,12 @@ def rows_of(count: int, seed: int = 0, longest: int = 96) -> Table:
     return table(numbered(lengths), Cut(longest, "split"))
 
 
-def order_of(rows: int, batch: int, **options: Any) -> Order:
+def order_of(rows: int, batch: int, **options: Any) -> RowOrder:
     options = {"num_train_epochs": 1} | options  # with `lengths`, rows are sorted in megabatches
-    return Order(rows, global_batch_size=batch, seed=5, **options)
+    return RowOrder(rows, global_batch_size=batch, seed=5, **options)
 
 
-def loaders(found: Table, order: Order, ranks: int, rows: int = 1, **widths: Any) -> list[Loader]:
+def loaders(found: Table, order: RowOrder, ranks: int, rows: int = 1, **widths: Any) -> list[Loader]:
     widths = {"bucket_multiple": 1} | widths
     return [
         Loader(found, order, data_rank=r, data_ranks=ranks, microbatch_rows=rows, pad_id=0, **widths)

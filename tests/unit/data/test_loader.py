@@ -15,7 +15,7 @@ from tests.started import LIMIT
 from tests.unit.tables import table
 
 from shardwright.data.loader import Loader, UpdateBatch, evaluation_order, prefetch
-from shardwright.data.order import Order
+from shardwright.data.order import RowOrder
 from shardwright.data.packing import Cut
 from shardwright.data.table import Table
 from shardwright.errors import ConfigError
@@ -47,7 +47,7 @@ def make(
 ) -> Loader:
     found = rows_or_table if isinstance(rows_or_table, Table) else plain(rows_or_table, length)
     run = run or {"num_train_epochs": 1}
-    order = Order(len(found), global_batch_size=global_batch, seed=5, shuffle=shuffle, **run)
+    order = RowOrder(len(found), global_batch_size=global_batch, seed=5, shuffle=shuffle, **run)
     return Loader(found, order, data_rank=rank, data_ranks=ranks, microbatch_rows=rows, pad_id=PAD, **widths)
 
 

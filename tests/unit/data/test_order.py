@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from shardwright.data.arrays import FILLER
-from shardwright.data.order import Order
+from shardwright.data.order import RowOrder
 from shardwright.data.permutation import permute
 from shardwright.errors import ConfigError, DataError
 
@@ -38,7 +38,7 @@ def oracle(position: int, rows: int, seed: int, epoch: int) -> int:
             return position
 
 
-def ids(order: Order) -> list[int]:
+def ids(order: RowOrder) -> list[int]:
     return [int(row) for update in range(order.total_updates) for row in order.update_rows(update)]
 
 
@@ -59,7 +59,7 @@ def test_permutation_matches_its_definition(rows: int) -> None:
 
 def test_ids_of_a_seed_never_change() -> None:
     """Saved cursors name positions: these ids may not change with a version of numpy or of this program."""
-    order = Order(58, global_batch_size=8, seed=42, max_steps=9)
+    order = RowOrder(58, global_batch_size=8, seed=42, max_steps=9)
     assert order.update_rows(0).tolist() == GOLDEN[0]
     assert order.update_rows(7).tolist() == GOLDEN[1]
 
@@ -84,7 +84,7 @@ def test_neighbours_do_not_stay_neighbours() -> None:
 
 def test_epochs_and_seeds_differ_and_repeat() -> None:
     """A25: another composition each epoch, the same one for the same (seed, epoch)."""
-    make = lambda seed: ids(Order(20, global_batch_size=5, seed=seed, num_train_epochs=3))  # noqa: E731
+    make = lambda seed: ids(RowOrder(20, global_batch_size=5, seed=seed, num_train_epochs=3))  # noqa: E731
     first = make(7)
     epochs = [first[0:20], first[20:40], first[40:60]]
     batches = [{frozenset(epoch[i : i + 5]) for i in range(0, 20, 5)} for epoch in epochs]
@@ -96,7 +96,7 @@ def test_epochs_and_seeds_differ_and_repeat() -> None:
 @pytest.mark.parametrize("stop", [0, 1, 3, 5, 7, 10, 12, 14])
 def test_resume_gives_the_ids_of_an_uninterrupted_run(stop: int) -> None:
     """A48 A49: 10 rows, 2 an update; stops in epochs 0, 1 and 2 and at their boundaries."""
-    make = lambda: Order(10, global_batch_size=2, seed=3, max_steps=15)  # noqa: E731
+    make = lambda: RowOrder(10, global_batch_size=2, seed=3, max_steps=15)  # noqa: E731
     whole = ids(make())
     resumed = make()
     assert [int(i) for u in range(stop, 15) for i in resumed.update_rows(u)] == whole[2 * stop :]
@@ -104,7 +104,7 @@ def test_resume_gives_the_ids_of_an_uninterrupted_run(stop: int) -> None:
 
 def test_epochs_after_a_resume_are_whole() -> None:
     """A50: after a resume within epoch 0, epochs 1 and 2 hold every row; an update may cross the boundary."""
-    order = Order(10, global_batch_size=4, seed=3, num_train_epochs=3)
+    order = RowOrder(10, global_batch_size=4, seed=3, num_train_epochs=3)
     assert order.total_updates == 8  # 30 positions, 4 an update
     rest = [int(i) for u in range(2, 8) for i in order.update_rows(u)]
     whole = ids(order)
@@ -115,7 +115,7 @@ def test_epochs_after_a_resume_are_whole() -> None:
 
 def test_last_update_is_kept_and_part_filled() -> None:
     """A10: 5 rows, 2 an update, one epoch: 3 updates, and the third holds one row and one filler."""
-    order = Order(5, global_batch_size=2, seed=0, num_train_epochs=1)
+    order = RowOrder(5, global_batch_size=2, seed=0, num_train_epochs=1)
     assert order.total_updates == 3
     found = ids(order)
     assert sorted(found[:5]) == [0, 1, 2, 3, 4]
@@ -124,13 +124,13 @@ def test_last_update_is_kept_and_part_filled() -> None:
 
 
 def test_a_run_of_steps_has_no_filler() -> None:
-    order = Order(5, global_batch_size=4, seed=0, max_steps=10)
+    order = RowOrder(5, global_batch_size=4, seed=0, max_steps=10)
     assert len(ids(order)) == 40
     assert all(ids(order).count(row) == 8 for row in range(5))
 
 
 def test_an_update_may_hold_several_epochs() -> None:
-    order = Order(3, global_batch_size=10, seed=0, max_steps=1)
+    order = RowOrder(3, global_batch_size=10, seed=0, max_steps=1)
     found = ids(order)
     assert all(sorted(found[i : i + 3]) == [0, 1, 2] for i in (0, 3, 6))
 
@@ -138,29 +138,29 @@ def test_an_update_may_hold_several_epochs() -> None:
 @pytest.mark.parametrize(("epochs", "positions"), [(1.0, 100), (0.5, 50), (0.07, 7), (0.255, 26), (2.3, 230)])
 def test_fractions_of_epochs_are_decimals(epochs: float, positions: int) -> None:
     """100 x 0.07 is 7 rows; in binary it is a little more, and would be rounded up to 8."""
-    order = Order(100, global_batch_size=1, seed=0, num_train_epochs=epochs)
+    order = RowOrder(100, global_batch_size=1, seed=0, num_train_epochs=epochs)
     assert order.total_updates == positions
 
 
 def test_without_shuffle_the_order_is_that_of_the_files() -> None:
-    order = Order(5, global_batch_size=4, seed=9, shuffle=False, num_train_epochs=2)
+    order = RowOrder(5, global_batch_size=4, seed=9, shuffle=False, num_train_epochs=2)
     assert ids(order) == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, FILLER, FILLER]
 
 
 def test_far_updates_of_huge_data_cost_nothing() -> None:
-    order = Order(10**12, global_batch_size=512, seed=0, max_steps=10**10)
+    order = RowOrder(10**12, global_batch_size=512, seed=0, max_steps=10**10)
     found = order.update_rows(10**10 - 1)
     assert found.min() >= 0 and found.max() < 10**12 and len(set(found.tolist())) == 512
 
 
 def test_what_is_refused() -> None:
     with pytest.raises(ConfigError, match="neither is given"):
-        Order(5, global_batch_size=2)
+        RowOrder(5, global_batch_size=2)
     with pytest.raises(ConfigError, match="both are given"):
-        Order(5, global_batch_size=2, max_steps=1, num_train_epochs=1)
+        RowOrder(5, global_batch_size=2, max_steps=1, num_train_epochs=1)
     with pytest.raises(DataError, match="no rows"):
-        Order(0, global_batch_size=2, max_steps=1)
-    order = Order(5, global_batch_size=2, max_steps=3)
+        RowOrder(0, global_batch_size=2, max_steps=1)
+    order = RowOrder(5, global_batch_size=2, max_steps=3)
     for number in (-1, 3):
         with pytest.raises(IndexError, match=f"update {number} of a run of 3"):
             order.update_rows(number)

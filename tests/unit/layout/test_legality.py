@@ -54,7 +54,7 @@ def run(**options: Any) -> Loaded:
         (2, {"training__eval_steps": 5}, "has no effect here: data.validation is empty"),
         (2, {"training__per_device_eval_batch_size": 5}, "has no effect here: data.validation is empty"),
         (2, {"training__optimizer": "sgd", "training__adam_beta1": 0.8}, "has no effect here: the optimizer is sgd"),
-        (2, {"training__optimizer_kwargs": {"lr": 1}}, "`lr` cannot stand here. It would be overwritten, or overwrite another key silently. Set training.learning_rate."),
+        (2, {"training__optimizer_kwargs": {"lr": 1}}, "`lr` cannot stand here. The value would silently overwrite another key of the run file. Set training.learning_rate."),
         (2, {"training__optimizer_kwargs": {"weight_decay": 1}}, "Set training.weight_decay"),
         (2, {"training__optimizer_kwargs": {"betas": [0, 0]}}, "Set training.adam_beta1"),
         (2, {"parallelism__data_parallel": "ddp", "parallelism__unit": "root"}, "ddp keeps whole parameters"),

@@ -37,7 +37,7 @@ from shardwright.loss.chunked_loss import (
     find_loss_chunks,
 )
 from shardwright.loss.objective import cross_entropy_sum, own_loss
-from shardwright.loss.output_head import Deferred, Step, apply_steps, steps_after_head
+from shardwright.loss.output_head import DeferredLoss, Step, apply_steps, steps_after_head
 from shardwright.models.build import build_model
 from shardwright.models.model_parts import find_parts
 from shardwright.parallel.apply import check_model
@@ -239,11 +239,11 @@ def test_other_uses_of_logits_are_refused_by_name(change: Any, message: str) -> 
 def test_a_model_that_does_otherwise_in_the_run_is_stopped() -> None:
     """What was noted on meta is held against what the model does."""
     loss = torch.ones(())
-    assert Deferred(loss, CAP) and (torch.tanh(Deferred(loss, CAP) / 3.0) * 3.0).finished() is loss
+    assert DeferredLoss(loss, CAP) and (torch.tanh(DeferredLoss(loss, CAP) / 3.0) * 3.0).finished() is loss
     with pytest.raises(ShardwrightError, match="found before the run"):
-        Deferred(loss, CAP).tanh()
+        DeferredLoss(loss, CAP).tanh()
     with pytest.raises(ShardwrightError, match="found before the run"):
-        (Deferred(loss, CAP) / 3.0).finished()
+        (DeferredLoss(loss, CAP) / 3.0).finished()
 
 
 def test_a_head_gives_logits_unless_targets_were_announced() -> None:
@@ -300,7 +300,7 @@ def test_a_loss_that_is_not_there() -> None:
 
 
 def test_a_loss_of_ones_own_on_a_divided_vocabulary_is_refused() -> None:
-    """It is given whole logits; the layer that divides them is named, and the style that makes them whole."""
+    """The loss function gets whole logits; the layer that divides them is named, and the style that makes them whole."""
     values = {"model.model_name_or_path": "examples/tiny", "model.init": "random", "data.train": ["a"],
               "training.max_steps": 1, "training.global_batch_size": 1, "parallelism.tp_size": 2,
               "training.loss": "tests.own_losses:smoothed"}  # fmt: skip

@@ -15,7 +15,7 @@ from rich.console import Console
 from shardwright.errors import ConfigError
 from shardwright.measure import metrics_log as module
 from shardwright.measure.environment import device_facts
-from shardwright.measure.metrics_log import MetricsLog, Progress, check_sinks
+from shardwright.measure.metrics_log import MetricsLog, Progress, check_trackers
 
 
 def read(directory: Path) -> list[dict[str, object]]:
@@ -70,10 +70,10 @@ def test_what_json_cannot_hold_is_null(tmp_path: Path) -> None:
 
 
 def test_missing_packages_are_named_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_sinks([])
+    check_trackers([])
     monkeypatch.setattr(module, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"report_to trackio: the package is not installed"):
-        check_sinks(["trackio"])
+        check_trackers(["trackio"])
 
 
 def test_the_line_of_an_update() -> None:

@@ -20,7 +20,7 @@ from shardwright.errors import ModelError
 from shardwright.export import save_pretrained
 from shardwright.models import build_model, find_parts, materialise, safetensors_io
 from shardwright.models.initialization import Recipe
-from shardwright.models.materialise import RECIPES, check_weights, weight_notices, whole_of
+from shardwright.models.materialise import RECIPES, check_weights, unsplit_model_of, weight_notices
 from shardwright.models.tensor_tracing import traced
 from shardwright.models.weights import Weights
 
@@ -246,6 +246,6 @@ def test_what_text_does_not_reach_is_frozen_and_said(tmp_path: Path, family: str
 
 def test_a_model_of_a_function_keeps_its_names() -> None:
     spec = Model.model_validate({"model_name_or_path": "tests.odd_models:odd_model", "init": "random"})
-    whole = whole_of(build_model(spec, torch.float32))
+    whole = unsplit_model_of(build_model(spec, torch.float32))
     assert whole is not None and whole.hub is None
-    assert whole_of(nn.Linear(2, 2)) is None
+    assert unsplit_model_of(nn.Linear(2, 2)) is None

@@ -6,6 +6,7 @@ A bound that is above an estimate hides a layout: `search.run` then says that no
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from shardwright.planner.optimizer import block_matrices
 from shardwright.planner.problem import Problem
 from shardwright.planner.program import own_program
 from shardwright.planner.search import FAR, Search
-from shardwright.planner.space import KINDS, candidates, kinds_of, mesh_shapes, shardings, variant, variants
+from shardwright.planner.space import KINDS, kinds_of, layout_groups, mesh_shapes, splits, variant, variants
 
 ROUNDING = 1 + 1e-9
 """Bounds add up in another order than estimates do."""
@@ -66,19 +67,21 @@ def searches(draw: Any) -> Search:
 @settings(max_examples=60, deadline=None)
 @given(searches(), st.integers(0, 6))
 def test_no_bound_is_above_an_estimate(search: Search, start: int) -> None:
-    """Memory and time of every seventh candidate, every family and split of it: mesh, candidate and split bounds."""
-    for mesh in mesh_shapes(search.problem, search.devices)[0]:
-        for candidate in list(candidates(search.problem, mesh))[start::7]:
-            bound, blocks = search.bound(candidate), search.stage_blocks(candidate)
-            for kind in set(kinds_of(candidate)) & set(search.kinds):
-                floor = search.states(mesh, kind)
-                for split in shardings(mesh.data, mesh.cp, kind):
-                    layout = variant(candidate, kind, *split)
+    """Bounds of mesh shape, group and split, in memory and time: every seventh layout group, all families and splits."""
+    for mesh_shape in mesh_shapes(search.problem, search.devices)[0]:
+        legal = set(layout_groups(search.problem, mesh_shape))
+        assert {bound.layout_group for bound in search.bounded(mesh_shape, inf, inf)} <= legal
+        for layout_group in list(layout_groups(search.problem, mesh_shape))[start::7]:
+            bound, blocks = search.bound(layout_group), search.stage_blocks(layout_group)
+            for kind in set(kinds_of(layout_group)) & set(search.kinds):
+                floor = search.states(mesh_shape, kind)
+                for split in splits(mesh_shape.data, mesh_shape.cp, kind):
+                    layout = variant(layout_group, kind, *split)
                     needed = search.needs(layout)[1] * ROUNDING
                     assert floor.mean <= needed, layout
                     assert floor.first + bound.first_blocks * floor.first_block + bound.kept <= needed, layout
                     seconds = search.clock.step(layout, blocks).total * ROUNDING
-                    assert search.mesh_bound(mesh) <= seconds and bound.seconds <= seconds, layout
+                    assert search.mesh_shape_bound(mesh_shape) <= seconds and bound.seconds <= seconds, layout
                     assert split in search._options(bound, kind, seconds), layout
 
 
@@ -88,12 +91,12 @@ def test_no_bound_is_above_an_estimate(search: Search, start: int) -> None:
 def test_the_search_finds_what_brute_force_finds(search: Search, part: float) -> None:
     """On devices whose memory is a part of what the largest layout needs, so that some layouts fit."""
     timed = []
-    for mesh in mesh_shapes(search.problem, search.devices)[0]:
-        for candidate in candidates(search.problem, mesh):
-            for kind in set(kinds_of(candidate)) & set(search.kinds):
-                family = f"{kind}+{mesh.family}" if mesh.family else kind
-                for layout in variants(candidate, kind):
-                    seconds = search.clock.step(layout, search.stage_blocks(candidate)).total
+    for mesh_shape in mesh_shapes(search.problem, search.devices)[0]:
+        for layout_group in layout_groups(search.problem, mesh_shape):
+            for kind in set(kinds_of(layout_group)) & set(search.kinds):
+                family = f"{kind}+{mesh_shape.family}" if mesh_shape.family else kind
+                for layout in variants(layout_group, kind):
+                    seconds = search.clock.step(layout, search.stage_blocks(layout_group)).total
                     timed.append((family, seconds, search.needs(layout)[1]))
     capacity = part * ROUNDING * max(needed for _, _, needed in timed)
     best: dict[str, float] = {}
@@ -127,8 +130,8 @@ def test_muon_keeps_two_states_of_embedding_and_head_and_one_of_matrices() -> No
     matrices = 3 * (4 * 64 * 64 + 2 * 4 * 64 * 64)
     assert sum(group.numel * group.count for group in block_matrices(shape)) == matrices
     problem = Problem(shape, 32, 4, optimizer="muon")
-    candidate = next(candidates(problem, mesh_shapes(problem, 1)[0][0]))
-    layout = next(variants(candidate, "ddp"))
+    layout_group = next(layout_groups(problem, mesh_shapes(problem, 1)[0][0]))
+    layout = next(variants(layout_group, "ddp"))
     states = peak(problem, layout).composition["optimizer states"]
     assert states == 4 * (2 * counts(shape).total - matrices)
     adamw, muon = (PeakMemory(replace(problem, optimizer=name)).peak_bytes(layout)[0] for name in ("adamw", "muon"))
@@ -143,10 +146,10 @@ def test_a_muon_step_gathers_and_orthogonalises_every_matrix_on_every_rank() -> 
         for devices in (1, 8):
             problem = Problem(shape, 1024, 8, optimizer=name, device=find_device("h100-sxm-80gb"))
             search = Search(problem, devices)
-            mesh = next(s for s in mesh_shapes(problem, devices)[0] if s.data == devices)
-            candidate = next(candidates(problem, mesh))
+            mesh_shape = next(s for s in mesh_shapes(problem, devices)[0] if s.data == devices)
+            layout_group = next(layout_groups(problem, mesh_shape))
             kind = "zero3" if devices > 1 else "ddp"
-            seconds[name, devices] = search.clock.step(next(variants(candidate, kind)), (8,)).optimizer
+            seconds[name, devices] = search.clock.step(next(variants(layout_group, kind)), (8,)).optimizer
     assert seconds["adamw", 8] == pytest.approx(seconds["adamw", 1] / 8)
     square, wide = 4 * 4096**3 + 2 * 4096**3, 4 * 4096**2 * 16384 + 2 * 4096**3
     products = 8 * 5 * (4 * square + 2 * wide)

@@ -18,11 +18,11 @@ from shardwright.planner.space import (
     PREFETCH,
     RECOMPUTE,
     UNITS,
-    candidates,
     count_layouts,
     kinds_of,
+    layout_groups,
     mesh_shapes,
-    shardings,
+    splits,
     variant,
     variants,
 )
@@ -49,12 +49,12 @@ def test_equals_brute_force(model: str, devices: int, length: int, batch: int, d
     other = make(model, devices, length, batch, device)
     legal, _ = mesh_shapes(other.problem, devices)
     best: dict[str, float] = {}
-    for mesh in legal:
-        for candidate in candidates(other.problem, mesh):
-            blocks = blocks_per_stage(other.problem.shape, mesh.pp * candidate.chunks)
-            for kind in set(kinds_of(candidate)) & set(ON_DEVICE):
-                family = f"{kind}+{mesh.family}" if mesh.family else kind
-                for layout in variants(candidate, kind):
+    for mesh_shape in legal:
+        for layout_group in layout_groups(other.problem, mesh_shape):
+            blocks = blocks_per_stage(other.problem.shape, mesh_shape.pp * layout_group.chunks)
+            for kind in set(kinds_of(layout_group)) & set(ON_DEVICE):
+                family = f"{kind}+{mesh_shape.family}" if mesh_shape.family else kind
+                for layout in variants(layout_group, kind):
                     seconds = other.clock.step(layout, blocks).total
                     if seconds < best.get(family, 1e30) and other.needs(layout)[1] <= other.capacity:
                         best[family] = seconds
@@ -72,11 +72,11 @@ def test_considered_counts_every_layout_once() -> None:
     problem = Problem(known_shape("llama-3.2-1b"), 4096, 8)
     legal, _ = mesh_shapes(problem, 8)
     total = 0
-    for mesh in legal:
+    for mesh_shape in legal:
         seen = set()
-        for candidate in candidates(problem, mesh):
-            for kind in kinds_of(candidate):
-                for layout in variants(candidate, kind):
+        for layout_group in layout_groups(problem, mesh_shape):
+            for kind in kinds_of(layout_group):
+                for layout in variants(layout_group, kind):
                     choices = len(UNITS) * len(PREFETCH) if layout.data_parallel == "zero3" else 1
                     seen.add(layout)
                     total += choices
@@ -88,19 +88,19 @@ def test_all_layouts_keep_the_objective_and_use_all_devices() -> None:
     problem = Problem(known_shape("llama-3-8b"), 8192, 24)
     legal, illegal = mesh_shapes(problem, 12)
     assert any("rows of an update" in reason for reason in illegal) or all(24 % s.data == 0 for s in legal)
-    for mesh in legal:
-        assert mesh.tp * mesh.cp * mesh.pp * mesh.data == 12
-        for candidate in candidates(problem, mesh):
-            assert candidate.microbatch_rows * candidate.microbatches * mesh.data == 24
-            for kind in kinds_of(candidate):
-                for layout in variants(candidate, kind):
+    for mesh_shape in legal:
+        assert mesh_shape.tp * mesh_shape.cp * mesh_shape.pp * mesh_shape.data == 12
+        for layout_group in layout_groups(problem, mesh_shape):
+            assert layout_group.microbatch_rows * layout_group.microbatches * mesh_shape.data == 24
+            for kind in kinds_of(layout_group):
+                for layout in variants(layout_group, kind):
                     assert layout.axes.world_size == 12
-                    assert layout.microbatches(problem) == candidate.microbatches
+                    assert layout.microbatches(problem) == layout_group.microbatches
 
 
 def test_heads_are_never_cut() -> None:
     shape = generic_shape(layers=4, hidden=768, heads=12, kv_heads=4, vocab=100, ffn=3072)
-    assert {mesh.tp for mesh in mesh_shapes(Problem(shape, 1024, 64), 64)[0]} == {1, 2, 4}
+    assert {mesh_shape.tp for mesh_shape in mesh_shapes(Problem(shape, 1024, 64), 64)[0]} == {1, 2, 4}
 
 
 def test_fsdp_first_for_70b_on_64() -> None:
@@ -183,13 +183,16 @@ def test_405b_on_16384_considers_every_layout() -> None:
 
 @pytest.mark.parametrize(("model", "devices", "rows"), [("llama-3-8b", 8, 8), ("llama-3-70b", 96, 192)])
 def test_no_bound_is_above_a_layout(model: str, devices: int, rows: int) -> None:
-    """Of meshes, of candidates, and of the splits of the data axis: what the search leaves out is slower than it asks for."""
+    """Mesh shapes, layout groups and splits of the data axis that the search leaves out are slower than the search asks for."""
     search = make(model, devices, 4096, rows, "h100-sxm-80gb")
-    for mesh in mesh_shapes(search.problem, devices)[0]:
-        for candidate in list(candidates(search.problem, mesh))[::7]:
-            bound, blocks = search.bound(candidate), search.stage_blocks(candidate)
-            for kind in set(kinds_of(candidate)) & set(ON_DEVICE):
-                for split in shardings(mesh.data, mesh.cp, kind):
-                    seconds = search.clock.step(variant(candidate, kind, *split), blocks).total * (1 + 1e-9)
-                    assert search.mesh_bound(mesh) <= seconds and bound.seconds <= seconds, (candidate, kind)
-                    assert split in search._options(bound, kind, seconds), (candidate, kind, split)
+    for mesh_shape in mesh_shapes(search.problem, devices)[0]:
+        for layout_group in list(layout_groups(search.problem, mesh_shape))[::7]:
+            bound, blocks = search.bound(layout_group), search.stage_blocks(layout_group)
+            for kind in set(kinds_of(layout_group)) & set(ON_DEVICE):
+                for split in splits(mesh_shape.data, mesh_shape.cp, kind):
+                    seconds = search.clock.step(variant(layout_group, kind, *split), blocks).total * (1 + 1e-9)
+                    assert search.mesh_shape_bound(mesh_shape) <= seconds and bound.seconds <= seconds, (
+                        layout_group,
+                        kind,
+                    )
+                    assert split in search._options(bound, kind, seconds), (layout_group, kind, split)

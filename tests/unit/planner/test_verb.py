@@ -165,6 +165,10 @@ def test_run_file(tmp_path: Path) -> None:
     assert "attention is counted over whole rows" in text
     code, text = plan(Request(run_file=run, devices=8, device="h100", overrides=packed, document_length=700.4))
     assert "64 rows of 8,192 tokens in documents of 700 tokens" in text and "counted over whole rows" not in text
+    assert "The planner does not know" not in text
+    own = ("--training.optimizer", "torch.optim:RMSprop")
+    code, text = plan(Request(run_file=run, devices=8, device="h100", overrides=own))
+    assert "The planner does not know torch.optim:RMSprop: its states and step are counted as those of adamw." in text
 
 
 def test_a_hardware_file_of_a_cpu_is_planned_as_the_catalogues_cpu(tmp_path: Path) -> None:

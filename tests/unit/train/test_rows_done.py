@@ -12,7 +12,7 @@ import pytest
 
 from shardwright.config import load_run_file
 from shardwright.data.mixture import Mixture
-from shardwright.data.order import FILLER, Int64, Order
+from shardwright.data.order import FILLER, Int64, RowOrder
 from shardwright.train.rows_done import SavedPosition, resume_rows
 
 SETTINGS = {
@@ -25,18 +25,18 @@ def lengths(rows: Int64) -> Int64:
     return rows * 7919 % 97 + 1
 
 
-def order_of(rows: int, size: int, megabatch: int = 1, mixture: Mixture | None = None, **options: Any) -> Order:
+def order_of(rows: int, size: int, megabatch: int = 1, mixture: Mixture | None = None, **options: Any) -> RowOrder:
     options = {"seed": 5} | options
-    return Order(rows, global_batch_size=size, bucket_updates=megabatch, mixture=mixture, lengths=lengths, **options)
+    return RowOrder(rows, global_batch_size=size, bucket_updates=megabatch, mixture=mixture, lengths=lengths, **options)
 
 
-def after(order: Order, former: Order, update: int, trusted: bool = False) -> Order:
+def after(order: RowOrder, former: RowOrder, update: int, trusted: bool = False) -> RowOrder:
     """`order`, which goes on where `former` was before `update`, through a checkpoint."""
     order.seek(update, json.loads(json.dumps(former.cursor(update))), trusted)
     return order
 
 
-def rows_of(order: Order, first: int, end: int | None = None) -> list[int]:
+def rows_of(order: RowOrder, first: int, end: int | None = None) -> list[int]:
     updates = range(first, order.total_updates if end is None else end)
     return [row for u in updates for row in order.update_rows(u).tolist() if row != FILLER]
 
@@ -85,7 +85,7 @@ def test_rows_come_once_in_each_epoch_whatever_changes(trial: int) -> None:
     """Batch sizes, megabatches and lengths drawn anew at up to five resumes, within megabatches, epochs and last updates."""
     draw = random.Random(trial)
     rows, seen, update, epochs = draw.choice([3, 7, 10, 24, 50]), [], 0, 0.0
-    former: Order | None = None
+    former: RowOrder | None = None
     for _ in range(draw.choice([2, 3, 5])):
         size, megabatch = draw.choice([1, 2, 3, 4, 6, 8]), draw.choice([1, 2, 3, 5])
         epochs += draw.choice([0.5, 1, 2])
@@ -115,7 +115,7 @@ def test_sources_with_weights_keep_their_counts() -> None:
     assert sorted(row for row in seen if row < 4) == [0, 1, 2, 3]
 
 
-def _former(order: Order, update: int, cursor: Any = "its own", **settings: Any) -> SavedPosition:
+def _former(order: RowOrder, update: int, cursor: Any = "its own", **settings: Any) -> SavedPosition:
     own = order.cursor(update) if cursor == "its own" else cursor
     return SavedPosition(update, own, "rows", SETTINGS | settings)
 
@@ -135,18 +135,18 @@ def test_what_has_changed_is_said_with_numbers() -> None:
     former = _former(order_of(10, 4, num_train_epochs=1), 2)
     lines = resume_rows(order_of(10, 2, num_train_epochs=2), former, _run(lr_scheduler_type="cosine"), "rows")
     assert lines == [
-        "8 rows are done, and update 2 begins with row 9 of 10 of epoch 1; none of its rows comes again or is passed over.",
-        "The run has 8 updates where it had 3, and lr_scheduler_type cosine follows the new number.",
+        "8 rows are done, and update 2 begins with row 9 of 10 of epoch 1; no row is repeated or skipped.",
+        "The run now has 8 updates instead of 3, and lr_scheduler_type cosine follows the new number.",
     ]
     former = _former(order_of(10, 4, num_train_epochs=1), 3)
     lines = resume_rows(order_of(10, 4, num_train_epochs=2), former, _run(lr_scheduler_type="constant"), "rows")
     assert lines == [
         "10 rows are done, and update 3 begins with epoch 2.",
-        "The run has 6 updates where it had 3.",
+        "The run now has 6 updates instead of 3.",
     ]
     former = _former(order_of(10, 4, num_train_epochs=2), 1)
     (line,) = resume_rows(order_of(12, 4, max_steps=5), former, _run(), "other rows")
-    assert "row 5 of 12 of epoch 1. The data have changed: some rows may come again or be passed over." in line
+    assert "row 5 of 12 of epoch 1. The data has changed: some rows may be repeated or skipped." in line
 
 
 @pytest.mark.parametrize("megabatch", [1, 3])
@@ -161,7 +161,8 @@ def test_rows_that_another_order_repeats_are_counted(change: dict[str, Any], meg
     twice = sum(count == 2 for count in counts.values())
     assert 0 < twice == 30 - len(counts)
     assert (
-        f"row 17 of 30 of epoch 1. The order of its rows has changed: {twice} rows come again, and {twice} are" in line
+        f"row 17 of 30 of epoch 1. The order of its rows has changed: {twice} rows are repeated, and {twice} are"
+        in line
     )
 
 
@@ -183,6 +184,6 @@ def test_the_checkpoint_of_a_stream_says_how_many_rows_are_done() -> None:
     cursor = {"position": 13, "window": 1, "first": 8, "place": {}, "fingerprint": "f", "passed": "p"}
     order = order_of(10, 4, num_train_epochs=2)
     (line,) = resume_rows(order, _former(order, 3, cursor), _run(), "rows")
-    assert "13 rows are done, and update 3 begins with row 4 of 10 of epoch 2. The data have changed" in line
+    assert "13 rows are done, and update 3 begins with row 4 of 10 of epoch 2. The data has changed" in line
     assert order.epoch(order.total_updates) == 2.0
     assert np.array_equal(order.update_rows(3), order.rows_at(np.arange(13, 17), order.stretch))

@@ -1,4 +1,4 @@
-"""What stands in for torch's own ways on CPUs with gloo."""
+"""The backend of CPUs with gloo: replaces torch's own implementations."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ Problem = tuple[int, str, str]
 
 @dataclass
 class MultiHostCheckpoint:
-    """A checkpoint of which every file is on some host; a `reader.Source`."""
+    """A checkpoint of which every file is on some host; a `reader.CheckpointSource`."""
 
     path: Path
     """On every host."""

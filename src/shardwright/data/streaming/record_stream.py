@@ -17,7 +17,7 @@ from typing import Any
 from shardwright.config.schema import Data
 from shardwright.data.files import DataFile, find_files, sources_of
 from shardwright.data.formats import find_format, format_of
-from shardwright.data.records import Record, Slice, slices, without_nulls
+from shardwright.data.records import Record, RecordSlice, slices, without_nulls
 from shardwright.data.tokenise import digest_of
 from shardwright.errors import ConfigError, DataError
 from shardwright.layout.import_path import import_object, is_import_path
@@ -52,14 +52,16 @@ class FunctionSource:
         present = next((list(record) for record in self.make()), [])
         return format_of(present, self.name, data)
 
-    def slices(self, number: int, at: StreamPosition, keep: frozenset[str]) -> Iterator[tuple[Slice, StreamPosition]]:
+    def slices(
+        self, number: int, at: StreamPosition, keep: frozenset[str]
+    ) -> Iterator[tuple[RecordSlice, StreamPosition]]:
         """Slices from `at` on, each with the position after it."""
         iterable, line = self.make(), at.line
         if at.state is not None:
             iterable.load_state_dict(at.state)
         records = iter(iterable)
         while found := tuple(map(self._record, islice(records, _SLICE_RECORDS))):
-            part = Slice(number, self.name, line, rows=found, size=len(found))
+            part = RecordSlice(number, self.name, line, rows=found, size=len(found))
             line += len(found)
             state = json.loads(json.dumps(iterable.state_dict()))
             yield part, replace(at, source=number, line=line, state=state)
@@ -81,7 +83,9 @@ class FileSource:
         """The format; None where there is no record."""
         return find_format(self.name, data)
 
-    def slices(self, number: int, at: StreamPosition, keep: frozenset[str]) -> Iterator[tuple[Slice, StreamPosition]]:
+    def slices(
+        self, number: int, at: StreamPosition, keep: frozenset[str]
+    ) -> Iterator[tuple[RecordSlice, StreamPosition]]:
         """Slices from `at` on, each with the position after it. keep: the columns of a table to read."""
         for part in slices(number, self.name, keep, byte=at.byte, line=at.line):
             yield part, replace(at, source=number, byte=part.start + part.length, line=part.first_line + part.size)
@@ -120,7 +124,9 @@ class RecordStream:
         self.names = [source.name for source in self.sources]
         self.formats = [source.format(data) for source in self.sources]
 
-    def slices(self, position: StreamPosition, keep: frozenset[str]) -> Iterator[tuple[Slice, str, StreamPosition]]:
+    def slices(
+        self, position: StreamPosition, keep: frozenset[str]
+    ) -> Iterator[tuple[RecordSlice, str, StreamPosition]]:
         """(slice, its format, position after it) of the rest of this pass."""
         for number in range(position.source, len(self.sources)):
             form = self.formats[number]

@@ -1,4 +1,4 @@
-"""The rows of a stream by their position in it, and the updates made of them, in place of `Table` and `Order`.
+"""The rows of a stream by their position in it, and the updates made of them, in place of `Table` and `RowOrder`.
 
 The rows of a window are taken in an order that follows from (seed, number of the window), and windows one after the other. So
 position p is the same row whatever the ranks, microbatches or batch size. A few windows are held at a time.
@@ -14,7 +14,7 @@ import numpy as np
 
 from shardwright.data.arrays import Float64, Int64
 from shardwright.data.documents import Documents
-from shardwright.data.order import Cursor, Order
+from shardwright.data.order import Cursor, RowOrder
 from shardwright.data.permutation import permute
 from shardwright.data.streaming.record_stream import StreamPosition
 from shardwright.data.streaming.windows import StreamWindow, StreamWindows
@@ -63,7 +63,7 @@ class StreamTable:
         return self._held[0]
 
     def repeated(self, cursor: Cursor, seed: int | None) -> int | None:
-        """How many rows of the window of `cursor`, which `seed` had shuffled, come again; as many never come.
+        """How many rows of the window of `cursor`, which `seed` had shuffled, are repeated; as many are skipped.
 
         None: the window holds other rows than before.
         """
@@ -158,7 +158,7 @@ class StreamTable:
         )
 
 
-class StreamOrder(Order):
+class StreamOrder(RowOrder):
     """Update u holds the positions [u G, (u + 1) G) of a stream, counted from where the run was resumed."""
 
     def __init__(self, rows: StreamTable, *, global_batch_size: int, max_steps: int) -> None:
@@ -207,5 +207,5 @@ def _other_stream(why: str) -> CheckpointError:
     return CheckpointError(
         "The stream differs from the stream that the checkpoint was trained on.",
         why,
-        "Restore the data, start anew with another output_dir, or accept the change with checkpoint.accept_changes.",
+        "Restore the data, start a new run in another output_dir, or accept the change with checkpoint.accept_changes.",
     )

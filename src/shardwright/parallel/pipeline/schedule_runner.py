@@ -183,8 +183,8 @@ class Pipeline:
 
     def _hidden(self, ids: Tensor, device: torch.device) -> Tensor:
         """An empty tensor for the hidden states of `ids` [B, T] between stages: [B, T, D], or this rank's piece."""
-        peers = self.stages[0].peers
-        tokens = ids.shape[1] // (peers.size if peers is not None else 1)
+        tp_group = self.stages[0].tp_group
+        tokens = ids.shape[1] // (tp_group.size if tp_group is not None else 1)
         return torch.empty(ids.shape[0], tokens, self._width, dtype=self._dtype, device=device)
 
     def finish_gradients(self) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwright.backends.tp_collectives import Peers, pad_to_whole, slice_of_rank
+from shardwright.backends.tp_collectives import TensorParallelGroup, pad_to_whole, slice_of_rank
 from shardwright.config.schema import Model
 from shardwright.errors import ModelError
 from shardwright.layout.pipeline_schedules import head_blocks, split_blocks
@@ -98,18 +98,18 @@ class Stage(nn.Module):
         super().__init__()
         self.part, self.index, self.count, self.blocks = part, index, count, blocks
         self.is_first, self.is_last = index == 0, index == count - 1
-        self.peers: Peers | None = None
+        self.tp_group: TensorParallelGroup | None = None
 
     def forward(self, x: Tensor, **arguments: Any) -> Any:
-        if self.peers is not None and not self.is_first:
-            x = pad_to_whole(x, 1, self.peers)
+        if self.tp_group is not None and not self.is_first:
+            x = pad_to_whole(x, 1, self.tp_group)
         arguments["input_ids" if self.is_first else "inputs_embeds"] = x
         if self.is_last:
             return self.part(**arguments)
         base: Any = self.part.base_model
         hidden: Tensor = base(**arguments)[0]
-        if self.peers is not None:
-            hidden = slice_of_rank(hidden, 1, self.peers)
+        if self.tp_group is not None:
+            hidden = slice_of_rank(hidden, 1, self.tp_group)
         # a view cannot be detached in place, which zero-bubble schedules do
         return hidden.clone() if is_view(hidden) else hidden.contiguous()
 

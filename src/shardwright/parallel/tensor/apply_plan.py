@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from shardwright.backends import tp_collectives
-from shardwright.backends.tp_collectives import Peers
+from shardwright.backends.tp_collectives import TensorParallelGroup
 from shardwright.config.schema import RunFile
 from shardwright.errors import ShardwrightError
 from shardwright.mesh.shard_geometry import local_tensor
@@ -54,8 +54,8 @@ GRADIENT_GAP = 0.02
 class TensorParallel:
     """A model whose layers are divided over `mesh` (one axis). Sums partial gradients at the end of an update.
 
-    peers: the ranks of the axis. sequence: whether sequence parallelism is on. partial: names of the whole parameters of which
-    each rank computes a part of the gradient.
+    tp_group: the ranks of the axis. sequence: whether sequence parallelism is on. partial: names of the whole parameters
+    of which each rank computes a part of the gradient.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class TensorParallel:
         """
         plan = plan.held_by(model)
         self.model, self.sequence = model, run.parallelism.sequence_parallel is not False
-        self.peers = Peers(mesh.size(), mesh.get_local_rank(), mesh.get_group())
+        self.tp_group = TensorParallelGroup(mesh.size(), mesh.get_local_rank(), mesh.get_group())
         self._styles, self._regions, self._blocks = plan.styles, plan.regions, parts.blocks
         self._rng = RNGStreams(mesh.get_local_rank(), mesh.device_type) if has_dropout(model) else None
         undivided = self._undivided_attention(attention)
@@ -89,14 +89,14 @@ class TensorParallel:
             self._on_input(name, self._enter_region)
         for name in undivided:
             self._on_input(name, self._gather_sequence)
-            self._on_output(name, partial(tp_collectives.scatter_to_tp, dim=1, peers=self.peers))
+            self._on_output(name, partial(tp_collectives.scatter_to_tp, dim=1, tp_group=self.tp_group))
         for name in parts.blocks if self._rng is not None else ():
             block = model.get_submodule(name)
             block.forward = partial(self._run_block, block.forward)
         if self.sequence and not stages:
             self._cut_around(parts.blocks, first=True, last=True)
         for stage in stages if self.sequence else ():
-            stage.peers = self.peers
+            stage.tp_group = self.tp_group
             self._cut_around(stage.blocks, stage.is_first, stage.is_last)
         self._verified = False
         # torch warns when it makes strided shards whole in two gathers; they carry no sums, so nothing can differ
@@ -133,18 +133,20 @@ class TensorParallel:
 
     def _style(self, name: str, style: str, replaced: Replaced) -> ParallelStyle:
         if style == EMBEDDING:
-            return VocabParallelEmbedding(self.peers, replaced)
+            return VocabParallelEmbedding(self.tp_group, replaced)
         inside = self._in_block(name)
         if style in ROW:
-            leave = self._leave_region if inside else partial(tp_collectives.reduce_from_tp, peers=self.peers)
-            return RowParallelLinear(self.peers, replaced, leave, splits=style == "rowwise_split_input")
-        entry: Change | None = self._enter_region if inside else partial(tp_collectives.copy_to_tp, peers=self.peers)
+            leave = self._leave_region if inside else partial(tp_collectives.reduce_from_tp, tp_group=self.tp_group)
+            return RowParallelLinear(self.tp_group, replaced, leave, splits=style == "rowwise_split_input")
+        entry: Change | None = (
+            self._enter_region if inside else partial(tp_collectives.copy_to_tp, tp_group=self.tp_group)
+        )
         if name.rpartition(".")[0] in self._regions:
             entry = None
         if style == VOCABULARY:
-            return VocabParallelHead(self.peers, replaced, entry)
+            return VocabParallelHead(self.tp_group, replaced, entry)
         gathers = style == "colwise_gather_output"
-        return ColumnParallelLinear(self.peers, replaced, entry, self._gather_features if gathers else None)
+        return ColumnParallelLinear(self.tp_group, replaced, entry, self._gather_features if gathers else None)
 
     # What happens to tensors on the way
 
@@ -171,41 +173,41 @@ class TensorParallel:
         """[B, T or T / tp, D] into divided work: [B, T, D]."""
         self._draw(divided=True)
         return (
-            tp_collectives.gather_from_sequence_parallel(x, 1, self.peers)
+            tp_collectives.gather_from_sequence_parallel(x, 1, self.tp_group)
             if self.sequence
-            else tp_collectives.copy_to_tp(x, self.peers)
+            else tp_collectives.copy_to_tp(x, self.tp_group)
         )
 
     def _leave_region(self, x: Tensor) -> Tensor:
         """Partial [B, T, D] out of divided work: [B, T or T / tp, D]."""
         self._draw(divided=self.sequence)
         if self.sequence:
-            return tp_collectives.reduce_scatter_to_sequence_parallel(x, 1, self.peers)
-        return tp_collectives.reduce_from_tp(x, self.peers)
+            return tp_collectives.reduce_scatter_to_sequence_parallel(x, 1, self.tp_group)
+        return tp_collectives.reduce_from_tp(x, self.tp_group)
 
     def _gather_features(self, x: Tensor) -> Tensor:
         """A divided output made whole, for work that every rank does alike."""
         self._draw(divided=False)
-        return tp_collectives.gather_from_tp(x, -1, self.peers)
+        return tp_collectives.gather_from_tp(x, -1, self.tp_group)
 
     def _gather_sequence(self, x: Tensor) -> Tensor:
         """[B, T / tp, D] -> [B, T, D], for work that every rank does alike."""
-        return tp_collectives.gather_from_tp(x, 1, self.peers)
+        return tp_collectives.gather_from_tp(x, 1, self.tp_group)
 
     def _cut_sequence(self, x: Tensor) -> Tensor:
         """[B, T, D] -> [B, T / tp, D]."""
-        if x.size(1) % self.peers.size:
+        if x.size(1) % self.tp_group.size:
             raise ShardwrightError(
-                f"A sequence of {x.size(1)} positions is not divisible by tp_size = {self.peers.size}.",
+                f"A sequence of {x.size(1)} positions is not divisible by tp_size = {self.tp_group.size}.",
                 "sequence_parallel gives each rank equally many positions.",
                 "Use a multiple, or set parallelism.sequence_parallel to false.",
             )
-        return tp_collectives.scatter_to_tp(x, 1, self.peers)
+        return tp_collectives.scatter_to_tp(x, 1, self.tp_group)
 
     def _cut_around(self, blocks: Sequence[str], first: bool, last: bool) -> None:
         """Makes `blocks` work on pieces of sequences. first, last: they include the model's first or last block."""
-        enter = self._cut_sequence if first else partial(tp_collectives.slice_of_rank, dim=1, peers=self.peers)
-        leave = self._gather_sequence if last else partial(tp_collectives.pad_to_whole, dim=1, peers=self.peers)
+        enter = self._cut_sequence if first else partial(tp_collectives.slice_of_rank, dim=1, tp_group=self.tp_group)
+        leave = self._gather_sequence if last else partial(tp_collectives.pad_to_whole, dim=1, tp_group=self.tp_group)
         self._on_input(blocks[0], enter)
         self._on_output(blocks[-1], leave)
 
@@ -227,7 +229,7 @@ class TensorParallel:
         for dtype in sorted({g.dtype for g in summed}, key=str):
             gradients = [g for g in summed if g.dtype == dtype]
             flat = torch.cat([g.flatten() for g in gradients])
-            dist.all_reduce(flat, group=self.peers.group)
+            dist.all_reduce(flat, group=self.tp_group.group)
             for gradient, value in zip(gradients, flat.split([g.numel() for g in gradients])):
                 gradient.copy_(value.view_as(gradient))
         if not self._verified:
@@ -240,8 +242,8 @@ class TensorParallel:
             return
         norms = torch.stack([g.double().norm() if g.numel() else g.new_zeros(()).double() for g in gradients.values()])
         low, high = norms.clone(), norms.clone()
-        dist.all_reduce(low, dist.ReduceOp.MIN, group=self.peers.group)
-        dist.all_reduce(high, dist.ReduceOp.MAX, group=self.peers.group)
+        dist.all_reduce(low, dist.ReduceOp.MIN, group=self.tp_group.group)
+        dist.all_reduce(high, dist.ReduceOp.MAX, group=self.tp_group.group)
         for name, least, most in zip(gradients, low.tolist(), high.tolist()):
             if most - least > GRADIENT_GAP * most:
                 raise ShardwrightError(

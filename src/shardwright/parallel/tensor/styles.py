@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from shardwright.backends import tp_collectives
-from shardwright.backends.tp_collectives import Peers
+from shardwright.backends.tp_collectives import TensorParallelGroup
 from shardwright.loss.vocab_parallel_loss import check_ids
 from shardwright.mesh.shard_geometry import chunk, local_tensor
 from shardwright.torch_private import ParallelStyle, own_parameters
@@ -74,7 +74,7 @@ class ColumnParallelLinear(ParallelStyle):
     entry: changes the input; None where the region around the module has changed it. leave: changes the output.
     """
 
-    peers: Peers
+    tp_group: TensorParallelGroup
     replaced: Replaced
     entry: Change | None
     leave: Change | None = None
@@ -114,7 +114,7 @@ class RowParallelLinear(ParallelStyle):
     leave: turns partial products into the output. splits: the input arrives whole and is cut here.
     """
 
-    peers: Peers
+    tp_group: TensorParallelGroup
     replaced: Replaced
     leave: Change
     splits: bool = False
@@ -125,7 +125,7 @@ class RowParallelLinear(ParallelStyle):
         return module
 
     def run(self, module: nn.Module, x: Tensor) -> Tensor:
-        x = tp_collectives.scatter_to_tp(x, -1, self.peers) if self.splits else x
+        x = tp_collectives.scatter_to_tp(x, -1, self.tp_group) if self.splits else x
         y, bias = self.leave(local_linear(module, x, None)), local_bias(module)
         return y if bias is None else y + bias
 
@@ -137,13 +137,13 @@ class VocabParallelEmbedding(ParallelStyle):
     The module's own forward runs on local rows, so that an embedding that scales its result still does.
     """
 
-    peers: Peers
+    tp_group: TensorParallelGroup
     replaced: Replaced
 
     def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, nn.Embedding)
         shard_parameter(module, "weight", 0, device_mesh, self.replaced)
-        first, rows = chunk(module.num_embeddings, self.peers.size, self.peers.rank)
+        first, rows = chunk(module.num_embeddings, self.tp_group.size, self.tp_group.rank)
         if module.padding_idx is not None:  # that row gets no gradient, on the rank that has it
             here = first <= module.padding_idx < first + rows
             module.padding_idx = module.padding_idx - first if here else None
@@ -160,7 +160,7 @@ class VocabParallelEmbedding(ParallelStyle):
             found = look_up(torch.where(other, 0, input - first))
         finally:
             parameters["weight"] = stored
-        return tp_collectives.reduce_from_tp(found.masked_fill(other[..., None], 0.0), self.peers)
+        return tp_collectives.reduce_from_tp(found.masked_fill(other[..., None], 0.0), self.tp_group)
 
 
 def is_vocab_parallel(module: nn.Module) -> bool:

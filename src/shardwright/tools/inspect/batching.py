@@ -11,7 +11,7 @@ import numpy as np
 from shardwright.config.schema import RunFile
 from shardwright.data.arrays import FILLER, Int64
 from shardwright.data.mixture import Mixture
-from shardwright.data.order import Order
+from shardwright.data.order import RowOrder
 from shardwright.data.packing import cut_rows
 from shardwright.data.prepare import Prepared, order_over, packing_of
 from shardwright.tools.inspect.sample import counted
@@ -92,7 +92,9 @@ def measure(run: RunFile, prepared: Prepared, batching: str) -> Batching:
     )
 
 
-def _over(order: Order, seen: Int64, tokens: Int64, targets: Int64, width: int | None, run: RunFile) -> dict[str, Any]:
+def _over(
+    order: RowOrder, seen: Int64, tokens: Int64, targets: Int64, width: int | None, run: RunFile
+) -> dict[str, Any]:
     """The sums over the updates `seen`. width: of every microbatch; None: as wide as its longest row."""
     size = run.training.per_device_train_batch_size
     slots, real, per_update = 0, 0, []

@@ -173,8 +173,8 @@ def test_a_stream_goes_on_with_another_batch_size(tmp_path: Path) -> None:
     again = loader(run)
     said = resume_rows(again.order, _former(5, json.loads(json.dumps(cursor))), run, "stream")
     assert [text for number in range(5, 11) for text in documents([again.update(number)])] == one_by_one[20:38]
-    assert "20 rows are done, and update 5 begins in window 1 of the stream; none of its rows comes again" in said[0]
-    assert said[1].startswith("The run has 11 updates where it had 30, and lr_scheduler_type linear follows")
+    assert "20 rows are done, and update 5 begins in window 1 of the stream; no row is repeated or skipped" in said[0]
+    assert said[1].startswith("The run now has 11 updates instead of 30, and lr_scheduler_type linear follows")
 
 
 def test_what_another_seed_repeats_of_a_window_is_counted(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_what_another_seed_repeats_of_a_window_is_counted(tmp_path: Path) -> Non
     rest = [text for number in range(6, 15) for text in documents([again.update(number)])]
     twice = len(set(done) & set(rest))
     assert 0 < twice == 60 - len({*done, *rest})
-    assert f"The order of its rows has changed: {twice} rows come again, and {twice} are passed over" in line
+    assert f"The order of its rows has changed: {twice} rows are repeated, and {twice} are skipped" in line
 
 
 def test_a_checkpoint_of_rows_on_disk_does_not_stand_in_a_stream(tmp_path: Path) -> None:
