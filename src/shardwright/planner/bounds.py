@@ -19,6 +19,7 @@ from shardwright.planner.space import (
     MeshShape,
     divisors,
     kinds_of,
+    recomputations,
     schedules,
     splits,
     variant,
@@ -172,7 +173,7 @@ class Bounds:
                 blocks = self._first_blocks(mesh_shape.pp, schedule, chunks)
                 held = blocks * self._in_flight(mesh_shape.pp, schedule, chunks, count)
                 for recompute, saved, block in modes:
-                    if saved * held <= most:
+                    if saved * held <= most and recompute in recomputations(schedule):
                         seconds, worst = self._floor(mesh_shape.pp, schedule, chunks, count, block, edge, send)
                         if seconds < limit:
                             layout_group = LayoutGroup(mesh_shape, schedule, chunks, microbatch, count, recompute)
