@@ -175,7 +175,9 @@ def test_a_checkpoint_without_the_number_of_rows_is_read_as_it_was_meant() -> No
     assert rows_of(order, 4) == rows_of(whole, 4)
     order = order_of(24, 6, 2, num_train_epochs=2)
     lines = resume_rows(order, _former(whole, 4, None, **old), _run(), "rows")
-    assert "16 rows are done, and update 4 begins with row 17 of 24 of epoch 1; no row is repeated or skipped" in lines[0]
+    assert (
+        "16 rows are done, and update 4 begins with row 17 of 24 of epoch 1; no row is repeated or skipped" in lines[0]
+    )
     assert "is the checkpoint's updates times its batch size: this old checkpoint" in lines[1]
     assert sorted((rows_of(whole, 0, 4) + rows_of(order, 4))[:24]) == list(range(24))
 
