@@ -178,7 +178,7 @@ def test_a_checkpoint_without_the_number_of_rows_is_read_as_it_was_meant() -> No
     assert (
         "16 rows are done, and update 4 begins with row 17 of 24 of epoch 1; no row is repeated or skipped" in lines[0]
     )
-    assert "is the checkpoint's updates times its batch size: this old checkpoint" in lines[1]
+    assert "is computed as updates times batch size: checkpoints of old versions" in lines[1]
     assert sorted((rows_of(whole, 0, 4) + rows_of(order, 4))[:24]) == list(range(24))
 
 
