@@ -10,6 +10,7 @@ numbers are compared. Numbers that differ by less than a millionth count as equa
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 import sys
@@ -152,12 +153,18 @@ def compare(old: Path, new: Path) -> int:
     return 1 if changed else 0
 
 
-def main(arguments: list[str]) -> int:
-    if arguments[:1] == ["--compare"]:
-        return compare(Path(arguments[1]), Path(arguments[2]))
-    Path(arguments[0]).write_text(json.dumps(answers(), indent=1))
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("output", type=Path, nargs="?", help="file for the answers")
+    parser.add_argument("--compare", type=Path, nargs=2, metavar=("OLD", "NEW"), help="two files of answers")
+    given = parser.parse_args()
+    if given.compare:
+        return compare(*given.compare)
+    if given.output is None:
+        parser.error("give a file for the answers, or --compare OLD NEW")
+    given.output.write_text(json.dumps(answers(), indent=1))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())
