@@ -27,6 +27,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import ParallelStyle as _ParallelStyle
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import register_pytree_node as register_pytree_node
 from torch.utils._pytree import tree_iter as tree_iter
@@ -73,6 +74,15 @@ unsafe_view = torch.ops.aten._unsafe_view
 def is_view(tensor: Tensor) -> bool:
     """Whether autograd knows `tensor` as a view, which may not be detached in place (zero-bubble schedules do that)."""
     return tensor._is_view()
+
+
+def refresh_device_constructors() -> None:
+    """Makes `with torch.device(…)` look up anew which functions take a default device.
+
+    torch keeps that set from its first use in the process. Transformers replaces `torch.linspace` while it builds a model, so
+    a process that used the set there for the first time would make every later `torch.linspace` on the CPU.
+    """
+    _device_constructors.cache_clear()
 
 
 # Attention: the kernels behind scaled_dot_product_attention, which does not return the log-sum-exp.

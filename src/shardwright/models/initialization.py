@@ -24,7 +24,14 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from shardwright.models.hub_names import HubNames
-from shardwright.torch_private import TorchDispatchMode, schema, storage_id, tree_leaves, tree_map_only
+from shardwright.torch_private import (
+    TorchDispatchMode,
+    refresh_device_constructors,
+    schema,
+    storage_id,
+    tree_leaves,
+    tree_map_only,
+)
 
 META = torch.device("meta")
 
@@ -156,9 +163,11 @@ class Recorder(TorchDispatchMode):
         self._contexts: list[Any] = []
 
     def __enter__(self) -> Recorder:
+        refresh_device_constructors()
         self._contexts = [torch.device("meta"), _Values(self)]
         for context in self._contexts:
             context.__enter__()
+        torch.empty(0)  # looks the constructors up, before Transformers replaces one of them
         super().__enter__()
         return self
 

@@ -240,6 +240,7 @@ def _in_a_terminal(number: int) -> Callable[[], None]:
     """Makes the terminal `number` that of a new session, as a login does."""
 
     def begin() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
         os.setsid()
         fcntl.ioctl(number, termios.TIOCSCTTY, 0)
 
@@ -259,7 +260,7 @@ def test_a_terminal_that_is_closed_is_a_request_to_stop(launchers: Launchers, tm
     os.close(terminal)
     _wait(lambda: len(list(tmp_path.glob("*.ready"))) == 2 and b"a warning" in os.read(master, 4096))
     os.close(master)
-    assert launcher.wait(timeout=30) == 75
+    assert launcher.wait(timeout=LIMIT) == 75
     assert [(tmp_path / f"{rank}.saved").read_text() for rank in range(2)] == ["SIGHUP", "SIGHUP"]
     log = (tmp_path / "logs/0/rank_0/stderr.log").read_text()
     assert log.count("standard output cannot be written (Input/output error)") == 1 and "Saved." in log

@@ -17,6 +17,7 @@ from tests.tiny_models import FAMILIES, spec_of
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from shardwright import torch_private
 from shardwright.config.schema import Model
 from shardwright.errors import ModelError
 from shardwright.models import build_model, materialise
@@ -134,6 +135,18 @@ class Direct(nn.Module):
 
 
 DIRECT = Model(model_name_or_path=f"{__name__}:Direct", init="random")
+
+
+def test_functions_that_another_library_replaced_when_torch_first_looked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch keeps the functions that take a default device from their first use. Transformers replaces one while it builds."""
+    torch_private.refresh_device_constructors()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "linspace", lambda *args, **kwargs: None)
+        with torch.device("meta"):
+            torch.empty(0)
+    with torch.device("meta"):
+        assert not torch.linspace(0, 1, 5).is_meta, "torch looks again by itself: the remedy is no longer needed"
+    assert build_model(DIRECT, torch.float32).table.is_meta
 
 
 def test_constructors_that_make_their_own_parameters() -> None:
