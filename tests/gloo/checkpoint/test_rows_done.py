@@ -19,7 +19,7 @@ from shardwright.layout.legality import check_run
 from shardwright.train.loop import Trainer
 from shardwright.train.run_data import open_data
 
-pytestmark = pytest.mark.gloo
+pytestmark = [pytest.mark.gloo, pytest.mark.slow]
 ROWS = 6
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tests.gloo.ranks import run_ranks
 from tests.started import LIMIT
 
-pytestmark = pytest.mark.gloo
+pytestmark = [pytest.mark.gloo, pytest.mark.slow]
 
 
 def _sum(offset: int) -> tuple[int, torch.Tensor]:

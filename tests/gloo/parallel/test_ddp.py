@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from shardwright.errors import ShardwrightError
 from shardwright.parallel.ddp import DDP
 
-pytestmark = pytest.mark.gloo
+pytestmark = [pytest.mark.gloo, pytest.mark.slow]
 
 RANKS, UPDATES = 2, 3
 

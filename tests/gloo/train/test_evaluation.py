@@ -15,7 +15,7 @@ from tests.gloo.ranks import run_ranks
 
 from shardwright.config.load import Loaded
 
-pytestmark = pytest.mark.gloo
+pytestmark = [pytest.mark.gloo, pytest.mark.slow]
 LENGTH = 16
 LAYOUTS = {
     "tp2": {"tp_size": 2},
