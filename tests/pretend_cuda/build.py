@@ -62,7 +62,16 @@ def build() -> Path:
         home = Path(torch.__file__).parent
         include = [f"-I{home}/include", f"-I{home}/include/torch/csrc/api/include"]
         link = [f"-L{home}/lib", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{home}/lib"]
-        hooks = ["g++", "-O1", "-std=c++20", "-shared", "-fPIC", str(HERE / "hooks.cpp"), "-o", str(place / "libhooks.so")]
+        hooks = [
+            "g++",
+            "-O1",
+            "-std=c++20",
+            "-shared",
+            "-fPIC",
+            str(HERE / "hooks.cpp"),
+            "-o",
+            str(place / "libhooks.so"),
+        ]
         subprocess.run([*hooks, *include, *link], check=True)
         os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"  # ninja of the environment
         cpp_extension.load(

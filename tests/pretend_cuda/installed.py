@@ -46,7 +46,9 @@ _violations = os.environ.get("PRETEND_CUDA_VIOLATIONS")
 
 
 def _stack(limit: int) -> str:
-    frames = [f for f in traceback.extract_stack() if _HERE not in f.filename and "torch/utils/_contextlib" not in f.filename]
+    frames = [
+        f for f in traceback.extract_stack() if _HERE not in f.filename and "torch/utils/_contextlib" not in f.filename
+    ]
     short = [f"{f.filename.split('site-packages/')[-1].split('src/')[-1]}:{f.lineno} {f.name}" for f in frames[-limit:]]
     return " < ".join(reversed(short))
 
@@ -352,4 +354,3 @@ def install() -> None:
         from tests.pretend_cuda import noted
 
         noted.watch(os.environ["PRETEND_CUDA_NOTES"])
-

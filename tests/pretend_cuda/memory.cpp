@@ -18,7 +18,7 @@ struct Block {
 
 void free_block(void* context) {
   auto* block = static_cast<Block*>(context);
-  check_free(block->uses);
+  freed(block->uses);
   std::memset(block->data, kPoison, block->bytes);
   std::free(block->data);
   live -= static_cast<int64_t>(block->bytes);
@@ -46,6 +46,7 @@ c10::DataPtr take(size_t bytes, c10::Device device) {
   }
   auto* block = new Block{data, bytes, {}};
   block->uses.home = key_of(device.index(), stream_id(device.index()));
+  allocated(block->uses);
   return c10::DataPtr(data, block, &free_block, device);
 }
 

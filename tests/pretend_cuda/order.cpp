@@ -12,6 +12,7 @@ namespace {
 std::recursive_mutex mutex;
 std::map<StreamKey, Clock> clocks;
 Clock host;
+std::map<StreamKey, Clock> unfinished;  // by the stream of freed memory: what other streams may still do with it
 thread_local std::map<c10::DeviceIndex, c10::StreamId> current;
 std::atomic<int64_t> next_stream{8};
 
@@ -132,16 +133,24 @@ void record_stream(const at::Tensor& tensor, StreamKey stream) {
   }
 }
 
-void check_free(const Uses& uses) {
+void freed(const Uses& uses) {
   std::lock_guard lock(mutex);
-  auto& clock = clocks[uses.home];
-  auto check = [&](StreamKey stream, int64_t tick) {
-    const bool waited = knows(clock, uses.home, stream, tick) || knows(host, uses.home, stream, tick);
-    if (!waited && !uses.recorded.count(stream))
-      violate("memory of " + named(uses.home) + " is freed while " + named(stream) + " may still use it, without record_stream");
+  auto& left = unfinished[uses.home];
+  auto add = [&](StreamKey stream, int64_t tick) {
+    if (stream != uses.home && tick != 0 && !uses.recorded.count(stream)) left[stream] = std::max(left[stream], tick);
   };
-  if (uses.written) check(uses.writer, uses.written);
-  for (const auto& [reader, tick] : uses.readers) check(reader, tick);
+  add(uses.writer, uses.written);
+  for (const auto& [reader, tick] : uses.readers) add(reader, tick);
+}
+
+void allocated(Uses& uses) {
+  std::lock_guard lock(mutex);
+  auto& left = unfinished[uses.home];
+  auto& clock = clocks[uses.home];
+  std::erase_if(left, [&](const auto& use) {
+    return knows(clock, uses.home, use.first, use.second) || knows(host, uses.home, use.first, use.second);
+  });
+  uses.readers.insert(left.begin(), left.end());
 }
 
 void copy_when_waited(at::Tensor host_tensor, at::Tensor value, StreamKey stream) {

@@ -54,7 +54,10 @@ Clock all_streams();               // the end of the work that is queued anywher
 void stream_waits(StreamKey stream, const Clock& event);
 void host_waits(const Clock& event);
 void record_stream(const at::Tensor& tensor, StreamKey stream);
-void check_free(const Uses& uses);
+// Freed memory is used again on its own stream at once, whatever other streams still do with it, unless `record_stream` has named
+// them. Any later block of that stream may be the same memory, so it begins with these uses.
+void freed(const Uses& uses);
+void allocated(Uses& uses);
 // A copy to the host that is done when the host has waited for it; until then the memory is poison.
 void copy_when_waited(at::Tensor host, at::Tensor value, StreamKey stream);
 // Memory of the host that a copy to the device still reads: it must not change before the host has waited.

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from tests.pretend_cuda.build import build, unavailable
 from tests.places import ROOT
+from tests.pretend_cuda.build import build, unavailable
 
 SITE = Path(__file__).resolve().parent / "site"
 needs_pretend_cuda = pytest.mark.skipif(bool(unavailable()), reason=f"no pretend CUDA device: {unavailable()}")
