@@ -184,11 +184,11 @@ def set_device(device: Any) -> None:
     if index < 0 or index == device_.current_device():
         return
     device_.set_device(index)
-    if _own is not None and index != _own:
-        device_.violate(f"cudaSetDevice({index}) by the rank of cuda:{_own}, which makes a context there")
+    if _own and index != _own[0]:
+        device_.violate(f"cudaSetDevice({index}) by the rank of cuda:{_own[0]}, which makes a context there")
 
 
-_own: int | None = None
+_own: list[int] = []  # the GPU of this rank, once the process group binds it
 
 
 @contextlib.contextmanager
@@ -209,7 +209,7 @@ def stream(chosen: Stream | None) -> Iterator[Stream | None]:
         set_stream(before)
 
 
-class device:  # noqa: N801: torch's name
+class device:
     """`torch.cuda.device`."""
 
     def __init__(self, device: Any) -> None:
@@ -340,10 +340,9 @@ def install() -> None:
     begin = dist.init_process_group
 
     def init_process_group(*arguments: Any, **options: Any) -> None:
-        global _own
         if options.get("device_id") is not None:
-            _own = options["device_id"].index
-            device_.bind(_own)
+            _own[:] = [options["device_id"].index]
+            device_.bind(_own[0])
         begin(*arguments, **options)
 
     dist.init_process_group = c10d.init_process_group = init_process_group  # type: ignore[assignment]
