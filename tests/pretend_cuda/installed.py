@@ -40,6 +40,8 @@ Note = tuple[str, str, str]
 """(kind, what, stack): `wait` where the host waits for the device, `h2d` and `d2h` copies, `pageable` for those from memory
 that is not pinned."""
 notes: list[Note] = []
+breaches: list[str] = []
+"""Breaches of CUDA's rules in this process."""
 pinned: dict[int, int] = {}  # first address -> bytes
 _HERE = str(Path(__file__).resolve().parent)
 _violations = os.environ.get("PRETEND_CUDA_VIOLATIONS")
@@ -62,6 +64,7 @@ def _on_note(kind: str, what: str) -> None:
 
 
 def _on_violation(text: str) -> None:
+    breaches.append(text)
     line = f"{text}\n    {_stack(12)}\n"
     sys.stderr.write(f"pretend CUDA: {line}")
     if _violations:
