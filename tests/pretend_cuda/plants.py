@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,9 @@ from unittest.mock import patch
 
 import torch
 from safetensors import safe_open
+from tests.pretend_cuda.running import pretend_ranks
+from tests.pretend_cuda.sweep import losses_of
+from tests.started import PATIENCE
 from torch.distributed.pipelining import schedules
 
 from shardwright.checkpoint import saver
@@ -29,9 +32,6 @@ from shardwright.mesh.process_group import connect
 from shardwright.models.build import quiet_transformers
 from shardwright.parallel.context import attention
 from shardwright.parallel.ddp import DDP
-from tests.pretend_cuda.running import pretend_ranks
-from tests.pretend_cuda.sweep import losses_of
-from tests.started import PATIENCE
 
 
 class _NeverWaits:
@@ -95,14 +95,20 @@ def _sums_used_early() -> Iterator[None]:
 
 @contextmanager
 def _inputs_used_early() -> Iterator[None]:
+    """In torch's own pipeline runtime, and in the runtime for gloo."""
     from shardwright.backends.gloo import pipeline_runtime
 
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(schedules, "_wait_batch_p2p", lambda work: None))
-        receive = pipeline_runtime.dist.irecv
-        stack.enter_context(
-            patch.object(pipeline_runtime.dist, "irecv", lambda *a, **k: _NeverWaits(receive(*a, **k)))
-        )
+    class Planted:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch.distributed, name)
+
+        def irecv(self, *arguments: Any, **options: Any) -> Any:
+            return _NeverWaits(torch.distributed.irecv(*arguments, **options))
+
+    with (
+        patch.object(schedules, "_wait_batch_p2p", lambda work: None),
+        patch.object(pipeline_runtime, "dist", Planted()),
+    ):
         yield
 
 
@@ -141,7 +147,9 @@ PLANTS = {
     "tp: sums used before they came": Plant(_sums_used_early, {"tp": 2}),
     "pp: inputs used before they came": Plant(_inputs_used_early, {"pp": 2}),
     "checkpoint: written before the copy ended": Plant(_staging_not_waited_for, {"save": 1, "beside": True}, False),
-    "checkpoint: copied before the step ended": Plant(_staged_before_the_step_ended, {"save": 1, "beside": True}, False),
+    "checkpoint: copied before the step ended": Plant(
+        _staged_before_the_step_ended, {"save": 1, "beside": True}, False
+    ),
     "checkpoint: the step does not wait for the copy": Plant(_step_during_staging, {"save": 1, "beside": True}, False),
 }
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from tests.places import EXAMPLES
 
 from shardwright.config.load import load_run_file
 from shardwright.layout.legality import check_run
@@ -23,7 +24,6 @@ from shardwright.train.loop import Trainer
 from shardwright.train.run_data import open_data
 from shardwright.train.signals import StopFlag
 from shardwright.train.update import UpdateEngine, UpdateResult
-from tests.places import EXAMPLES
 
 UPDATES = 3
 KEYS = {
