@@ -118,6 +118,7 @@ def measured(model: str, kind: str, recompute: str, dtype: str, microbatches: in
         ("tiny", "zero3", "none", "bf16", 2),
         ("tiny", "zero3", "full", "fp32", 2),
         ("tiny", "zero2", "selective", "bf16", 2),
+        ("tiny", "zero2", "alternate", "bf16", 2),
         ("tiny", "zero1", "none", "bf16", 2),
         ("tiny", "zero1", "none", "fp32", 1),
         ("gpt2-tiny", "zero3", "none", "bf16", 2),
