@@ -25,6 +25,8 @@ from torch._C._distributed_c10d import TCPStore as TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.parallel import ParallelStyle as _ParallelStyle
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._device import _device_constructors
@@ -194,6 +196,24 @@ def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
 
 
 # DTensor
+
+
+FAKE = "fake"
+"""A backend for groups of one rank, whose collectives copy inputs to outputs without a communicator."""
+
+
+def has_fake_backend() -> bool:
+    """Whether torch has the backend `fake` without an import of its testing package: from 2.13 on."""
+    return FAKE in dist.Backend.backend_list
+
+
+def place_like(local: Tensor, like: DTensor) -> DTensor:
+    """`local` as a DTensor placed like `like`, on the device where `local` is and without a graph.
+
+    `DTensor.from_local` moves the local tensor to the device of the mesh, also where `fully_shard` keeps shards on the host.
+    """
+    meta = TensorMeta(like.shape, like.stride(), local.dtype)
+    return DTensor(local, DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta), requires_grad=False)
 
 
 def is_strided(placement: Any) -> bool:

@@ -148,8 +148,7 @@ def _data_parallel(
         FSDP(root, shard_units(named, own, run.parallelism.unit), shards, options)
         for (root, named), own in zip(roots, parts)
     ]
-    home = torch.device("cpu") if options.cpu_offload else device
-    materialise(filled, run.model, seed=seed, device=home)
+    materialise(filled, run.model, seed=seed, device=device)
     return wrapped
 
 
