@@ -102,6 +102,13 @@ ATTENTION_OPERATORS: tuple[Any, ...] = tuple(
 )
 """What scaled_dot_product_attention calls: selective recomputation keeps their results."""
 
+MATRIX_PRODUCTS: frozenset[Any] = frozenset(
+    getattr(torch.ops.aten, name).default
+    for name in ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm")
+    if hasattr(torch.ops.aten, name)
+)
+"""What matrix products become where torch dispatches; the last two are of torch 2.8 and later."""
+
 # Modules: named_parameters leaves out a parameter that is None, and its dictionary cannot be written to.
 
 
@@ -144,7 +151,9 @@ def copy_module(
 
 collectives = torch.ops._c10d_functional
 """Functional collectives, which torch.compile traces; `torch.distributed.nn.functional` is not traced."""
-COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+OWN_COLLECTIVES = "shardwright_collectives"
+"""Where our own collectives stand among torch's operators."""
+COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", OWN_COLLECTIVES)
 """Where collectives stand among torch's operators."""
 REDISTRIBUTE_LOGGER = "torch.distributed.tensor._redistribute"
 """The logger that warns of a DTensor made whole in two gathers."""
