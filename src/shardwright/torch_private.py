@@ -242,7 +242,7 @@ class ParallelStyle(_ParallelStyle):
 # fully_shard
 
 
-def fsdp_units(modules: Iterable[nn.Module]) -> list[tuple[FSDPModule, Any]]:
+def fsdp_units(modules: Iterable[Any]) -> list[tuple[FSDPModule, Any]]:
     """(module, parameter group that `fully_shard` gathers together) in the order of `modules`, each group once.
 
     torch 2.13 has a list of groups for each module, older versions one group or None. Of a unit are used: `fsdp_params`,
