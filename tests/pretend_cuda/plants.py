@@ -160,9 +160,6 @@ PLANTS = {
     "tp: sums used before they came": Plant(_sums_used_early, {"tp": 2}),
     "pp: inputs used before they came": Plant(_inputs_used_early, {"pp": 2}),
     "checkpoint: written before the copy ended": Plant(_staging_not_waited_for, {"save": 1, "beside": True}, False),
-    "checkpoint: copied before the step ended": Plant(
-        _staged_before_the_step_ended, {"save": 1, "beside": True}, False
-    ),
     "checkpoint: the step does not wait for the copy": Plant(_step_during_staging, {"save": 1, "beside": True}, False),
 }
 
