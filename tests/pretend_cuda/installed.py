@@ -349,9 +349,9 @@ def install() -> None:
         begin(*arguments, **options)
 
     dist.init_process_group = c10d.init_process_group = init_process_group  # type: ignore[assignment]
-    from tests.pretend_cuda import attention
+    from tests.pretend_cuda import operators
 
-    attention.register(device_.host_view)
+    operators.register(device_.host_view)
     if os.environ.get("PRETEND_CUDA_NOTES"):
         from tests.pretend_cuda import noted
 
