@@ -25,6 +25,8 @@ from torch._C._distributed_c10d import TCPStore as TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.parallel import ParallelStyle as _ParallelStyle
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._device import _device_constructors
@@ -100,6 +102,13 @@ ATTENTION_OPERATORS: tuple[Any, ...] = tuple(
 )
 """What scaled_dot_product_attention calls: selective recomputation keeps their results."""
 
+MATRIX_PRODUCTS: frozenset[Any] = frozenset(
+    getattr(torch.ops.aten, name).default
+    for name in ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm")
+    if hasattr(torch.ops.aten, name)
+)
+"""What matrix products become where torch dispatches; the last two are of torch 2.8 and later."""
+
 # Modules: named_parameters leaves out a parameter that is None, and its dictionary cannot be written to.
 
 
@@ -149,7 +158,9 @@ def copy_module(
 
 collectives = torch.ops._c10d_functional
 """Functional collectives, which torch.compile traces; `torch.distributed.nn.functional` is not traced."""
-COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+OWN_COLLECTIVES = "shardwright_collectives"
+"""Where our own collectives stand among torch's operators."""
+COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", OWN_COLLECTIVES)
 """Where collectives stand among torch's operators."""
 REDISTRIBUTE_LOGGER = "torch.distributed.tensor._redistribute"
 """The logger that warns of a DTensor made whole in two gathers."""
@@ -194,6 +205,24 @@ def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
 # DTensor
 
 
+FAKE = "fake"
+"""A backend for groups of one rank, whose collectives copy inputs to outputs without a communicator."""
+
+
+def has_fake_backend() -> bool:
+    """Whether torch has the backend `fake` without an import of its testing package: from 2.13 on."""
+    return FAKE in dist.Backend.backend_list
+
+
+def place_like(local: Tensor, like: DTensor) -> DTensor:
+    """`local` as a DTensor placed like `like`, on the device where `local` is and without a graph.
+
+    `DTensor.from_local` moves the local tensor to the device of the mesh, also where `fully_shard` keeps shards on the host.
+    """
+    meta = TensorMeta(like.shape, like.stride(), local.dtype)
+    return DTensor(local, DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta), requires_grad=False)
+
+
 def is_strided(placement: Any) -> bool:
     """Whether `fully_shard` has cut a tensor that tensor parallelism to its right has cut already."""
     return isinstance(placement, _StridedShard)
@@ -213,7 +242,7 @@ class ParallelStyle(_ParallelStyle):
 # fully_shard
 
 
-def fsdp_units(modules: Iterable[nn.Module]) -> list[tuple[FSDPModule, Any]]:
+def fsdp_units(modules: Iterable[Any]) -> list[tuple[FSDPModule, Any]]:
     """(module, parameter group that `fully_shard` gathers together) in the order of `modules`, each group once.
 
     torch 2.13 has a list of groups for each module, older versions one group or None. Of a unit are used: `fsdp_params`,

@@ -16,7 +16,6 @@ from __future__ import annotations
 import shutil
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -35,6 +34,7 @@ from shardwright.checkpoint.parts import RankPart, Value, local_part, rank_parts
 from shardwright.checkpoint.resume import current_lineage, read_choice
 from shardwright.errors import SaveError
 from shardwright.mesh.object_collectives import broadcast_object, gather_objects
+from shardwright.units import format_bytes_binary
 
 Step = Literal["complete", "replicate", "publish", "remove surplus"]
 
@@ -148,10 +148,11 @@ class Saver:
             if held.key in volatile:
                 copy.copy_(local)
         later = [pair for (held, _), pair in zip(parts, copies) if held.key not in volatile]
+        queued = _queued_work(later)
 
         def copy_and_write() -> dict[str, Any] | None:
             try:
-                _copy_to_host(later)
+                _copy_to_host(later, queued)
             finally:
                 save.staged.set()
             return self._write(save, staged)
@@ -192,7 +193,9 @@ class Saver:
         size = sum(held.part_bytes for held, _ in parts)
         if self._buffer.numel() < size:
             on_device = any(tensor.device.type == "cuda" for _, tensor in parts)
-            self._buffer = _host_buffer(size, self._buffer, on_device)
+            self._buffer, refusal = _host_buffer(size, self._buffer, on_device)
+            if refusal:
+                self._say(refusal)
         copies = self._buffer[:size].split([held.part_bytes for held, _ in parts]) if parts else ()
         return [(held, copy.view(held.dtype).view(held.box.shape)) for (held, _), copy in zip(parts, copies)]
 
@@ -299,27 +302,45 @@ def _raise_any(problems: list[str]) -> None:
         )
 
 
-def _host_buffer(size: int, old: Tensor, pinned: bool) -> Tensor:
-    """`size` bytes on the host, registered with CUDA where `pinned`; `old` is given up.
+def _host_buffer(size: int, old: Tensor, pinned: bool) -> tuple[Tensor, str]:
+    """(`size` bytes on the host, registered with CUDA where `pinned`; CUDA's refusal, or nothing). `old` is given up.
 
     torch's allocator of pinned memory would round one block up to a power of two.
     """
-    if pinned and old.numel():
+    if pinned and old.numel() and old.is_pinned():
         torch.cuda.cudart().cudaHostUnregister(old.data_ptr())
-    buffer = torch.empty(size, dtype=torch.uint8)
-    if pinned and size:  # where CUDA refuses, copies are slower but right
-        torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), size, 0)
-    return buffer
+    buffer, refusal = torch.empty(size, dtype=torch.uint8), ""
+    if pinned and size:
+        code = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), size, 0))
+        if code:
+            refusal = (
+                f"CUDA does not lock {format_bytes_binary(size)} of host memory for saving (cudaHostRegister: error {code}). "
+                "Checkpoints are right, but their copies hold up training for longer. Look at `ulimit -l`."
+            )
+    return buffer, refusal
 
 
-def _copy_to_host(copies: list[tuple[Tensor, Tensor]]) -> None:
-    """Copies each tensor to its place on the host; from a GPU on a stream of its own, after the work that is queued now."""
+def _queued_work(copies: list[tuple[Tensor, Tensor]]) -> torch.cuda.Event | None:
+    """The end of the work that this thread has queued on the GPU of the tensors that are copied; None without a GPU."""
     device = next((t.device for t, _ in copies if t.device.type == "cuda"), None)
-    stream = torch.cuda.Stream(device) if device is not None else None
-    if stream is not None:
-        stream.wait_stream(torch.cuda.default_stream(device))
-    with torch.no_grad(), torch.cuda.stream(stream) if stream is not None else nullcontext():
+    return None if device is None else torch.cuda.current_stream(device).record_event()
+
+
+def _copy_to_host(copies: list[tuple[Tensor, Tensor]], queued: torch.cuda.Event | None) -> None:
+    """Copies each tensor to its place on the host; from a GPU on a stream of its own, after the work `queued`.
+
+    Called in a thread, which begins with device 0: unless it takes the device of the tensors, CUDA makes a context on GPU 0.
+    """
+    if queued is None:
+        with torch.no_grad():
+            for tensor, copy in copies:
+                copy.copy_(tensor)
+        return
+    device = next(t.device for t, _ in copies if t.device.type == "cuda")
+    torch.cuda.set_device(device)
+    stream = torch.cuda.Stream(device)
+    stream.wait_event(queued)
+    with torch.no_grad(), torch.cuda.stream(stream):
         for tensor, copy in copies:
             copy.copy_(tensor, non_blocking=True)
-    if stream is not None:
-        stream.synchronize()
+    stream.synchronize()

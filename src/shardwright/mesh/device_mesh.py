@@ -8,7 +8,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwright.layout.axes import AXES, ROW_AXES, Axes
-from shardwright.torch_private import concatenate_meshes, flatten_mesh
+from shardwright.torch_private import FAKE, concatenate_meshes, flatten_mesh, has_fake_backend
 
 FLATTENED = {"_".join(axes): axes for axes in (("dp_shard", *ROW_AXES), ("dp_replicate", *ROW_AXES))}
 """Name of a dimension -> its axes. Ranks of `ROW_AXES` hold the same parameters and other tokens, as data-parallel ranks do:
@@ -18,9 +18,20 @@ parameters are sharded over them, and gradients summed, in one group with a data
 def make_mesh(axes: Axes, device: torch.device) -> DeviceMesh:
     """The mesh of all five axes, outer to inner; axes of size 1 are there too, so that no rank count is special.
 
-    Collective: every rank of the default process group calls it.
+    An axis of one rank has no communicator: NCCL's would take memory of the GPU and, on thousands of ranks, seconds. All such
+    axes share one group of torch's backend `fake`, which copies inputs to outputs. Collective: every rank of the default
+    process group calls it.
     """
-    return init_device_mesh(device.type, axes.sizes, mesh_dim_names=tuple(AXES))
+    divided = {axis: size for axis, size in zip(AXES, axes.sizes) if size > 1}
+    names = tuple(AXES)
+    if len(divided) == len(names) or not divided or not has_fake_backend():
+        return init_device_mesh(device.type, axes.sizes, mesh_dim_names=names)
+    groups = init_device_mesh(device.type, tuple(divided.values()), mesh_dim_names=tuple(divided))
+    # made by this rank alone: else every rank would take part in making the group of every other
+    alone = dist.new_group([dist.get_rank()], backend=FAKE, use_local_synchronization=True)
+    ranks = torch.arange(dist.get_world_size()).view(axes.sizes)
+    members = [groups.get_group(axis) if axis in divided else alone for axis in names]
+    return DeviceMesh.from_group(members, device.type, ranks, mesh_dim_names=names)
 
 
 def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardwright.errors import ShardwrightError
-from shardwright.torch_private import is_strided
+from shardwright.torch_private import is_strided, place_like
 
 
 @dataclass(frozen=True)
@@ -119,6 +119,8 @@ def from_local(local: Tensor, like: Tensor) -> Tensor:
     """`local`, shaped like this rank's part of `like`, as a tensor placed like `like`."""
     if not isinstance(like, DTensor) or isinstance(local, DTensor):
         return local
+    if local.device.type != like.device_mesh.device_type and not local.is_meta:  # a shard that stays on the host
+        return place_like(local, like)
     return DTensor.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )

@@ -14,7 +14,7 @@ from shardwright.mesh.shard_geometry import box_of, from_local, local_tensor
 from shardwright.models.build import RECIPES, model_directory, tensors_of
 from shardwright.models.initialization import Recipe, UnsplitModel, replay
 from shardwright.models.weights import Weights, listed
-from shardwright.torch_private import fsdp_units
+from shardwright.torch_private import fsdp_units, own_buffers
 
 
 @dataclass
@@ -46,6 +46,7 @@ def materialise(model: nn.Module, spec: Model, *, seed: int, device: torch.devic
     slots = _slots(model)
     weights = Weights(model_directory(spec), slots[0].recipe.whole) if spec.init == "pretrained" else None
     _check(slots, weights)
+    _move_computed_buffers(model, device)
     sharded = [p for _, unit in fsdp_units(model.modules()) for p in unit.fsdp_params]
     on_host = {id(p.sharded_param) for p in sharded if p.offload_to_cpu}
     for slot in slots:
@@ -104,6 +105,15 @@ def _slots(model: nn.Module) -> list[_Slot]:
                 )
             slots.setdefault(id(tensor), _Slot(tensor, recipe)).places.append((module, leaf))
     return list(slots.values())
+
+
+def _move_computed_buffers(model: nn.Module, device: torch.device) -> None:
+    """Moves the buffers that a constructor computed on the CPU, out of numpy for example, to `device`; ties stay ties."""
+    moved: dict[int, Tensor] = {}
+    for module in model.modules():
+        for leaf, tensor in own_buffers(module).items():
+            if tensor is not None and not tensor.is_meta and tensor.device != device:
+                setattr(module, leaf, moved.setdefault(id(tensor), tensor.to(device)))
 
 
 def _check(slots: Sequence[_Slot], weights: Weights | None) -> None:

@@ -321,8 +321,10 @@ class UpdateEngine:
         square = torch.zeros((), dtype=torch.float64, device=self.device)
         if counted:
             wide = torch.float64 if counted[0].dtype == torch.float64 else torch.float32
-            norms = torch.stack([norm.to(self.device) for norm in torch._foreach_norm(counted, 2, dtype=wide)])
-            square = norms.double().square().sum()
+            norms = torch._foreach_norm(counted, 2, dtype=wide)
+            for device in {norm.device for norm in norms}:  # with shards on the host, 0-dim parameters are on the GPU
+                here = torch.stack([norm for norm in norms if norm.device == device])
+                square = square + here.double().square().sum().to(self.device, non_blocking=True)
         sums = torch.stack([square, self._loss * self.counts_loss, torch.full_like(square, float(stop))])
         dist.all_reduce(sums)
         squares, loss, stops = sums.tolist()
