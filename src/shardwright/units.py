@@ -15,12 +15,12 @@ def _scaled(value: float, steps: tuple[tuple[float, str], ...], digits: int) -> 
 
 
 def format_bytes(size_bytes: float, digits: int = 1) -> str:
-    """`17.5 GB`: decimal units, as device makers and the planner use them."""
+    """`17.5 GB`: decimal units, for files, traffic and rates, as makers of disks and links use them."""
     return _scaled(size_bytes, ((TB, "TB"), (GB, "GB"), (MB, "MB"), (KB, "kB"), (1, "B")), digits)
 
 
 def format_bytes_binary(size_bytes: float, digits: int = 1) -> str:
-    """`16.3 GiB`: binary units, as `nvidia-smi` and torch print them."""
+    """`16.3 GiB`: binary units, for memory, as `plan`, `nvidia-smi` and torch print them."""
     return _scaled(size_bytes, ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"), (1, "B")), digits)
 
 
