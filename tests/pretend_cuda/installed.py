@@ -40,6 +40,8 @@ Note = tuple[str, str, str]
 """(kind, what, stack): `wait` where the host waits for the device, `h2d` and `d2h` copies, `pageable` for those from memory
 that is not pinned."""
 notes: list[Note] = []
+breaches: list[str] = []
+"""Breaches of CUDA's rules in this process."""
 pinned: dict[int, int] = {}  # first address -> bytes
 _HERE = str(Path(__file__).resolve().parent)
 _violations = os.environ.get("PRETEND_CUDA_VIOLATIONS")
@@ -62,6 +64,7 @@ def _on_note(kind: str, what: str) -> None:
 
 
 def _on_violation(text: str) -> None:
+    breaches.append(text)
     line = f"{text}\n    {_stack(12)}\n"
     sys.stderr.write(f"pretend CUDA: {line}")
     if _violations:
@@ -184,11 +187,11 @@ def set_device(device: Any) -> None:
     if index < 0 or index == device_.current_device():
         return
     device_.set_device(index)
-    if _own is not None and index != _own:
-        device_.violate(f"cudaSetDevice({index}) by the rank of cuda:{_own}, which makes a context there")
+    if _own and index != _own[0]:
+        device_.violate(f"cudaSetDevice({index}) by the rank of cuda:{_own[0]}, which makes a context there")
 
 
-_own: int | None = None
+_own: list[int] = []  # the GPU of this rank, once the process group binds it
 
 
 @contextlib.contextmanager
@@ -209,7 +212,7 @@ def stream(chosen: Stream | None) -> Iterator[Stream | None]:
         set_stream(before)
 
 
-class device:  # noqa: N801: torch's name
+class device:
     """`torch.cuda.device`."""
 
     def __init__(self, device: Any) -> None:
@@ -340,10 +343,9 @@ def install() -> None:
     begin = dist.init_process_group
 
     def init_process_group(*arguments: Any, **options: Any) -> None:
-        global _own
         if options.get("device_id") is not None:
-            _own = options["device_id"].index
-            device_.bind(_own)
+            _own[:] = [options["device_id"].index]
+            device_.bind(_own[0])
         begin(*arguments, **options)
 
     dist.init_process_group = c10d.init_process_group = init_process_group  # type: ignore[assignment]

@@ -348,6 +348,18 @@ class UpdateEngine:
             param.parameter.grad = None
             param.tensor.grad = None
 
+    def close(self) -> None:
+        """Frees the memory of weights, gradients and optimizer at once. The engine can't be used afterwards.
+
+        Without this call, Python's garbage collector frees them, at some later time: the modules of a model that is split,
+        checkpointed or compiled hold themselves.
+        """
+        self.zero_grad()
+        self.optimizer.state.clear()
+        self.optimizer.param_groups.clear()
+        self.params.clear()
+        self.strategy.close()
+
     def _non_finite(self, batch: UpdateBatch, norm: float, loss: float) -> NonFiniteError:
         """The error that names the ranks; collective, since the ranks tell each other about their own loss."""
         flags = [torch.zeros((), device=self.device) for _ in range(dist.get_world_size())]
