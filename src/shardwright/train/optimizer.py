@@ -64,7 +64,7 @@ class ShardedParam:
         return None if self.parameter.grad is None else local_tensor(self.parameter.grad)
 
     def is_current(self) -> bool:
-        """Whether the optimizer's tensor is still the model's memory: re-sharding and re-creation give the model other memory."""
+        """Whether the optimizer's tensor is the model's memory; re-sharding and re-creation give the model other memory."""
         local, held = local_tensor(self.parameter), local_tensor(self.tensor)
         return held.data_ptr() == local.data_ptr() and held.shape == local.shape
 

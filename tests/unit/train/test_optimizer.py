@@ -74,7 +74,7 @@ def test_linear_rates_by_hand() -> None:
     [
         ({"lr_scheduler_type": "cosin"}, "'cosin' is not known. The learning rate must be a function of the update alone"),
         ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "is not known"),
-        ({"lr_scheduler_kwargs": {"cycles": 1}}, "linear does not know `cycles`. The arguments of linear are: none. Remove `cycles`."),
+        ({"lr_scheduler_kwargs": {"cycles": 1}}, "linear does not know `cycles`. The arguments of linear are: none. Remove"),
         ({"lr_scheduler_type": "cosine_with_min_lr"}, "training.lr_scheduler_kwargs for cosine_with_min_lr"),
     ],
 )  # fmt: skip
