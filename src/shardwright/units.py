@@ -29,6 +29,11 @@ def format_count(value: float, digits: int = 1) -> str:
     return _scaled(value, ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k"), (1, "")), digits).strip()
 
 
+def counted(number: int, name: str) -> str:
+    """`1 update`, `1,200 updates`."""
+    return f"{number:,} {name}{'' if number == 1 else 's'}"
+
+
 def format_flops(flops: float, digits: int = 1) -> str:
     """`989.0 TFLOP`; append `/s` for a rate."""
     steps = (

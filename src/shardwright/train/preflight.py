@@ -70,7 +70,7 @@ def prepare_run(loaded: Loaded, console: Console, exported: bool = False) -> Pre
     lines += check_positions(model, run, [prepared.table for prepared in splits])
     if order.dropped:
         lines.append(
-            f"data.drop_last: {order.dropped} of {order.stretch.end + order.dropped:,} rows are left out: those of the "
+            f"data.drop_last: {order.dropped} of {order.segment.end + order.dropped:,} rows are left out: those of the "
             "part-filled last update."
         )
     for line in lines:
