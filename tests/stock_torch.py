@@ -7,7 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
+from shardwright.backends.backend import CHOSEN
 from shardwright.backends.facts import GLOO, has_own_backend
+
+
+def _forget() -> None:
+    has_own_backend.cache_clear()
+    CHOSEN.clear()
 
 
 @contextmanager
@@ -15,6 +21,6 @@ def without_gloo_package() -> Iterator[None]:
     """Within, the package cannot be imported: no backend, facts or attention of ours is found."""
     hidden = {name: None for name in (GLOO, *sys.modules) if name.startswith(GLOO)}
     with mock.patch.dict(sys.modules, hidden):
-        has_own_backend.cache_clear()
+        _forget()
         yield
-    has_own_backend.cache_clear()
+    _forget()

@@ -11,7 +11,7 @@ the suite. Tried on torch 2.13.0 (CPU build, the whole suite) and on 2.14.1 (CUD
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -102,6 +102,13 @@ ATTENTION_OPERATORS: tuple[Any, ...] = tuple(
 )
 """What scaled_dot_product_attention calls: selective recomputation keeps their results."""
 
+MATRIX_PRODUCTS: frozenset[Any] = frozenset(
+    getattr(torch.ops.aten, name).default
+    for name in ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm")
+    if hasattr(torch.ops.aten, name)
+)
+"""What matrix products become where torch dispatches; the last two are of torch 2.8 and later."""
+
 # Modules: named_parameters leaves out a parameter that is None, and its dictionary cannot be written to.
 
 
@@ -118,6 +125,13 @@ def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
 def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
     """The children of `module`, to read and to replace."""
     return module._modules
+
+
+def drop_tensors(module: nn.Module) -> None:
+    """Takes all parameters and buffers out of `module`, which can't run afterwards."""
+    for one in module.modules():
+        one._parameters.clear()
+        one._buffers.clear()
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
@@ -144,7 +158,9 @@ def copy_module(
 
 collectives = torch.ops._c10d_functional
 """Functional collectives, which torch.compile traces; `torch.distributed.nn.functional` is not traced."""
-COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+OWN_COLLECTIVES = "shardwright_collectives"
+"""Where our own collectives stand among torch's operators."""
+COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", OWN_COLLECTIVES)
 """Where collectives stand among torch's operators."""
 REDISTRIBUTE_LOGGER = "torch.distributed.tensor._redistribute"
 """The logger that warns of a DTensor made whole in two gathers."""
@@ -226,7 +242,7 @@ class ParallelStyle(_ParallelStyle):
 # fully_shard
 
 
-def fsdp_units(modules: Iterable[nn.Module]) -> list[tuple[FSDPModule, Any]]:
+def fsdp_units(modules: Iterable[Any]) -> list[tuple[FSDPModule, Any]]:
     """(module, parameter group that `fully_shard` gathers together) in the order of `modules`, each group once.
 
     torch 2.13 has a list of groups for each module, older versions one group or None. Of a unit are used: `fsdp_params`,
@@ -243,3 +259,20 @@ def fsdp_units(modules: Iterable[nn.Module]) -> list[tuple[FSDPModule, Any]]:
                 if group is not None:
                     units.setdefault(id(group), (module, group))
     return list(units.values())
+
+
+def end_fully_shard(modules: Sequence[FSDPModule]) -> None:
+    """Takes the state of `fully_shard` out of these modules, which can't run afterwards.
+
+    The state holds shards, gathered parameters and buffers, and no public function of torch (up to 2.14) takes it away.
+    """
+    for _, group in fsdp_units(modules):
+        for parameter in group.fsdp_params:
+            vars(parameter).clear()
+        vars(group).clear()
+    for module in modules:
+        state = module._get_fsdp_state()
+        if vars(state):  # modules that are gathered together share one state
+            for handle in (state._pre_forward_hook_handle, state._post_forward_hook_handle):
+                handle.remove()
+            vars(state).clear()

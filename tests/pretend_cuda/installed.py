@@ -37,9 +37,11 @@ _spec.loader.exec_module(device_)
 
 NAME, MEMORY = "NVIDIA H100 80GB HBM3", 85_520_809_984
 Note = tuple[str, str, str]
-"""(kind, what, stack): `wait` where the host waits for the device, `h2d` and `d2h` copies, `pageable` for those from memory
-that is not pinned."""
+"""(kind, what, stack): `wait` where the host waits until the device has nothing to do, `late` where the device has more work
+queued than the host waits for, `h2d` and `d2h` copies, `pageable` for those from memory that is not pinned."""
 notes: list[Note] = []
+breaches: list[str] = []
+"""Breaches of CUDA's rules in this process."""
 pinned: dict[int, int] = {}  # first address -> bytes
 _HERE = str(Path(__file__).resolve().parent)
 _violations = os.environ.get("PRETEND_CUDA_VIOLATIONS")
@@ -62,6 +64,7 @@ def _on_note(kind: str, what: str) -> None:
 
 
 def _on_violation(text: str) -> None:
+    breaches.append(text)
     line = f"{text}\n    {_stack(12)}\n"
     sys.stderr.write(f"pretend CUDA: {line}")
     if _violations:
@@ -102,11 +105,12 @@ class Event:
             device_.stream_waits((stream or current_stream()).key, self._clock)
 
     def query(self) -> bool:
-        return True
+        """As late as it may be: whether the host has waited for it."""
+        return self._clock is None or device_.host_knows(self._clock)
 
     def synchronize(self) -> None:
         if self._clock is not None:
-            device_.note_wait("Event.synchronize")
+            (device_.note_late if device_.leaves_work(self._clock) else device_.note_wait)("Event.synchronize")
             device_.host_waits(self._clock)
 
     def elapsed_time(self, other: Event) -> float:
@@ -184,11 +188,11 @@ def set_device(device: Any) -> None:
     if index < 0 or index == device_.current_device():
         return
     device_.set_device(index)
-    if _own is not None and index != _own:
-        device_.violate(f"cudaSetDevice({index}) by the rank of cuda:{_own}, which makes a context there")
+    if _own and index != _own[0]:
+        device_.violate(f"cudaSetDevice({index}) by the rank of cuda:{_own[0]}, which makes a context there")
 
 
-_own: int | None = None
+_own: list[int] = []  # the GPU of this rank, once the process group binds it
 
 
 @contextlib.contextmanager
@@ -209,7 +213,7 @@ def stream(chosen: Stream | None) -> Iterator[Stream | None]:
         set_stream(before)
 
 
-class device:  # noqa: N801: torch's name
+class device:
     """`torch.cuda.device`."""
 
     def __init__(self, device: Any) -> None:
@@ -340,10 +344,9 @@ def install() -> None:
     begin = dist.init_process_group
 
     def init_process_group(*arguments: Any, **options: Any) -> None:
-        global _own
         if options.get("device_id") is not None:
-            _own = options["device_id"].index
-            device_.bind(_own)
+            _own[:] = [options["device_id"].index]
+            device_.bind(_own[0])
         begin(*arguments, **options)
 
     dist.init_process_group = c10d.init_process_group = init_process_group  # type: ignore[assignment]

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from shardwright.arch.parameters import matmuls
+from shardwright.arch.parameters import block_products, matmuls
 from shardwright.arch.shape import Shape
 
 FORWARD_AND_BACKWARD = 3
@@ -82,13 +82,17 @@ def model_flops(shape: Shape, length: float, causal: bool = False) -> ModelFlops
 def recompute_flops(shape: Shape, length: float, mode: str, causal: bool = False) -> float:
     """FLOPs per token of recomputation, which HFU counts and MFU does not.
 
-    mode: `none`; `selective`: attention's core again (matrix products are kept); `full`: every block's forward again.
+    mode: `none`; `selective`: attention's core again (matrix products are kept); `alternate`: every second product besides,
+    but for the last of a block, which nothing needs; `full`: every block's forward again.
     """
     attention = attention_forward_flops(shape, length, causal)
     if mode == "none":
         return 0.0
     if mode == "selective":
         return attention
+    if mode == "alternate":
+        again = sum(fan_in * fan_out for fan_in, fan_out, _ in block_products(shape)[1:-1:2])
+        return 2.0 * shape.layers * again + recompute_flops(shape, length, "selective", causal)
     if mode == "full":
         return 2.0 * shape.layers * block_matmul_weights(shape) + attention
     raise ValueError(f"no recomputation mode {mode!r}")

@@ -112,6 +112,20 @@ def matrix_weights(shape: Shape) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=256)
+def block_products(shape: Shape) -> tuple[tuple[int, int, Split | None], ...]:
+    """(fan in, fan out, how tensor parallelism splits it) of the weight products of one block, in the order of forward.
+
+    Projections that one parameter holds are one product. Of a model that was counted, the products of `matmuls`.
+    """
+    family = family_of(shape.family)
+    if shape.counted is not None:
+        return tuple((m.fan_in, m.fan_out, m.split) for m in matmuls(shape))
+    inside = [g for g in parameters(shape) if g.name.startswith(family.block + ".") and len(g.size) == 2]
+    first, second = (0, 1) if family.transposed_weights else (1, 0)
+    return tuple((g.size[first], g.size[second], g.split) for g in inside)
+
+
+@lru_cache(maxsize=256)
 def matmuls(shape: Shape) -> tuple[Matmul, ...]:
     """The weight products of one block, each on all tokens; attention's own two products are not here."""
     s = shape

@@ -9,7 +9,6 @@ the same results.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -78,6 +77,10 @@ class PipelineRuntime(Protocol):
 class Backend:
     """torch's own implementations. A package for one kind of device overrides some of these methods."""
 
+    sums: tuple[Any, ...] = (collectives.reduce_scatter_tensor.default, collectives.all_reduce.default)
+    """Operators that sum over a tensor-parallel group, in eager and in compiled code: selective recomputation keeps their
+    results."""
+
     def reductions(self, modules: Sequence[FSDPModule], mesh: DeviceMesh) -> Reductions:
         """The gradient reductions of `modules`. `mesh`: shards in the last dimension, replicas in a dimension before it."""
         return Reductions(modules, mesh.get_group(0) if mesh.ndim == 2 else None)
@@ -94,14 +97,11 @@ class Backend:
         """Gives `model`, which computes in bf16 and attends to whole rows, a faster core attention where there is one."""
 
 
-@cache
-def _own(package: str) -> Backend:
-    return import_module(f"{package}.backend").BACKEND
+CHOSEN: dict[str, Backend] = {}
 
 
 def choose_backend(device: str) -> Backend:
     """The backend of ranks on `cpu` or `cuda`."""
-    return _own(GLOO) if has_own_backend(device) else _TORCH
-
-
-_TORCH = Backend()
+    if device not in CHOSEN:  # a dict, which torch.compile looks into; it would not trace a cache or an import
+        CHOSEN[device] = import_module(f"{GLOO}.backend").BACKEND if has_own_backend(device) else Backend()
+    return CHOSEN[device]

@@ -28,7 +28,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwright.backends.backend import Backend, choose_backend
+from shardwright.backends.backend import choose_backend
 from shardwright.torch_private import collectives, unsafe_view
 
 
@@ -58,13 +58,13 @@ def _all_gather(x: Tensor, dim: int, size: int, rank: int, name: str) -> Tensor:
 
 def _split(x: Tensor, dim: int, size: int, rank: int, name: str) -> Tensor:
     length = x.size(dim) // size
-    return x.narrow(dim, rank * length, length).contiguous()
+    piece = x.narrow(dim, rank * length, length).contiguous()
+    return piece.flatten().view(piece.shape)  # strides as of a new tensor where a dim of size 1 kept those of `x`
 
 
 def _reduce_scatter(x: Tensor, dim: int, size: int, rank: int, name: str) -> Tensor:
     pieces = x.unflatten(dim, (size, x.size(dim) // size)).movedim(dim, 0).flatten(0, 1).contiguous()
-    backend = Backend() if torch.compiler.is_compiling() else choose_backend(x.device.type)
-    return backend.reduce_scatter(pieces, size, name)
+    return choose_backend(x.device.type).reduce_scatter(pieces, size, name)
 
 
 _MOVES = {

@@ -276,10 +276,11 @@ class Precision(Section):
 class Memory(Section):
     """Options that save memory and cost time."""
 
-    activation_checkpointing: Literal["none", "full", "selective"] = Field(
+    activation_checkpointing: Literal["none", "full", "selective", "alternate"] = Field(
         "none",
         description="What backward recomputes. none: nothing. full: each block. selective: each block except its matrix "
-        "products",
+        "products, its attention, and its sums over tensor-parallel ranks. alternate: as selective, and every second matrix "
+        "product too",
     )
     cpu_offload: Literal["none", "params"] = Field(
         "none", description="params: keep shards and optimizer states in host memory; needs zero* and GPUs"

@@ -43,7 +43,7 @@ EXCLUSIONS = (
     ),
     Exclusion(
         SPLIT_BACKWARD,
-        ("selective", "full"),
+        ("selective", "alternate", "full"),
         "torch computes the gradients of weights group by group. Full recomputation would run the block's forward again for "
         "each group (10 times for one block of a Llama). Selective recomputation keeps tensors that can be read only once.",
         "Set memory.activation_checkpointing to none, or pp_schedule to 1f1b.",

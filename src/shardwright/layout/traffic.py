@@ -187,6 +187,7 @@ class TensorWork:
     width_bytes: of the compute dtype.
     sequence: sequence parallelism.
     recomputes: how often backward runs a block's forward again.
+    keeps_sums: recomputation does not repeat the sums over the group, whose results are kept.
     gathered: widths of the outputs in a block that are gathered whole.
     split: widths of the whole inputs that row-wise layers cut.
     kept_behind: the block keeps a tensor for backward behind its last collective (a norm), so recomputation repeats that too.
@@ -205,6 +206,7 @@ class TensorWork:
     width_bytes: int
     sequence: bool = True
     recomputes: int = 0
+    keeps_sums: bool = False
     gathered: tuple[int, ...] = ()
     split: tuple[int, ...] = ()
     kept_behind: bool = False
@@ -243,7 +245,7 @@ def _blocks(w: TensorWork) -> Iterator[Traffic]:
     """Attention and MLP of each block, in forward, backward and recomputation: one collective before and one behind each."""
     count, payload = w.blocks * w.microbatches, w.positions * w.hidden * w.width_bytes
     # Recomputation ends with the last tensor that backward needs, which is before the collective behind the MLP.
-    again = w.recomputes * (2 if w.kept_behind else 1)
+    again = 0 if w.keeps_sums else w.recomputes * (2 if w.kept_behind else 1)
     if w.sequence:
         gathers, scatters = 4 + 2 * w.recomputes, 4 + again
         yield Traffic("tp", "all-gather", "activations", w.tp, gathers * count, payload)

@@ -6,7 +6,8 @@ parameters are gathered (the other order recomputes with resharded weights).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -14,24 +15,39 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from shardwright.torch_private import ATTENTION_OPERATORS
-
-_SAVED = (*(getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm")), *ATTENTION_OPERATORS)
+from shardwright.torch_private import ATTENTION_OPERATORS, MATRIX_PRODUCTS
 
 
-def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in _SAVED else CheckpointPolicy.PREFER_RECOMPUTE
+def selective_contexts(mode: str, kept: Collection[Any]) -> Any:
+    """The contexts of one forward of a block and of its recomputation: which results of operators are kept.
+
+    mode: `selective` keeps every matrix product, `alternate` the first, the third, and so on, in the order of forward.
+    kept: operators whose results are kept in both modes.
+    """
+    seen: Counter[bool] = (
+        Counter()
+    )  # products of the forward, and of the recomputation, which meets the same ones in order
+
+    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        is_kept = operator in kept
+        if operator in MATRIX_PRODUCTS:
+            seen[context.is_recompute] += 1
+            is_kept = mode == "selective" or seen[context.is_recompute] % 2 == 1
+        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
 
 
-def recompute_block(block: nn.Module, mode: str) -> None:
+def recompute_block(block: nn.Module, mode: str, sums: Collection[Any] = ()) -> None:
     """Makes `block` drop activations in forward and recompute them in backward.
 
-    mode: `full` keeps only the block's inputs. `selective` keeps the results of matrix products and attention too, which
-    cost most to recompute. The state of the generators is restored for recomputation, so that dropout draws the same masks.
+    mode: `full` keeps only the block's inputs. `selective` keeps too what costs most to compute again: the results of matrix
+    products, of attention, and of `sums`, the operators that sum over tensor-parallel ranks. `alternate` keeps only every
+    second product. The state of the generators is restored for recomputation, so that dropout draws the same masks.
     """
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": True}
-    if mode == "selective":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+    if mode != "full":
+        options["context_fn"] = partial(selective_contexts, mode, frozenset((*ATTENTION_OPERATORS, *sums)))
     forward: Callable[..., Any] = block.forward
     block.forward = partial(checkpoint, forward, **options)
 

@@ -96,9 +96,10 @@ def parallelize(
         ChunkedHead(head, plan.loss_chunks, divided, recompute=p.pp_size > 1 and schedule_of(p) == "gpipe")
     _replace_attention(model, parts, run, mesh, device)
     decide_by_document(model)
+    sums = choose_backend(device.type).sums
     for name in parts.blocks:
         if run.memory.activation_checkpointing != "none":
-            recompute_block(model.get_submodule(name), run.memory.activation_checkpointing)
+            recompute_block(model.get_submodule(name), run.memory.activation_checkpointing, sums)
         if run.memory.compile:
             compile_block(model.get_submodule(name))
     each = [parts] if split is None else [split.parts_of(plan.parts, [stage.index]) for stage in stages]

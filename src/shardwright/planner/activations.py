@@ -9,10 +9,12 @@ whole on every tensor-parallel rank, and divided too with sequence parallel.
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from shardwright.arch.families import family_of
+from shardwright.arch.parameters import block_products
 from shardwright.arch.shape import Shape
 from shardwright.backends.facts import backend_facts
 from shardwright.dtypes import DTYPE_BYTES
@@ -29,12 +31,12 @@ class Kept(NamedTuple):
     """One kept tensor of a block: its bytes per token, and what tensor parallelism does to it.
 
     whole: divided by tp with sequence parallel only. gathered: the input of a column product, see `Program.keeps_gathered`.
-    split: divided by tp.
+    split: divided by tp. sum: as whole, and there only where there is more than one tensor-parallel rank.
     """
 
     name: str
     bytes_per_token: float
-    divided: Literal["whole", "gathered", "split"]
+    divided: Literal["whole", "gathered", "split", "sum"]
 
 
 def norm_bytes(s: Shape, p: Program, width: int) -> float:
@@ -87,9 +89,11 @@ def _whole_block(problem: Problem, cp: int) -> tuple[Kept, ...]:
     return tuple(kept)
 
 
-def _selective(problem: Problem, cp: int) -> tuple[Kept, ...]:
+def _selective(problem: Problem, recompute: Recompute, cp: int) -> tuple[Kept, ...]:
     """What selective recomputation keeps of a block."""
     s, p, width = problem.shape, problem.program, DTYPE_BYTES[problem.param_dtype]
+    if p.own:
+        return _own_selective(problem, recompute)
     if p.selective == "attention":
         return tuple(one for one in _whole_block(problem, cp) if one.name != "attention matrices")
     core = [Kept("attention output", width * s.query_width + 4 * s.heads, "split")]
@@ -109,17 +113,38 @@ def _selective(problem: Problem, cp: int) -> tuple[Kept, ...]:
     return (Kept("block input", width * s.hidden, "whole"), *core, *products)
 
 
+def _own_selective(problem: Problem, recompute: Recompute) -> tuple[Kept, ...]:
+    """What ours keeps: attention, the results of products, and their sums over tensor-parallel ranks."""
+    s, width = problem.shape, DTYPE_BYTES[problem.param_dtype]
+    products, row = block_products(s), []
+    for index, (_, out, split) in enumerate(products):
+        if recompute == "selective" or index % 2 == 0:
+            row.append(Kept(f"product {index + 1}", width * out, "gathered" if split == "row" else "split"))
+    sums = width * sum(out for _, out, split in products if split == "row")
+    return (
+        Kept("block input", width * s.hidden, "whole"),
+        Kept("attention output", width * s.query_width + 4 * s.heads, "split"),
+        *row,
+        Kept("sums over tensor-parallel ranks", sums, "sum"),
+    )
+
+
 def kept_tensors(problem: Problem, recompute: Recompute = "none", cp: int = 1) -> tuple[Kept, ...]:
     """What one block keeps from forward to backward under a recomputation mode."""
     if recompute == "full":
         return (Kept("block input", DTYPE_BYTES[problem.param_dtype] * problem.shape.hidden, "whole"),)
-    return _selective(problem, cp) if recompute == "selective" else _whole_block(problem, cp)
+    return _whole_block(problem, cp) if recompute == "none" else _selective(problem, recompute, cp)
 
 
 def total_per_token(kept: tuple[Kept, ...], tp: int, sequence_parallel: bool, keeps_gathered: bool) -> float:
     """Bytes per token on one tensor-parallel rank."""
     divided = tp if sequence_parallel else 1
-    by = {"split": tp, "whole": divided, "gathered": 1 if keeps_gathered else divided}
+    by = {
+        "split": tp,
+        "whole": divided,
+        "gathered": 1 if keeps_gathered else divided,
+        "sum": divided if tp > 1 else math.inf,
+    }
     return sum(one.bytes_per_token / by[one.divided] for one in kept)
 
 

@@ -16,11 +16,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from shardwright.arch.parameters import counts
+from shardwright.arch.parameters import block_products, counts
 from shardwright.arch.shape import Shape
 from shardwright.dtypes import DTYPE_BYTES
 from shardwright.planner.device import Device
-from shardwright.planner.problem import Attention, Recompute
+from shardwright.planner.problem import SELECTIVE, Attention, Recompute
 from shardwright.planner.program import Program
 
 HEAD_RAMP = 32
@@ -154,10 +154,13 @@ def block_time(
     again = 0.0
     if recompute == "full":
         again = qkv_f + out_f + up_f + down_f + att_f + element
-    elif recompute == "selective":
+    elif recompute in SELECTIVE:
         # Products are kept; attention's core (when it is not flash) or the element-wise kernels are run
         # again.
         again = att_f if attention == "eager" else element
+        if recompute == "alternate":
+            products = block_products(s)[1:-1:2]
+            again += sum(matmul_seconds(device, m, fan_out / tp, fan_in, dtype) for fan_in, fan_out, _ in products)
     host_tp = program.host_tensor_parallel if tp > 1 else 0.0
     host_f = program.host_forward + host_tp
     return BlockTime(

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from shardwright.arch.shape import Shape
     from shardwright.config.schema import DataParallel, RunFile, Schedule
 
-Recompute = Literal["none", "selective", "full"]
+Recompute = Literal["none", "selective", "alternate", "full"]
+SELECTIVE: tuple[Recompute, ...] = ("selective", "alternate")
+"""Kinds of recomputation that keep more of a block than its input."""
 Attention = Literal["flash", "eager"]
 Loss = Literal["full", "chunked", "auto"]
 

@@ -15,7 +15,7 @@ from shardwright.layout.axes import Axes
 from shardwright.layout.pipeline_schedules import rank_stages
 from shardwright.planner.kernels import block_time, embedding_time, head_time
 from shardwright.planner.network import all_reduce_seconds, gather_seconds, group_of
-from shardwright.planner.problem import Layout, Problem, Recompute
+from shardwright.planner.problem import SELECTIVE, Layout, Problem, Recompute
 
 if TYPE_CHECKING:
     pass
@@ -135,6 +135,8 @@ class RankClock:
         tp = group_of(a.tp, 1, device.node.devices)
         payload = tokens * s.hidden * self._size
         again = layout.recompute == "full"
+        # Ours keeps attention and the sums over tensor-parallel ranks, not what was gathered for products and attention.
+        gathers_again = program.own and layout.recompute in SELECTIVE
         if layout.sequence_parallel:
             one = gather_seconds(device, tp, payload)
             # Forward: gather, scatter, twice. Backward: the same, and the sharded inputs of the two column
@@ -145,12 +147,14 @@ class RankClock:
         if a.tp > 1:
             copied = payload * program.tensor_passes / self._speed
             tp_f, tp_b = tp_f + 4 * copied, tp_b + 6 * copied
+        if gathers_again and layout.sequence_parallel:
+            tp_b += tp_f / 2
         tp_b = (tp_b + again * tp_f) * (1 - program.overlap_tensor_parallel)
         # Context parallel gathers K and V of the whole row; backward gathers them again and scatters their
         # gradients.
         kv = layout.microbatch_rows * problem.max_length * 2 * s.kv_width / a.tp * self._size
         cp_f = gather_seconds(device, group_of(a.cp, a.tp, device.node.devices), kv)
-        cp_b = cp_f * (2 + again)
+        cp_b = cp_f * (2 + (again or gathers_again))
         host = program.host_tensor_pipeline * a.tp if a.tp > 1 and crosses else 0.0
         forward = max(time.matmul + time.attention + time.elementwise + tp_f + cp_f, time.host_forward + host)
         backward = (

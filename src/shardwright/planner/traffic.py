@@ -25,6 +25,7 @@ from shardwright.layout.traffic import (
     whole_widths,
 )
 from shardwright.layout.zero import STAGES
+from shardwright.planner.problem import SELECTIVE
 from shardwright.planner.rank_bytes import holding, split_dim
 
 if TYPE_CHECKING:
@@ -205,6 +206,7 @@ def _tensor_work(
         width_bytes=DTYPE_BYTES[problem.param_dtype],
         sequence=layout.sequence_parallel,
         recomputes=recomputes,
+        keeps_sums=layout.recompute in SELECTIVE,
         gathered=gathered,
         split=split,
         kept_behind="post_feedforward_layernorm" in family.norms,

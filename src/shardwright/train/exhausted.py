@@ -25,7 +25,7 @@ from shardwright.units import format_bytes
 MARGIN = 0.95
 """A change fits when its planned peak is at most this fraction of the memory in use when the rank failed."""
 LATER_KINDS = {"ddp": ["zero1", "zero2", "zero3"], "zero1": ["zero2", "zero3"], "zero2": ["zero3"]}
-LATER_MODES = {"none": ["selective", "full"], "selective": ["full"]}
+LATER_MODES = {"none": ["selective", "alternate", "full"], "selective": ["alternate", "full"], "alternate": ["full"]}
 
 
 @dataclass

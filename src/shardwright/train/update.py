@@ -160,10 +160,8 @@ class UpdateEngine:
         if not self.module.training:
             self.module.train()
         self.batch = batch
-        self._loss, self._count = (
-            torch.zeros_like(self._loss),
-            torch.zeros_like(self._count),
-        )  # pending results keep theirs
+        self._loss = torch.zeros_like(self._loss)  # a pending result keeps that of its own update
+        self._count.zero_()
         with self.masks():
             self.strategy.forward_backward(self._microbatches(batch))
         self.strategy.finish_gradients()
@@ -357,6 +355,18 @@ class UpdateEngine:
         for param in self.params:
             param.parameter.grad = None
             param.tensor.grad = None
+
+    def close(self) -> None:
+        """Frees the memory of weights, gradients and optimizer at once. The engine can't be used afterwards.
+
+        Without this call, Python's garbage collector frees them, at some later time: the modules of a model that is split,
+        checkpointed or compiled hold themselves.
+        """
+        self.zero_grad()
+        self.optimizer.state.clear()
+        self.optimizer.param_groups.clear()
+        self.params.clear()
+        self.strategy.close()
 
     def _non_finite(self, batch: UpdateBatch, own_loss: Tensor, norm: float, loss: float) -> NonFiniteError:
         """The error that names the ranks; collective, since the ranks tell each other about their own loss."""

@@ -250,7 +250,7 @@ def _all() -> dict[str, Any]:
         for mode in ("none", "full", "selective"):
             facts[f"dropout {mode} {kind}"] = _dropout(mode, kind)
     facts["stop gradient"] = _poisoned("zero3", "stop", gradient=True)
-    for mode in ("none", "full", "selective"):
+    for mode in ("none", "full", "selective", "alternate"):
         facts[f"recomputed {mode}"] = _recomputed(mode)
     for depth in (0, 1, 2):
         facts[f"gathered {depth}"] = _gathered_at_once(depth)
@@ -303,10 +303,14 @@ def test_options_of_gathering_have_their_effect(facts: list[dict[str, Any]]) -> 
 
 
 def test_recomputation_has_its_effect(facts: list[dict[str, Any]]) -> None:
-    """A124: full runs matrix products again, selective only what is cheap."""
-    none, full, selective = (facts[0][f"recomputed {mode}"] for mode in ("none", "full", "selective"))
-    assert full["mm"] > selective["mm"] == none["mm"]
-    assert full["silu"] == selective["silu"] == 2 * none["silu"] > 0
+    """A124: full runs matrix products again, alternate the second, fourth and sixth of a block, selective none."""
+    modes = ("none", "full", "selective", "alternate")
+    none, full, selective, alternate = (facts[0][f"recomputed {mode}"] for mode in modes)
+    blocks, microbatches = 3, 4
+    assert selective["mm"] == none["mm"]
+    assert alternate["mm"] == none["mm"] + 3 * blocks * microbatches
+    assert full["mm"] == none["mm"] + 6 * blocks * microbatches, "nothing needs the last product of a block"
+    assert full["silu"] == selective["silu"] == alternate["silu"] == 2 * none["silu"] > 0
 
 
 def test_gradients_rest_where_the_stage_says(facts: list[dict[str, Any]]) -> None:

@@ -73,6 +73,7 @@ ON_TWO: dict[str, tuple[str, dict[str, Any]]] = {
     "llama two rows": (LLAMA, {**TP2, "training__per_device_train_batch_size": 2}),
     "llama zero3 full": (LLAMA, at("zero3", memory__activation_checkpointing="full")),
     "llama selective": (LLAMA, {**TP2, "memory__activation_checkpointing": "selective"}),
+    "llama alternate": (LLAMA, {**TP2, "memory__activation_checkpointing": "alternate"}),
     "qwen3": (QWEN3, TP2),
     "qwen3 whole": (QWEN3, TP2 | WHOLE),
     "gpt2": (GPT2, TP2),

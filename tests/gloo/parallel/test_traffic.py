@@ -57,6 +57,7 @@ CASES = {
     "tp, whole sequences": case(QWEN3, "ddp", tp=2, **WHOLE, **recompute("full")),
     "tp, fused attention": case(GPT2, "zero3", tp=2),
     "tp, selective": case(LLAMA, "ddp", tp=2, **BF16, **recompute("selective")),
+    "tp, alternate, whole sequences": case(LLAMA, "ddp", tp=2, **WHOLE, **recompute("alternate")),
     "pp, tied": case(QWEN3, "zero3", pp=2),
     "pp, zbv": case(LLAMA, "ddp", pp=2, **BF16, **schedule("zbv")),
     "pp tp, tied": case(QWEN3, "ddp", pp=2, tp=2),

@@ -65,6 +65,7 @@ def test_attention_counts_query_heads_and_names_its_mask() -> None:
     assert model_flops(TINY, 32).total == 540_672 + 49_152
     assert recompute_flops(TINY, 32, "full") == 2 * 2 * 36_864 + 49_152 / 3
     assert recompute_flops(TINY, 32, "selective") == 49_152 / 3
+    assert recompute_flops(TINY, 32, "alternate") == 2 * 2 * 14_336 + 49_152 / 3
     assert "not halved for the causal mask" in UTILISATION
 
 

@@ -81,7 +81,9 @@ def fake_group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def measured(model: str, kind: str, recompute: str, dtype: str, microbatches: int, tokens: int = 128) -> Live:
+def measured(
+    model: str, kind: str, recompute: str, dtype: str, microbatches: int, tokens: int = 128, tp: int = 1
+) -> Live:
     """Storages alive at once in the second update of rank 0 of `RANKS`."""
     values = {
         "model.model_name_or_path": str(EXAMPLES / model),
@@ -90,9 +92,10 @@ def measured(model: str, kind: str, recompute: str, dtype: str, microbatches: in
         "data.train": ["-"],
         "data.max_length": tokens,
         "training.max_steps": 2,
-        "training.global_batch_size": RANKS * ROWS * microbatches,
+        "training.global_batch_size": RANKS // tp * ROWS * microbatches,
         "training.per_device_train_batch_size": ROWS,
         "parallelism.data_parallel": kind,
+        "parallelism.tp_size": tp,
         "precision.param_dtype": dtype,
         "memory.activation_checkpointing": recompute,
         "checkpoint.export_hf": "none",
@@ -101,7 +104,7 @@ def measured(model: str, kind: str, recompute: str, dtype: str, microbatches: in
     ids = torch.arange(ROWS * tokens).view(ROWS, tokens) % VOCABULARY
     rows = tuple(range(ROWS))
     own = tuple(Microbatch(index * RANKS, ids, ids, rows) for index in range(microbatches))
-    slots = RANKS * ROWS * tokens * microbatches
+    slots = RANKS // tp * ROWS * tokens * microbatches
     with Live() as live:
         engine = UpdateEngine(run, resolve_axes(run.parallelism, RANKS), torch.device("cpu"), 2)
         for update in range(2):
@@ -118,6 +121,7 @@ def measured(model: str, kind: str, recompute: str, dtype: str, microbatches: in
         ("tiny", "zero3", "none", "bf16", 2),
         ("tiny", "zero3", "full", "fp32", 2),
         ("tiny", "zero2", "selective", "bf16", 2),
+        ("tiny", "zero2", "alternate", "bf16", 2),
         ("tiny", "zero1", "none", "bf16", 2),
         ("tiny", "zero1", "none", "fp32", 1),
         ("gpt2-tiny", "zero3", "none", "bf16", 2),
@@ -132,6 +136,21 @@ def test_the_peak_is_that_of_the_engine(model: str, kind: Any, recompute: Any, d
     # tolerance: what is planned of a peak, to a hundredth
     assert found.allocated == pytest.approx(live.most, rel=0.01)
     assert found.moment.startswith("loss") and "log_softmax_backward" in live.at
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_what_recomputation_keeps_under_tensor_parallelism() -> None:
+    """Sums over ranks are kept besides products: alternate saves against selective what is planned, to the byte."""
+    modes = ("selective", "alternate")
+    live = {mode: measured("tiny", "zero3", mode, "fp32", 1, tp=2).most for mode in ("none", *modes)}
+    config = json.loads((EXAMPLES / "tiny" / "config.json").read_text()) | SIZES["tiny"]
+    problem = Problem(shape_from_config(config), 128, RANKS // 2 * ROWS, "fp32")
+    layouts = {mode: Layout(Axes(dp_shard=2, tp=2), "zero3", ROWS, recompute=mode) for mode in ("none", *modes)}
+    planned = {mode: peak(problem, layout).allocated for mode, layout in layouts.items()}
+    assert live["selective"] - live["alternate"] == planned["selective"] - planned["alternate"] > 0
+    # tolerance: statistics of norms, which are planned for no mode: one number for each of two norms, block and token
+    norms = 4 * 2 * SIZES["tiny"]["num_hidden_layers"] * ROWS * 128
+    assert abs((live["none"] - live["selective"]) - (planned["none"] - planned["selective"])) <= norms
 
 
 @pytest.mark.usefixtures("fake_group")

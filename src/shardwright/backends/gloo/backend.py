@@ -15,10 +15,28 @@ from shardwright.backends.gloo.attention import replace_attention
 from shardwright.backends.gloo.pipeline_runtime import ActionList
 from shardwright.backends.gloo.reductions import ExchangedReductions
 from shardwright.models.torch_dtypes import accumulation_dtype
-from shardwright.torch_private import group_of
+from shardwright.torch_private import OWN_COLLECTIVES, group_of
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b")
 """Pipeline schedules of whole backwards between ranks, which `ActionList` runs. Zero-bubble schedules are torch's."""
+
+
+@torch.library.custom_op(f"{OWN_COLLECTIVES}::reduce_scatter", mutates_args=())
+def reduce_scatter(pieces: Tensor, size: int, group: str) -> Tensor:
+    """This rank's piece of the sum over the group called `group`: an all-to-all, summed here.
+
+    gloo would reduce everything on all ranks, which sends twice as much. The all-to-all is no functional collective, whose
+    lists of sizes gloo takes another way with: that way has broken the heap (docs/LOG.md). Both steps are one operator, so that
+    selective recomputation can keep its result, and torch.compile calls it without looking inside.
+    """
+    received = torch.empty_like(pieces)
+    dist.all_to_all_single(received, pieces, group=group_of(group))
+    return received.unflatten(0, (size, -1)).sum(0, dtype=accumulation_dtype(pieces.dtype)).to(pieces.dtype)
+
+
+@reduce_scatter.register_fake
+def _(pieces: Tensor, size: int, group: str) -> Tensor:
+    return pieces.new_empty((pieces.shape[0] // size, *pieces.shape[1:]))
 
 
 class GlooBackend(Backend):
@@ -30,16 +48,10 @@ class GlooBackend(Backend):
             return super().reductions(modules, mesh)
         return ExchangedReductions(modules, mesh.get_group(0) if mesh.ndim == 2 else None)
 
-    def reduce_scatter(self, pieces: Tensor, size: int, group: str) -> Tensor:
-        """An all-to-all, summed here: gloo would reduce everything on all ranks, which sends twice as much.
+    sums = (*Backend.sums, torch.ops.shardwright_collectives.reduce_scatter.default)
 
-        This is no functional collective, whose lists of sizes gloo takes another way with: that way has broken the heap
-        (docs/LOG.md). So torch.compile does not trace it, and compiled code uses torch's reduce-scatter.
-        """
-        received = torch.empty_like(pieces)
-        dist.all_to_all_single(received, pieces, group=group_of(group))
-        wide = accumulation_dtype(pieces.dtype)
-        return received.unflatten(0, (size, -1)).sum(0, dtype=wide).to(pieces.dtype)
+    def reduce_scatter(self, pieces: Tensor, size: int, group: str) -> Tensor:
+        return reduce_scatter(pieces, size, group)
 
     def pipeline_runtime(self, schedule: str) -> type[PipelineRuntime] | None:
         return ActionList if schedule in SCHEDULES else None

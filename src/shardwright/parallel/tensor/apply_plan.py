@@ -80,6 +80,9 @@ class TensorParallel:
         self._rng = RNGStreams(mesh.get_local_rank(), mesh.device_type) if has_dropout(model) else None
         undivided = self._undivided_attention(attention)
         self.partial = self._partial_parameters(undivided)
+        self._hooks: dict[
+            tuple[str, Change], Callable[..., Any]
+        ] = {}  # shared by all blocks, so that all compile to one graph
         replaced: Replaced = {}
         styles: dict[str, ParallelStyle] = {
             name: self._style(name, style, replaced) for name, style in plan.styles.items() if style != SUMMED
@@ -89,7 +92,7 @@ class TensorParallel:
             self._on_input(name, self._enter_region)
         for name in undivided:
             self._on_input(name, self._gather_sequence)
-            self._on_output(name, partial(tp_collectives.scatter_to_tp, dim=1, tp_group=self.tp_group))
+            self._on_output(name, self._split_sequence)
         for name in parts.blocks if self._rng is not None else ():
             block = model.get_submodule(name)
             block.forward = partial(self._run_block, block.forward)
@@ -151,10 +154,12 @@ class TensorParallel:
     # What happens to tensors on the way
 
     def _on_input(self, name: str, change: Change) -> None:
-        self.model.get_submodule(name).register_forward_pre_hook(partial(change_input, change), with_kwargs=True)
+        hook = self._hooks.setdefault(("input", change), partial(change_input, change))
+        self.model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True)
 
     def _on_output(self, name: str, change: Change) -> None:
-        self.model.get_submodule(name).register_forward_hook(partial(change_output, change))
+        hook = self._hooks.setdefault(("output", change), partial(change_output, change))
+        self.model.get_submodule(name).register_forward_hook(hook)
 
     def _run_block(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A block with dropout: its residual stream is divided by positions or whole, and so are its masks."""
@@ -202,6 +207,9 @@ class TensorParallel:
                 "sequence_parallel gives each rank equally many positions.",
                 "Use a multiple, or set parallelism.sequence_parallel to false.",
             )
+        return self._split_sequence(x)
+
+    def _split_sequence(self, x: Tensor) -> Tensor:
         return tp_collectives.scatter_to_tp(x, 1, self.tp_group)
 
     def _cut_around(self, blocks: Sequence[str], first: bool, last: bool) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -57,6 +58,25 @@ def shard_parameter(module: nn.Module, name: str, dim: int, mesh: DeviceMesh, re
     setattr(module, name, replaced[id(old)][1])
 
 
+STYLE = "_tensor_parallel_style"
+"""Attribute of a divided linear layer: its style."""
+
+
+def run_with(style: Any, module: nn.Module) -> nn.Module:
+    """Makes `style.run(module, x)` the forward of `module`.
+
+    A method of the module, and not a `functools.partial`: torch.compile takes each partial for code of its own, compiles each
+    block for itself, and gives up after eight blocks.
+    """
+    vars(module)[STYLE] = style
+    module.forward = MethodType(_run_style, module)
+    return module
+
+
+def _run_style(module: nn.Module, x: Tensor) -> Tensor:
+    return vars(module)[STYLE].run(module, x)
+
+
 def local_linear(module: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
     """`x` times the local weight of a linear layer, plus `bias`."""
     weight = local_tensor(module.weight)  # type: ignore[arg-type]
@@ -82,8 +102,7 @@ class ColumnParallelLinear(ParallelStyle):
     def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         shard_parameter(module, "weight", 1 if isinstance(module, Conv1D) else 0, device_mesh, self.replaced)
         shard_parameter(module, "bias", 0, device_mesh, self.replaced)
-        module.forward = partial(self.run, module)
-        return module
+        return run_with(self, module)
 
     def run(self, module: nn.Module, x: Tensor) -> Tensor:
         y = local_linear(module, x if self.entry is None else self.entry(x), local_bias(module))
@@ -121,8 +140,7 @@ class RowParallelLinear(ParallelStyle):
 
     def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         shard_parameter(module, "weight", 0 if isinstance(module, Conv1D) else 1, device_mesh, self.replaced)
-        module.forward = partial(self.run, module)
-        return module
+        return run_with(self, module)
 
     def run(self, module: nn.Module, x: Tensor) -> Tensor:
         x = tp_collectives.scatter_to_tp(x, -1, self.tp_group) if self.splits else x
