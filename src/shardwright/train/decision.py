@@ -113,8 +113,13 @@ class DeviceDecision:
         finite = norm.isfinite() & sums[1].isfinite()
         if count is not None:
             finite = finite & (count > 0)
-        coefficient = 1.0 if limit is None else (limit / (norm + 1e-6)).clamp(max=1.0)
+        coefficient = 1.0 if limit is None else quotient(limit, norm + 1e-6).clamp(max=1.0)
         return cls(coefficient, ~finite)
+
+
+def quotient(number: float, tensor: Tensor) -> Tensor:
+    """`number` / `tensor`, rounded once: torch's own operator multiplies by a rounded reciprocal (2.11 to 2.14)."""
+    return torch.full_like(tensor, number) / tensor
 
 
 def scale(gradients: Sequence[Tensor], factor: Tensor) -> None:

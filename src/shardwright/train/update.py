@@ -36,12 +36,15 @@ from shardwright.train.decision import (
     DeviceDecision,
     Numbers,
     PendingResult,
-    UpdateResult,
     clip_coefficient,
     norm_of,
+    quotient,
     scale,
     step_unless,
     why_the_host_waits,
+)
+from shardwright.train.decision import (
+    UpdateResult as UpdateResult,
 )
 from shardwright.train.inputs import Inputs
 from shardwright.train.optimizer import (
@@ -217,7 +220,7 @@ class UpdateEngine:
         gradients = [gradient for _, gradient in self.gradients()]
         if self._decides_late():
             self._divisor = count
-            scale(gradients, batch.divisor / count)
+            scale(gradients, quotient(batch.divisor, count))
             return
         self._divisor = self._checked_count(count.item(), batch.update)
         if self._divisor != batch.divisor and gradients:
