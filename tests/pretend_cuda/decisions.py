@@ -106,7 +106,14 @@ def stopped(device: torch.device) -> dict[str, Any]:
         pending[BAD].result()
     except NonFiniteError as error:
         message = str(error)
-    return {"message": message, "unchanged": [same(each, states[BAD - 1]) for each in states[BAD:]]}
+    engine.forward_backward(batches_for(engine, BAD - 1))
+    again = engine.step()
+    unchanged = [same(each, states[BAD - 1]) for each in states[BAD:]]
+    return {
+        "message": message,
+        "unchanged": unchanged,
+        "again": not again.skipped and not same(state(engine), states[-1]),
+    }
 
 
 def logged(case: dict[str, Any], device: torch.device, directory: str, on_host: bool) -> list[Any]:

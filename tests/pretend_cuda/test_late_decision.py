@@ -43,9 +43,10 @@ def test_the_device_decides_as_the_host_does(name: str, found: dict[str, Any]) -
 
 
 def test_nothing_changes_after_an_update_that_is_not_finite(found: dict[str, Any]) -> None:
-    """The error comes one update late. Neither that update nor the bad one has changed weights or moments."""
+    """The error comes late. No update since the bad one has changed weights or moments; after the error, updates do again."""
     assert found["stop"]["message"].startswith(f"Update {BAD}: the loss of rank 1 is not finite")
     assert found["stop"]["unchanged"] == [True] * (UPDATES - BAD)
+    assert found["stop"]["again"]
 
 
 @pytest.mark.parametrize("name", ("plain", "evaluated", "saved"))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -46,6 +45,7 @@ from shardwright.train.decision import (
 from shardwright.train.decision import (
     UpdateResult as UpdateResult,
 )
+from shardwright.train.hooks import Hooks
 from shardwright.train.inputs import Inputs
 from shardwright.train.optimizer import (
     SHARD_OPTIMIZERS,
@@ -58,30 +58,6 @@ from shardwright.train.rng import seed_microbatch
 
 Ended = Callable[[Any, float, float, float], UpdateResult]
 """From an update's divisor, gradient norm, loss sum and stop requests to its result."""
-
-
-@dataclass
-class Hooks:
-    """Where measurements observe an update, and where `check --plant` changes it. No hook has an effect by default.
-
-    on_phase: told that `step` enters the phase `reduce`, then `step`.
-    on_batch: returns the batch to run in place of the one that was given.
-    on_inputs: changes the model's arguments beside the token ids, in place, for one microbatch.
-    on_loss: returns the loss of one microbatch of a batch, before it is divided.
-    post_reduce: called when the gradients of an update are complete.
-    on_norm: returns the gradient norm by which gradients are clipped.
-    on_clip: returns the factor by which gradients are multiplied.
-    on_result: returns the result of a step.
-    """
-
-    on_phase: Callable[[str], object] = lambda phase: None
-    on_batch: Callable[[UpdateBatch], UpdateBatch] = lambda batch: batch
-    on_inputs: Callable[[Microbatch, dict[str, Any]], object] = lambda microbatch, arguments: None
-    on_loss: Callable[[Tensor, Microbatch, UpdateBatch], Tensor] = lambda loss, microbatch, batch: loss
-    post_reduce: Callable[[], object] = lambda: None
-    on_norm: Callable[[float], float] = lambda norm: norm
-    on_clip: Callable[[float], float] = lambda coefficient: coefficient
-    on_result: Callable[[UpdateResult], UpdateResult] = lambda result: result
 
 
 class UpdateEngine:
@@ -311,6 +287,7 @@ class UpdateEngine:
         """The result of an update. own_loss: sum of this rank. loss: sum over all ranks."""
         t, finite = self.run.training, math.isfinite(norm) and math.isfinite(loss)
         if not finite and t.on_non_finite == "stop":
+            self._halted = None  # whoever goes on in spite of the error trains again
             raise self._non_finite(batch, own_loss, norm, loss)
         return self.hooks.on_result(
             UpdateResult(
