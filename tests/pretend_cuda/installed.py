@@ -39,8 +39,9 @@ _spec.loader.exec_module(device_)
 
 NAME, MEMORY = "NVIDIA H100 80GB HBM3", 85_520_809_984
 Note = tuple[str, str, str]
-"""(kind, what, stack): `wait` where the host waits for the device, `pageable` where it does so since the memory of a copy is
-not pinned, `h2d` and `d2h` for copies beside the host's work, `never waited` for collectives."""
+"""(kind, what, stack): `wait` where the host waits until the device has nothing to do, `late` where the device has more work
+queued than the host waits for, `pageable` where it waits since the memory of a copy is not pinned, `h2d` and `d2h` for copies
+beside the host's work, `never waited` for collectives."""
 notes: list[Note] = []
 breaches: list[str] = []
 """Breaches of CUDA's rules in this process."""
@@ -110,7 +111,7 @@ class Event:
 
     def synchronize(self) -> None:
         if self._clock is not None:
-            device_.note_wait("Event.synchronize")
+            (device_.note_late if device_.leaves_work(self._clock) else device_.note_wait)("Event.synchronize")
             device_.host_waits(self._clock)
 
     def elapsed_time(self, other: Event) -> float:
