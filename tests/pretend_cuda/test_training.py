@@ -51,7 +51,7 @@ def train(output: Path, *more: str) -> Ran:
 
 
 def test_shards_on_the_host_resume_bitwise(tmp_path: Path) -> None:
-    """Weights and moments stay on the host through a save and a resume, and all copies of an update go through pinned memory."""
+    """Weights and moments stay on the host through a save and a resume. The copies of an update use pinned memory."""
     offload = ("--parallelism.data_parallel", "zero3", "--memory.cpu_offload", "params")
     whole, half = tmp_path / "whole", tmp_path / "half"
     ran = train(whole, *offload)
