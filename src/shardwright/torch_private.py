@@ -11,7 +11,7 @@ the suite. Tried on torch 2.13.0 (CPU build, the whole suite) and on 2.14.1 (CUD
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -152,6 +152,13 @@ def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
     return module._modules
 
 
+def drop_tensors(module: nn.Module) -> None:
+    """Takes all parameters and buffers out of `module`, which can't run afterwards."""
+    for one in module.modules():
+        one._parameters.clear()
+        one._buffers.clear()
+
+
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
     """The buffers of `module` itself that its state dict holds."""
     hidden = module._non_persistent_buffers_set
@@ -258,7 +265,7 @@ class ParallelStyle(_ParallelStyle):
 # fully_shard
 
 
-def fsdp_units(modules: Iterable[nn.Module]) -> list[tuple[FSDPModule, Any]]:
+def fsdp_units(modules: Iterable[Any]) -> list[tuple[FSDPModule, Any]]:
     """(module, parameter group that `fully_shard` gathers together) in the order of `modules`, each group once.
 
     torch 2.13 has a list of groups for each module, older versions one group or None. Of a unit are used: `fsdp_params`,
@@ -275,3 +282,20 @@ def fsdp_units(modules: Iterable[nn.Module]) -> list[tuple[FSDPModule, Any]]:
                 if group is not None:
                     units.setdefault(id(group), (module, group))
     return list(units.values())
+
+
+def end_fully_shard(modules: Sequence[FSDPModule]) -> None:
+    """Takes the state of `fully_shard` out of these modules, which can't run afterwards.
+
+    The state holds shards, gathered parameters and buffers, and no public function of torch (up to 2.14) takes it away.
+    """
+    for _, group in fsdp_units(modules):
+        for parameter in group.fsdp_params:
+            vars(parameter).clear()
+        vars(group).clear()
+    for module in modules:
+        state = module._get_fsdp_state()
+        if vars(state):  # modules that are gathered together share one state
+            for handle in (state._pre_forward_hook_handle, state._post_forward_hook_handle):
+                handle.remove()
+            vars(state).clear()

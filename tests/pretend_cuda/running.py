@@ -67,11 +67,24 @@ def pretend(
     more: Mapping[str, str] | None = None,
 ) -> Ran:
     """`shardwright` with `arguments` on pretend GPUs. more: variables of the environment."""
-    command = [sys.executable, "-m", "shardwright", *arguments]
+    return run_on_pretend_gpus(["-m", "shardwright", *arguments], devices, source, timeout, more)
+
+
+def pretend_ranks(module: str, *arguments: str, devices: int = 2, timeout: float = 600) -> Ran:
+    """`python -m module arguments` on one rank for each of `devices` pretend GPUs, started by torchrun."""
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(devices), "-m", module]
+    return run_on_pretend_gpus([*start, *arguments], devices, None, timeout, None)
+
+
+def run_on_pretend_gpus(
+    arguments: Sequence[str], devices: int, source: Path | None, timeout: float, more: Mapping[str, str] | None
+) -> Ran:
+    """Python with `arguments` on pretend GPUs."""
+    command = [sys.executable, *arguments]
     with tempfile.TemporaryDirectory() as directory:
         notes, violations = Path(directory) / "notes.json", Path(directory) / "violations.txt"
         variables = environment(devices, source) | {"PRETEND_CUDA_VIOLATIONS": str(violations), **(more or {})}
-        if arguments[:1] == ("train",):
+        if "train" in arguments:
             variables["PRETEND_CUDA_NOTES"] = str(notes)
         done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=timeout)
         found: dict[str, Any] = json.loads(notes.read_text()) if notes.exists() else {}

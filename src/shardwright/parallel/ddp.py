@@ -198,3 +198,10 @@ class DDP(DataParallel):
 
     def release(self) -> None:
         """Nothing is gathered."""
+
+    def close(self) -> None:
+        super().close()
+        # the hook of each parameter holds this object
+        self._parameters.clear()
+        self._views.clear()
+        self._flats.clear()

@@ -26,6 +26,7 @@ from torch.distributed.fsdp import (
 from shardwright.backends.backend import choose_backend
 from shardwright.layout.zero import ZeroStage
 from shardwright.parallel.strategy import DataParallel
+from shardwright.torch_private import end_fully_shard
 
 
 @dataclass(frozen=True)
@@ -145,3 +146,7 @@ class FSDP(DataParallel):
         """Drops gathered parameters, which forward without backward (evaluation) leaves behind: the step makes them stale."""
         for module in self._modules:
             module.reshard()
+
+    def close(self) -> None:
+        end_fully_shard(self._modules)
+        super().close()

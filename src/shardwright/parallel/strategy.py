@@ -14,6 +14,8 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from shardwright.torch_private import drop_tensors
+
 
 @dataclass(frozen=True)
 class Microbatches:
@@ -84,6 +86,10 @@ class Strategy(Protocol):
         """Ends a forward without backward: drops gathered parameters and waits for messages under way."""
         ...
 
+    def close(self) -> None:
+        """Frees the memory of weights and gradients. Nothing can run afterwards."""
+        ...
+
 
 class DataParallel(ABC):
     """Data parallelism of a model, or of a pipeline rank's stages. Gradients are summed over data ranks, never averaged.
@@ -109,6 +115,9 @@ class DataParallel(ABC):
     @abstractmethod
     def release(self) -> None:
         """Drops gathered parameters."""
+
+    def close(self) -> None:
+        drop_tensors(self.module)
 
     def forward_backward(self, batch: Microbatches) -> None:
         for k in range(batch.count):

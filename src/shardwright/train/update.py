@@ -324,7 +324,10 @@ class UpdateEngine:
             norms = torch._foreach_norm(counted, 2, dtype=wide)
             for device in {norm.device for norm in norms}:  # with shards on the host, 0-dim parameters are on the GPU
                 here = torch.stack([norm for norm in norms if norm.device == device])
-                square = square + here.double().square().sum().to(self.device, non_blocking=True)
+                part = here.double().square().sum()
+                square = square + (
+                    part if device == self.device else part.pin_memory().to(self.device, non_blocking=True)
+                )
         sums = torch.stack([square, self._loss * self.counts_loss, torch.full_like(square, float(stop))])
         dist.all_reduce(sums)
         squares, loss, stops = sums.tolist()
@@ -347,6 +350,18 @@ class UpdateEngine:
         for param in self.params:
             param.parameter.grad = None
             param.tensor.grad = None
+
+    def close(self) -> None:
+        """Frees the memory of weights, gradients and optimizer at once. The engine can't be used afterwards.
+
+        Without this call, Python's garbage collector frees them, at some later time: the modules of a model that is split,
+        checkpointed or compiled hold themselves.
+        """
+        self.zero_grad()
+        self.optimizer.state.clear()
+        self.optimizer.param_groups.clear()
+        self.params.clear()
+        self.strategy.close()
 
     def _non_finite(self, batch: UpdateBatch, norm: float, loss: float) -> NonFiniteError:
         """The error that names the ranks; collective, since the ranks tell each other about their own loss."""

@@ -208,6 +208,12 @@ class Pipeline:
             work.wait()
         own.add_(received)
 
+    def close(self) -> None:
+        """Frees the memory of weights and gradients. Nothing can run afterwards."""
+        for own in self._data_parallel:
+            own.close()
+        self._built = None
+
     # Evaluation
 
     def __call__(self, ids: Tensor, **arguments: Any) -> Any | None:

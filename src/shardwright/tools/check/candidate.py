@@ -222,6 +222,7 @@ def record_updates(spec: CandidateSpec, device: torch.device) -> None:
         sums = batch_invariance(engine, rows.update(0))
     if recorder.record is not None:
         recorder.record.write_batch_invariance(sums)
+    engine.close()
     dist.barrier()
     if dist.get_rank() == 0:
         (Path(spec.directory) / DONE).write_text(str(clock.now() - started))

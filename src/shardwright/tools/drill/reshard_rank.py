@@ -5,7 +5,6 @@ In each layout the rank saves what it has read, writes down the rows that it wil
 
 from __future__ import annotations
 
-import gc
 import json
 import sys
 from pathlib import Path
@@ -49,8 +48,7 @@ def main() -> int:
             (trainer.output_dir / f"rows-{rank}.json").write_text(text, encoding="utf-8")
             if (code := trainer.train(stop)) != ExitCode.DONE:
                 return code
-            del trainer, engine
-            gc.collect()
+            engine.close()
     return 0
 
 
