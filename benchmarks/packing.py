@@ -68,11 +68,11 @@ def pack_ours(path: Path) -> dict[str, float]:
     from shardwright.data.documents import Documents
     from shardwright.data.loader import Loader
     from shardwright.data.order import RowOrder
-    from shardwright.data.packing import Cut
+    from shardwright.data.packing import RowRules
     from shardwright.data.table import Table
 
     before, start, cpu = peak_bytes(), time.perf_counter(), time.process_time()
-    table = Table.make(Documents.open(path), Cut(LENGTH, "split", "bfd", seed=42))
+    table = Table.make(Documents.open(path), RowRules(LENGTH, "split", "bfd", seed=42))
     plan, plan_cpu = time.perf_counter() - start, time.process_time() - cpu
     grown = peak_bytes() - before
     order = RowOrder(len(table), global_batch_size=16, num_train_epochs=1)

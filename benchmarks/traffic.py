@@ -49,7 +49,7 @@ def worker(task: dict[str, Any]) -> None:
     from shardwright.measure.communication import CommunicationRecorder, compare_traffic
     from shardwright.mesh.device_mesh import axis_of_groups
     from shardwright.planner.problem import layout_of, problem_of
-    from shardwright.planner.traffic import Place, traffic
+    from shardwright.planner.traffic import ShardCoordinates, traffic
     from shardwright.train.update import UpdateEngine
 
     rank_of_task(task)
@@ -75,7 +75,7 @@ def worker(task: dict[str, Any]) -> None:
         with recorder:
             engine.forward_backward(update_batch(engine, 2, vocabulary))
         at, ddp = axes.coordinates(engine.rank), run.parallelism.data_parallel == "ddp"
-        place = Place(at["tp"], 0 if ddp else at["dp_shard"] * axes.cp + at["cp"])
+        place = ShardCoordinates(at["tp"], 0 if ddp else at["dp_shard"] * axes.cp + at["cp"])
         problem, layout = problem_of(run, shape_from_config(task["model"])), layout_of(run, axes)
         rows = compare_traffic(traffic(problem, layout, at["pp"], place=place), recorder.traffic(), buckets=ddp)
         own = [{**asdict(row), "equal": row.equal} for row in rows]

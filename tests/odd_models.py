@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -136,3 +137,19 @@ class TableModel(nn.Module):
 def table_model() -> TableModel:
     """The model whose blocks take an fp32 table."""
     return TableModel()
+
+
+class ComputedBuffer(nn.Module):
+    """A constructor that computes a buffer on the CPU, out of numpy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(257, 16), nn.Linear(16, 257)
+        self.register_buffer("decay", torch.from_numpy(np.linspace(0.5, 1, 16, dtype=np.float32)), persistent=False)
+
+    def forward(self, input_ids: Tensor, **_: Any) -> Tensor:
+        return self.head(self.embed(input_ids) * self.decay)
+
+
+def computed_buffer() -> nn.Module:
+    return ComputedBuffer()

@@ -15,18 +15,23 @@ def _scaled(value: float, steps: tuple[tuple[float, str], ...], digits: int) -> 
 
 
 def format_bytes(size_bytes: float, digits: int = 1) -> str:
-    """`17.5 GB`: decimal units, as device makers and the planner use them."""
+    """`17.5 GB`: decimal units, for files, traffic and rates, as makers of disks and links use them."""
     return _scaled(size_bytes, ((TB, "TB"), (GB, "GB"), (MB, "MB"), (KB, "kB"), (1, "B")), digits)
 
 
 def format_bytes_binary(size_bytes: float, digits: int = 1) -> str:
-    """`16.3 GiB`: binary units, as `nvidia-smi` and torch print them."""
+    """`16.3 GiB`: binary units, for memory, as `plan`, `nvidia-smi` and torch print them."""
     return _scaled(size_bytes, ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"), (1, "B")), digits)
 
 
 def format_count(value: float, digits: int = 1) -> str:
     """`35.7 M`, for parameters and tokens."""
     return _scaled(value, ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k"), (1, "")), digits).strip()
+
+
+def counted(number: int, name: str) -> str:
+    """`1 update`, `1,200 updates`."""
+    return f"{number:,} {name}{'' if number == 1 else 's'}"
 
 
 def format_flops(flops: float, digits: int = 1) -> str:

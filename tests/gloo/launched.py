@@ -14,7 +14,7 @@ from pathlib import Path
 from tests.started import LIMIT
 
 from shardwright.errors import ConfigError, ShardwrightError
-from shardwright.launch import Heartbeat, answer_hang_reports, finish, worker_main
+from shardwright.launch import Heartbeat, LongWork, Watchdog, answer_hang_reports, finish, worker_main
 from shardwright.train.signals import StopFlag
 
 FOREVER = 2 * LIMIT  # seconds: longer than a test waits for what must end
@@ -120,6 +120,26 @@ def record(directory: str) -> int:
         entry = connection.configuration() | {"sum": value.item(), "torch_threads": torch.get_num_threads()}
         path = Path(directory) / f"{connection.rank_info.started_by}-{connection.rank_info.rank}.json"
         path.write_text(json.dumps(entry))
+    return 0
+
+
+def prepare_for_long(seconds: str, works: str) -> int:
+    """The first rank of the host works longer than a collective and a phase may last; the other waits, or rank 0 dies."""
+    from shardwright.mesh.process_group import connect
+    from shardwright.torch_private import second_store
+
+    heartbeat = Heartbeat.of_this_rank()
+    with connect("cpu", float(seconds), 1) as connection:
+        place = connection.rank_info
+        watch = Watchdog(heartbeat, place.rank, 2, float(seconds) / 5, second_store, dict)
+
+        def work() -> None:
+            time.sleep(1.5 * float(seconds) if works == "long" else 0.5)
+            if works == "dies":
+                os._exit(9)
+
+        LongWork(place, [0], "prepares the run", float(seconds), second_store, heartbeat).run(work)
+        watch.close()
     return 0
 
 
@@ -291,6 +311,7 @@ MODES = {
         abort_with_words,
         crash_once,
         record,
+        prepare_for_long,
         train,
         stuck,
         stuck_in_a_chain,

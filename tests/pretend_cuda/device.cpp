@@ -6,7 +6,7 @@
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
 #include <atomic>
@@ -15,6 +15,8 @@
 
 #include "memory.h"
 #include "pretend.h"
+
+extern "C" bool pretend_is_pinned(const void* address);  // of hooks.cpp
 
 namespace pretend {
 namespace {
@@ -68,7 +70,9 @@ struct Guard final : public c10::impl::DeviceGuardImplInterface {
   void synchronizeEvent(void* event) const override {
     if (event != nullptr) host_waits(*static_cast<Clock*>(event));
   }
-  void recordDataPtrOnStream(const c10::DataPtr&, const Stream&) const override {}
+  void recordDataPtrOnStream(const c10::DataPtr& data, const Stream& stream) const override {
+    record_stream(uses_of(data), key(stream));
+  }
 
  private:
   static Stream make(DeviceIndex index, c10::StreamId id) { return Stream(Stream::UNSAFE, Device(kDevice, index), id); }
@@ -240,23 +244,21 @@ Tensor& copy(Tensor& self, const Tensor& source, bool non_blocking) {
     to.copy_(from);
     return self;
   }
+  // The host goes on before the copy has ended where its memory is pinned and the caller asks for that; else it waits, for the
+  // work before on this stream too.
   const auto& on_host = self.is_cuda() ? source : self;
-  std::ostringstream text;
-  text << source.numel() * source.itemsize() << " bytes host=" << reinterpret_cast<uintptr_t>(on_host.const_data_ptr());
-  if (self.is_cuda()) {
-    note("h2d", text.str());
-    to.copy_(from);
-    if (non_blocking && source.is_contiguous() && source.nbytes()) travels(source, on);
-    return self;
-  }
-  if (non_blocking && self.is_contiguous() && self.nbytes()) {
-    note("d2h", text.str());
+  const bool pinned = on_host.numel() && pretend_is_pinned(on_host.const_data_ptr());
+  const bool beside = non_blocking && pinned && on_host.is_contiguous();
+  const std::string text = (self.is_cuda() ? "copy to the device of " : "copy to the host of ") +
+      std::to_string(source.numel() * source.itemsize()) + " bytes";
+  note(beside ? (self.is_cuda() ? "h2d" : "d2h") : pinned ? "wait" : "pageable", text);
+  if (beside && !self.is_cuda()) {
     copy_when_waited(self, from.to(self.scalar_type()).contiguous().clone(), on);
     return self;
   }
-  note("wait", "copy to the host of " + text.str());
-  host_waits(recorded(on));
+  if (!beside) host_waits(recorded(on));
   to.copy_(from);
+  if (beside) travels(source, on);
   return self;
 }
 
@@ -347,9 +349,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("recorded", &recorded);
   m.def("stream_waits", &stream_waits);
   m.def("host_waits", &host_waits);
-  m.def("host_knows", &host_knows);
   m.def("leaves_work", &leaves_work);
-  m.def("record_stream", &record_stream);
+  m.def("record_stream", [](const at::Tensor& tensor, StreamKey stream) { record_stream(uses_of(tensor), stream); });
   m.def("all_streams", &all_streams);
   m.def("note_wait", [](const std::string& what) { note("wait", what); });
   m.def("note_late", [](const std::string& what) { note("late", what); });

@@ -24,7 +24,9 @@ _TORCH = Path(importlib.util.find_spec("torch").submodule_search_locations[0])  
 BUILT = Path(os.environ["PRETEND_CUDA"])
 """The directory of the built libraries (`tests/pretend_cuda/build.py`)."""
 ctypes.CDLL(str(_TORCH / "lib/libtorch_cpu.so"), ctypes.RTLD_GLOBAL)
-ctypes.CDLL(str(BUILT / "libhooks.so"), ctypes.RTLD_GLOBAL)
+hooks = ctypes.CDLL(str(BUILT / "libhooks.so"), ctypes.RTLD_GLOBAL)
+hooks.pretend_pin.argtypes, hooks.pretend_pin.restype = (ctypes.c_void_p, ctypes.c_size_t), None
+hooks.pretend_unpin.argtypes, hooks.pretend_unpin.restype = (ctypes.c_void_p,), ctypes.c_bool
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
@@ -37,12 +39,12 @@ _spec.loader.exec_module(device_)
 
 NAME, MEMORY = "NVIDIA H100 80GB HBM3", 85_520_809_984
 Note = tuple[str, str, str]
-"""(kind, what, stack): `wait` where the host waits until the device has nothing to do, `late` where the device has more work
-queued than the host waits for, `h2d` and `d2h` copies, `pageable` for those from memory that is not pinned."""
+"""(kind, what, stack): `wait` where the host waits until the device has nothing to do, `late` where more work is queued than the
+host waits for, `pageable` where the host waits since the memory of a copy is not pinned, `h2d` and `d2h` for copies beside the
+host's work, `never waited` for collectives."""
 notes: list[Note] = []
 breaches: list[str] = []
 """Breaches of CUDA's rules in this process."""
-pinned: dict[int, int] = {}  # first address -> bytes
 _HERE = str(Path(__file__).resolve().parent)
 _violations = os.environ.get("PRETEND_CUDA_VIOLATIONS")
 
@@ -56,11 +58,7 @@ def _stack(limit: int) -> str:
 
 
 def _on_note(kind: str, what: str) -> None:
-    if kind == "h2d" and "host=" in what:
-        address = int(what.rpartition("host=")[2])
-        if not any(first <= address < first + size for first, size in pinned.items()):
-            kind = "pageable"
-    notes.append((kind, what.rpartition(" host=")[0] or what, _stack(8)))
+    notes.append((kind, what, _stack(8)))
 
 
 def _on_violation(text: str) -> None:
@@ -94,19 +92,22 @@ class Event:
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self._clock: Any = None
-        self._seconds = 0.0
+        self._seconds, self._asked = 0.0, False
 
     def record(self, stream: Stream | None = None) -> None:
         self._clock = device_.recorded((stream or current_stream()).key)
-        self._seconds = time.perf_counter()
+        self._seconds, self._asked = time.perf_counter(), False
 
     def wait(self, stream: Stream | None = None) -> None:
         if self._clock is not None:
             device_.stream_waits((stream or current_stream()).key, self._clock)
 
     def query(self) -> bool:
-        """As late as it may be: whether the host has waited for it."""
-        return self._clock is None or device_.host_knows(self._clock)
+        """Not at the first question: work ends as late as it may. After the answer yes, the host may read its results."""
+        if self._clock is not None and self._asked:
+            device_.host_waits(self._clock)
+        done, self._asked = self._clock is None or self._asked, True
+        return done
 
     def synchronize(self) -> None:
         if self._clock is not None:
@@ -265,19 +266,13 @@ made: list[int] = []
 """Sizes of the NCCL groups of this process."""
 
 
-def _pin(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
-    copied = tensor.clone()
-    pinned[copied.untyped_storage().data_ptr()] = max(1, copied.untyped_storage().nbytes())
-    return copied
-
-
 def _register(address: int, size: int, flags: int) -> int:
-    pinned[address] = size
+    hooks.pretend_pin(address, size)
     return 0
 
 
 def _unregister(address: int) -> int:
-    return 0 if pinned.pop(address, None) is not None else 1
+    return 0 if hooks.pretend_unpin(address) else 1
 
 
 def install() -> None:
@@ -320,8 +315,6 @@ def install() -> None:
     c10d.is_nccl_available = dist.is_nccl_available = lambda: True  # type: ignore[assignment]
     c10d._NCCL_AVAILABLE = True
     c10d.ProcessGroupNCCL = ProcessGroupNCCL  # type: ignore[misc,assignment]
-    torch.Tensor.pin_memory = _pin  # type: ignore[method-assign,assignment]
-    torch.Tensor.is_pinned = lambda self, device=None: self.untyped_storage().data_ptr() in pinned  # type: ignore[method-assign]
     torch.Tensor.record_stream = lambda self, stream: device_.record_stream(self, stream.key)  # type: ignore[method-assign]
     resize = torch.UntypedStorage.resize_
 

@@ -46,13 +46,16 @@ c10::DataPtr take(size_t bytes, c10::Device device) {
   }
   auto* block = new Block{data, bytes, {}};
   block->uses.home = key_of(device.index(), stream_id(device.index()));
-  allocated(block->uses);
+  allocated(block->uses, static_cast<int64_t>(bytes));
   return c10::DataPtr(data, block, &free_block, device);
 }
 
 Uses* uses_of(const at::Tensor& tensor) {
   if (!tensor.defined() || !tensor.has_storage()) return nullptr;
-  const auto& data = tensor.storage().data_ptr();
+  return uses_of(tensor.storage().data_ptr());
+}
+
+Uses* uses_of(const c10::DataPtr& data) {
   return data.get_deleter() == &free_block ? &static_cast<Block*>(data.get_context())->uses : nullptr;
 }
 

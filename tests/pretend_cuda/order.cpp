@@ -41,6 +41,14 @@ bool knows(const Clock& clock, StreamKey self, StreamKey other, int64_t tick) {
   return found != clock.end() && found->second >= tick;
 }
 
+// The bytes of the block between the first and the last element. Two views with strides may share a range and no byte.
+std::pair<int64_t, int64_t> bytes_of(const at::Tensor& tensor) {
+  int64_t last = 0;
+  for (int64_t dim = 0; dim < tensor.dim(); dim++) last += (tensor.size(dim) - 1) * tensor.stride(dim);
+  const int64_t first = tensor.storage_offset();
+  return {first * tensor.itemsize(), (first + last + 1) * tensor.itemsize()};
+}
+
 bool covered(const HostCopy& copy) {
   auto found = host.find(copy.stream);
   return found != host.end() && found->second >= copy.tick;
@@ -61,31 +69,49 @@ void begin_work(StreamKey stream) {
   clock[stream]++;
 }
 
+// Says what is wrong when nothing is locked any more: a stack needs Python's lock, whose holder may want ours.
+struct Found {
+  std::vector<std::string> texts;
+  void add(const char* what, StreamKey stream, const char* does, const Use& other) {
+    texts.push_back(
+        std::string(what) + " on " + named(stream) + does + named(other.stream) + (other.write ? " writes" : " reads") +
+        ", without waiting for it");
+  }
+  ~Found() {
+    for (const auto& text : texts) violate(text);
+  }
+};
+
 void reads(const at::Tensor& tensor, StreamKey stream, const char* what) {
   auto* uses = uses_of(tensor);
-  if (uses == nullptr) return;
+  if (uses == nullptr || tensor.numel() == 0) return;
+  const auto [begin, end] = bytes_of(tensor);
+  Found found;
   std::lock_guard lock(mutex);
   auto& clock = clocks[stream];
-  if (!knows(clock, stream, uses->writer, uses->written)) {
-    violate(std::string(what) + " on " + named(stream) + " reads what " + named(uses->writer) + " writes, without waiting for it");
-    uses->written = 0;  // said once
-  }
-  uses->readers[stream] = clock[stream];
+  for (auto& use : uses->uses)
+    if (use.write && use.begin < end && begin < use.end && !knows(clock, stream, use.stream, use.tick)) {
+      found.add(what, stream, " reads what ", use);
+      use.tick = 0;  // said once
+    }
+  std::erase_if(uses->uses, [&, begin = begin, end = end](const Use& use) {
+    return !use.write && use.stream == stream && begin <= use.begin && use.end <= end;
+  });
+  uses->uses.push_back({begin, end, stream, clock[stream], false});
 }
 
 void writes(const at::Tensor& tensor, StreamKey stream, const char* what) {
   auto* uses = uses_of(tensor);
-  if (uses == nullptr) return;
+  if (uses == nullptr || tensor.numel() == 0) return;
+  const auto [begin, end] = bytes_of(tensor);
+  Found found;
   std::lock_guard lock(mutex);
   auto& clock = clocks[stream];
-  if (!knows(clock, stream, uses->writer, uses->written))
-    violate(std::string(what) + " on " + named(stream) + " writes over what " + named(uses->writer) + " writes, without waiting for it");
-  for (const auto& [reader, tick] : uses->readers)
-    if (!knows(clock, stream, reader, tick))
-      violate(std::string(what) + " on " + named(stream) + " writes over what " + named(reader) + " reads, without waiting for it");
-  uses->readers.clear();
-  uses->writer = stream;
-  uses->written = clock[stream];
+  for (const auto& use : uses->uses)
+    if (use.begin < end && begin < use.end && !knows(clock, stream, use.stream, use.tick))
+      found.add(what, stream, " writes over what ", use);
+  std::erase_if(uses->uses, [&, begin = begin, end = end](const Use& use) { return begin <= use.begin && use.end <= end; });
+  uses->uses.push_back({begin, end, stream, clock[stream], true});
 }
 
 Clock recorded(StreamKey stream) {
@@ -126,15 +152,6 @@ void host_waits(const Clock& event) {
   }
 }
 
-bool host_knows(const Clock& event) {
-  std::lock_guard lock(mutex);
-  for (const auto& [stream, tick] : event) {
-    const auto found = host.find(stream);
-    if (found == host.end() || found->second < tick) return false;
-  }
-  return true;
-}
-
 bool leaves_work(const Clock& event) {
   std::lock_guard lock(mutex);
   for (const auto& [stream, clock] : clocks) {
@@ -144,31 +161,27 @@ bool leaves_work(const Clock& event) {
   return false;
 }
 
-void record_stream(const at::Tensor& tensor, StreamKey stream) {
-  if (auto* uses = uses_of(tensor)) {
-    std::lock_guard lock(mutex);
-    uses->recorded.insert(stream);
-  }
+void record_stream(Uses* uses, StreamKey stream) {
+  if (uses == nullptr) return;
+  std::lock_guard lock(mutex);
+  uses->recorded.insert(stream);
 }
 
 void freed(const Uses& uses) {
   std::lock_guard lock(mutex);
   auto& left = unfinished[uses.home];
-  auto add = [&](StreamKey stream, int64_t tick) {
-    if (stream != uses.home && tick != 0 && !uses.recorded.count(stream)) left[stream] = std::max(left[stream], tick);
-  };
-  add(uses.writer, uses.written);
-  for (const auto& [reader, tick] : uses.readers) add(reader, tick);
+  for (const auto& use : uses.uses)
+    if (use.stream != uses.home && !uses.recorded.count(use.stream)) left[use.stream] = std::max(left[use.stream], use.tick);
 }
 
-void allocated(Uses& uses) {
+void allocated(Uses& uses, int64_t bytes) {
   std::lock_guard lock(mutex);
   auto& left = unfinished[uses.home];
   auto& clock = clocks[uses.home];
   std::erase_if(left, [&](const auto& use) {
     return knows(clock, uses.home, use.first, use.second) || knows(host, uses.home, use.first, use.second);
   });
-  uses.readers.insert(left.begin(), left.end());
+  for (const auto& [stream, tick] : left) uses.uses.push_back({0, bytes, stream, tick, false});
 }
 
 void copy_when_waited(at::Tensor host_tensor, at::Tensor value, StreamKey stream) {

@@ -6,6 +6,7 @@
 #include <map>
 #include <set>
 #include <string>
+#include <vector>
 
 namespace pretend {
 
@@ -17,8 +18,9 @@ void set_current_device(c10::DeviceIndex index);
 
 // A breach of CUDA's rules, with the Python stack of the thread where there is one.
 void violate(const std::string& text);
-// Something that costs time on a GPU: kind `wait` (the host waits for the device), `late` (it waits, but the device has more to
-// do), `h2d`, `d2h`, `never waited`.
+// Something that costs time on a GPU. kind: `wait` (the host waits for the device), `late` (it waits, but more work is queued),
+// `pageable` (a copy from or to memory that is not pinned waits), `h2d` and `d2h` (copies beside the host's work), `never waited`
+// (a collective).
 void note(const char* kind, const std::string& what);
 // A rank may only use its own GPU: a context on another one takes hundreds of megabytes there.
 void check_own_device(const char* what);
@@ -31,12 +33,18 @@ at::Tensor host_view(const at::Tensor& tensor);
 using StreamKey = int64_t;
 using Clock = std::map<StreamKey, int64_t>;
 
-// Who has used a block of memory, and when on the clock of each stream.
+// One use of bytes [begin, end) of a block, and when it was on the clock of its stream.
+struct Use {
+  int64_t begin, end;
+  StreamKey stream;
+  int64_t tick;
+  bool write;
+};
+
+// Who has used a block of memory. Bytes count, not blocks: a bucket of gradients may travel while backward writes the next one.
 struct Uses {
   StreamKey home = 0;  // the stream on which the block was allocated, and on which its memory is used again
-  StreamKey writer = 0;
-  int64_t written = 0;
-  std::map<StreamKey, int64_t> readers;
+  std::vector<Use> uses;
   std::set<StreamKey> recorded;  // by record_stream
 };
 
@@ -54,13 +62,13 @@ Clock recorded(StreamKey stream);  // an event
 Clock all_streams();               // the end of the work that is queued anywhere
 void stream_waits(StreamKey stream, const Clock& event);
 void host_waits(const Clock& event);
-bool host_knows(const Clock& event);   // whether the host has waited for it
-bool leaves_work(const Clock& event);  // whether work is queued that the event does not wait for, so that the device stays busy
-void record_stream(const at::Tensor& tensor, StreamKey stream);
+// Whether work is queued that the event does not wait for, so that the device stays busy.
+bool leaves_work(const Clock& event);
+void record_stream(Uses* uses, StreamKey stream);
 // Freed memory is used again on its own stream at once, whatever other streams still do with it, unless `record_stream` has named
 // them. Any later block of that stream may be the same memory, so it begins with these uses.
 void freed(const Uses& uses);
-void allocated(Uses& uses);
+void allocated(Uses& uses, int64_t bytes);
 // A copy to the host that is done when the host has waited for it; until then the memory is poison.
 void copy_when_waited(at::Tensor host, at::Tensor value, StreamKey stream);
 // Memory of the host that a copy to the device still reads: it must not change before the host has waited.

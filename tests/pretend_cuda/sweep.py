@@ -27,13 +27,24 @@ from shardwright.train.update import UpdateEngine, UpdateResult
 
 UPDATES = 3
 KEYS = {
-    "layout": "parallelism.data_parallel", "tp": "parallelism.tp_size", "cp": "parallelism.cp_size", "pp": "parallelism.pp_size",
-    "ring": "parallelism.cp_attention", "param": "precision.param_dtype", "reduce": "precision.reduce_dtype",
-    "batching": "data.batching", "recompute": "memory.activation_checkpointing", "chunk": "memory.loss_chunk_tokens",
-    "offload": "memory.cpu_offload", "rows": "training.per_device_train_batch_size", "optimizer": "training.optimizer",
-    "evaluate": "training.eval_steps", "save": "checkpoint.save_steps", "beside": "checkpoint.async_save",
+    "layout": "parallelism.data_parallel",
+    "tp": "parallelism.tp_size",
+    "cp": "parallelism.cp_size",
+    "pp": "parallelism.pp_size",
+    "ring": "parallelism.cp_attention",
+    "param": "precision.param_dtype",
+    "reduce": "precision.reduce_dtype",
+    "batching": "data.batching",
+    "recompute": "memory.activation_checkpointing",
+    "chunk": "memory.loss_chunk_tokens",
+    "offload": "memory.cpu_offload",
+    "rows": "training.per_device_train_batch_size",
+    "optimizer": "training.optimizer",
+    "evaluate": "training.eval_steps",
+    "save": "checkpoint.save_steps",
+    "beside": "checkpoint.async_save",
     "profile": "logging.profile_steps",
-}  # fmt: skip
+}
 CASES: dict[str, dict[str, Any]] = {
     "zero3, bf16, packed": {"layout": "zero3", "param": "bf16", "batching": "pack"},
     "ddp, bf16, packed, selective recompute": {"param": "bf16", "batching": "pack", "recompute": "selective"},

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from shardwright.data.documents import Documents
-from shardwright.data.packing import Cut, cut_rows
+from shardwright.data.packing import RowRules, make_rows
 from shardwright.data.table import Table
 
 
@@ -21,10 +21,10 @@ def documents(tokens: Sequence[Sequence[int]], weights: Sequence[Sequence[float]
     return Documents(Path("-"), {"tokens_digest": ""}, flat, places, found)
 
 
-def table(tokens: Sequence[Sequence[int]], cut: Cut, weights: Sequence[Sequence[float]] | None = None) -> Table:
-    """The rows that `cut` makes of `tokens`."""
+def table(tokens: Sequence[Sequence[int]], rules: RowRules, weights: Sequence[Sequence[float]] | None = None) -> Table:
+    """The rows that `rules` make of `tokens`."""
     found = documents(tokens, weights)
-    return Table(found, cut, cut_rows(found.ends[:, 0], cut, found.weights), "")
+    return Table(found, rules, make_rows(found.ends[:, 0], rules, found.weights), "")
 
 
 def numbered(lengths: Sequence[int]) -> list[list[int]]:

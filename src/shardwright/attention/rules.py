@@ -16,6 +16,7 @@ from shardwright.attention.calls import AttentionCall, ForwardTrace, blocks_with
 from shardwright.errors import ModelError
 from shardwright.models.model_parts import find_parts, is_transformers
 from shardwright.models.position_tables import numbers_from_elsewhere
+from shardwright.units import counted
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 PADDED_ON_THE_LEFT = ("cpmant",)
@@ -43,9 +44,9 @@ _FIX = "Set data.batching to bucket or pad."
 _PACKED = Replacement(
     name="The core attention of packed rows",
     fix=_FIX,
-    bypassed="Its tokens would see other documents of their row.",
-    convolution="It would reach over the boundary of a document.",
-    not_causal="The core attention of packed rows is.",
+    bypassed="Tokens of one document would see other documents of the row.",
+    convolution="The convolution would mix tokens of two documents.",
+    not_causal="The core attention of packed rows is causal.",
     known=("softcap", "s_aux"),
 )
 
@@ -96,7 +97,7 @@ def _check_mixing(model: nn.Module, trace: ForwardTrace, by: Replacement) -> Non
     name, blocks = type(model).__name__, find_parts(model).blocks
     if missing := blocks_without_attention(blocks, trace.calls):
         raise ModelError(
-            f"`{missing[0]}` of {name} does not call attention through AttentionInterface ({len(missing)} blocks).",
+            f"`{missing[0]}` of {name} does not call attention through AttentionInterface ({counted(len(missing), 'block')}).",
             by.bypassed,
             by.fix,
         )

@@ -13,7 +13,7 @@ tensor for different work, and whole where they do the same work.
 | scatter_to_tp | split | all_gather |
 | gather_from_tp | all_gather | split |
 | slice_of_rank | split | zeros around |
-| pad_to_whole | zeros around | split |
+| zero_pad_slice | zeros around | split |
 
 The last two send nothing: they are for a whole tensor of which no rank reads more than its own slice.
 """
@@ -122,11 +122,11 @@ def gather_from_tp(x: Tensor, dim: int, tp_group: TensorParallelGroup) -> Tensor
 
 
 def slice_of_rank(x: Tensor, dim: int, tp_group: TensorParallelGroup) -> Tensor:
-    """This rank's slice along `dim` of a tensor that `pad_to_whole` made."""
+    """This rank's slice along `dim` of a tensor that `zero_pad_slice` made."""
     return _split(x, dim % x.dim(), tp_group.size, tp_group.rank, tp_group.name)
 
 
-def pad_to_whole(x: Tensor, dim: int, tp_group: TensorParallelGroup) -> Tensor:
+def zero_pad_slice(x: Tensor, dim: int, tp_group: TensorParallelGroup) -> Tensor:
     """A tensor of the whole size along `dim` that holds the slice `x` at its position, and zeros elsewhere."""
     length, later = x.size(dim), x.dim() - 1 - dim % x.dim()
     before, after = tp_group.rank * length, (tp_group.size - 1 - tp_group.rank) * length

@@ -67,18 +67,18 @@ def _entry_kind(value: object) -> str:
     return "source" if isinstance(value, dict | Source) else "path"
 
 
-Entry = Annotated[Annotated[str, Tag("path")] | Annotated[Source, Tag("source")], Discriminator(_entry_kind)]
+DataEntry = Annotated[Annotated[str, Tag("path")] | Annotated[Source, Tag("source")], Discriminator(_entry_kind)]
 Format = Literal["auto", "text", "messages", "prompt_completion", "tokens", "alpaca", "sharegpt"]
 
 
 class Data(Section):
     """The data, and how records become rows of `max_length` tokens."""
 
-    train: list[Entry] = Field(
+    train: list[DataEntry] = Field(
         min_length=1,
         description="Training data: files, globs or directories (JSONL, text, parquet, save_to_disk), or {path, weight, split}",
     )
-    validation: list[Entry] = Field([], description="Data for evaluation, named as in data.train")
+    validation: list[DataEntry] = Field([], description="Data for evaluation, named as in data.train")
     format: Format = Field("auto", description="Format of the records; auto: found from the columns of each file")
     text_column: str = Field("text", description="With format text: the column that holds the text")
     chat_template: str | None = Field(

@@ -16,6 +16,7 @@ from shardwright.config.schema import RunFile
 from shardwright.data.files import file_notices, is_compressed, sources_of
 from shardwright.data.formats import FORMATS
 from shardwright.layout.import_path import is_import_path
+from shardwright.units import counted
 
 NoteKey = tuple[str, str]
 """Kind and subject of a note."""
@@ -237,7 +238,9 @@ def _of_counts(run: RunFile, totals: dict[NoteKey, Total], counts: dict[str, int
             f"{counts['truncated_tokens']} of {counts['tokens']} tokens are lost"
         )
     if counts["targetless_rows"]:
-        yield f"{counts['targetless_rows']} pieces of documents hold no target and are left out"
+        left_out = counts["targetless_rows"]
+        hold = "holds no target and is" if left_out == 1 else "hold no target and are"
+        yield f"{counted(left_out, 'piece')} of documents {hold} left out"
     full = -(-counts["row_tokens"] // length)
     if run.data.batching == "pad" and counts["rows"] > 2 * full:
         yield (

@@ -34,10 +34,10 @@ _EMPTY = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True)
-class Stretch:
+class Segment:
     """How rows are dealt out to updates, from one update until a resume with other settings."""
 
-    update: int  # the first update of the stretch
+    update: int  # the first update of the segment
     rows: int  # rows done before that update
     end: int  # rows done when the run ends
     global_batch_size: int  # rows of an update
@@ -51,10 +51,10 @@ class Stretch:
 
     @property
     def updates(self) -> int:
-        """Updates of the run, including those before this stretch."""
+        """Updates of the run, including those before this segment."""
         return self.update - (self.rows - self.end) // self.global_batch_size
 
-    def same_order(self, other: Stretch) -> bool:
+    def same_order(self, other: Segment) -> bool:
         """Whether a position means the same row in both."""
         return (self.seed, self.shuffle) == (other.seed, other.shuffle)
 
@@ -96,15 +96,15 @@ class RowOrder:
         self._seed, self._shuffle, self._drop_last = seed, shuffle, drop_last
         self._max_steps, self._epochs = max_steps, num_train_epochs
         self._mixture, self._lengths = mixture, lengths
-        self._deal((self._stretch(0, 0),))
-        if not self.stretch.end:
+        self._deal((self._segment(0, 0),))
+        if not self.segment.end:
             raise ConfigError(
                 f"data.drop_last leaves no update: {self.dropped} rows, training.global_batch_size {global_batch_size}.",
                 "The only update would be part-filled.",
                 "Lower training.global_batch_size, raise training.num_train_epochs, or remove data.drop_last.",
             )
 
-    def _stretch(self, update: int, rows: int) -> Stretch:
+    def _segment(self, update: int, rows: int) -> Segment:
         """How this run deals out the rows that are left after `rows` rows and `update` updates."""
         size = self.global_batch_size
         if self._max_steps is not None:
@@ -112,35 +112,35 @@ class RowOrder:
         else:
             end = max(rows, self._all_rows())
             end -= (end - rows) % size if self._drop_last else 0
-        return Stretch(update, rows, end, size, self.bucket_updates, self._seed, self._shuffle)
+        return Segment(update, rows, end, size, self.bucket_updates, self._seed, self._shuffle)
 
     def _all_rows(self) -> int:
         return math.ceil(Fraction(repr(self._epochs)) * self.rows)
 
-    def _deal(self, stretches: tuple[Stretch, ...]) -> None:
-        self.stretches = stretches
+    def _deal(self, segments: tuple[Segment, ...]) -> None:
+        self.segments = segments
         self._block: tuple[Any, Int64] = (None, _EMPTY)
-        self._left = self._left_before(stretches)
+        self._left = self._left_before(segments)
 
-    def _left_before(self, stretches: tuple[Stretch, ...]) -> Int64:
-        """The positions that the last of `stretches` takes first: those that an earlier stretch had passed over."""
-        before = stretches[:-1]
-        return self._passed_over(stretches[-1].update, before) if before else _EMPTY
+    def _left_before(self, segments: tuple[Segment, ...]) -> Int64:
+        """The positions that the last of `segments` takes first: those that an earlier segment had passed over."""
+        before = segments[:-1]
+        return self._passed_over(segments[-1].update, before) if before else _EMPTY
 
     @property
-    def stretch(self) -> Stretch:
+    def segment(self) -> Segment:
         """How the updates to come are dealt out."""
-        return self.stretches[-1]
+        return self.segments[-1]
 
     @property
     def total_updates(self) -> int:
         """Updates of the whole run, including those before a resume."""
-        return self.stretch.updates
+        return self.segment.updates
 
     @property
     def dropped(self) -> int:
         """Rows of a part-filled last update that `drop_last` leaves out."""
-        return max(0, self._all_rows() - self.stretch.end) if self._drop_last and self._epochs else 0
+        return max(0, self._all_rows() - self.segment.end) if self._drop_last and self._epochs else 0
 
     def seek(self, update: int, cursor: Cursor | None, trusted: bool = False) -> None:
         """Lets `update` begin after the rows that `cursor` says are done; each other row comes once an epoch.
@@ -150,8 +150,8 @@ class RowOrder:
         """
         if cursor is None:
             return
-        found = stretches_of(cursor)
-        now = self._stretch(update, cursor["rows"])
+        found = segments_of(cursor)
+        now = self._segment(update, cursor["rows"])
         if trusted or not found[-1].same_order(now):
             self._deal((now,))
         elif replace(found[-1], update=now.update, rows=now.rows) == now:
@@ -161,15 +161,15 @@ class RowOrder:
 
     def cursor(self, update: int) -> Cursor | None:
         """Where `update` begins: the rows done before it, and how they were dealt out."""
-        return {"rows": self.stretch.done(update), "stretches": [asdict(s) for s in self.stretches]}
+        return {"rows": self.segment.done(update), "segments": [asdict(s) for s in self.segments]}
 
     def repeated(self, update: int, cursor: Cursor) -> int:
         """How many rows of the current epoch are repeated (as many are skipped), where `cursor` is of another order.
 
         The whole epoch is counted: this takes about a second for ten million rows.
         """
-        found, first = stretches_of(cursor), cursor["rows"] // self.rows * self.rows
-        former, now = (self.rows_at(np.arange(first, first + self.rows), s) for s in (found[-1], self.stretch))
+        found, first = segments_of(cursor), cursor["rows"] // self.rows * self.rows
+        former, now = (self.rows_at(np.arange(first, first + self.rows), s) for s in (found[-1], self.segment))
         passed_over = self._passed_over(update, found) - first
         done = np.arange(self.rows) < cursor["rows"] - first + len(passed_over)
         done[passed_over] = False
@@ -179,7 +179,7 @@ class RowOrder:
 
     def epoch(self, update: int) -> float | None:
         """Passes over the data completed before `update` begins."""
-        return self.stretch.done(update) / self.rows
+        return self.segment.done(update) / self.rows
 
     def close(self) -> None:
         """Stops background work: an order of rows on disk has none."""
@@ -189,16 +189,16 @@ class RowOrder:
 
         Raises `IndexError` for an update that the run does not have, or had before a resume with other settings.
         """
-        if not self.stretch.update <= update < self.total_updates:
+        if not self.segment.update <= update < self.total_updates:
             raise IndexError(f"update {update} of a run of {self.total_updates} updates")
-        positions = self._positions(update, self.stretches, self._left)
+        positions = self._positions(update, self.segments, self._left)
         result = np.full(self.global_batch_size, FILLER, np.int64)
-        result[: len(positions)] = self.rows_at(positions, self.stretch)
+        result[: len(positions)] = self.rows_at(positions, self.segment)
         return result
 
-    def _positions(self, update: int, stretches: tuple[Stretch, ...], left: Int64) -> Int64:
-        """The positions that `update` of the last of `stretches` takes, which begins with the positions `left`."""
-        last, size = stretches[-1], stretches[-1].global_batch_size
+    def _positions(self, update: int, segments: tuple[Segment, ...], left: Int64) -> Int64:
+        """The positions that `update` of the last of `segments` takes, which begins with the positions `left`."""
+        last, size = segments[-1], segments[-1].global_batch_size
         first, end = self._megabatch(update, last)
         positions = self._in_line(last.done(first), last.done(end), last, left)
         if self._lengths is None or end - first == 1:
@@ -210,63 +210,64 @@ class RowOrder:
         return positions[by_length[place * size : (place + 1) * size]]
 
     @staticmethod
-    def _in_line(first: int, end: int, stretch: Stretch, left: Int64) -> Int64:
-        """The positions that `stretch` takes after `first` rows are done and until `end` are done."""
+    def _in_line(first: int, end: int, segment: Segment, left: Int64) -> Int64:
+        """The positions that `segment` takes after `first` rows are done and until `end` are done."""
         found = np.arange(first, end, dtype=np.int64)
-        count = int(np.searchsorted(found, stretch.rows + len(left)))
-        found[:count] = left[found[:count] - stretch.rows]
+        count = int(np.searchsorted(found, segment.rows + len(left)))
+        found[:count] = left[found[:count] - segment.rows]
         return found
 
-    def _megabatch(self, update: int, stretch: Stretch) -> tuple[int, int]:
+    def _megabatch(self, update: int, segment: Segment) -> tuple[int, int]:
         """The updates [first, end) of the megabatch that holds `update`; `update` alone where none does."""
-        size, rows = stretch.global_batch_size, self.rows
-        epoch = stretch.done(update) // rows
-        begin = stretch.update + max(0, -(-(epoch * rows - stretch.rows) // size))
-        end = stretch.update + (min((epoch + 1) * rows, stretch.end) - stretch.rows) // size
+        size, rows = segment.global_batch_size, self.rows
+        epoch = segment.done(update) // rows
+        begin = segment.update + max(0, -(-(epoch * rows - segment.rows) // size))
+        end = segment.update + (min((epoch + 1) * rows, segment.end) - segment.rows) // size
         if self._lengths is None or not begin <= update < end:
             return update, update + 1
-        count = min(stretch.bucket_updates, max(1, (end - begin) // 2))
+        count = min(segment.bucket_updates, max(1, (end - begin) // 2))
         first = update - (update - begin) % count
         return first, min(first + count, end)
 
-    def _passed_over(self, update: int, stretches: tuple[Stretch, ...]) -> Int64:
+    def _passed_over(self, update: int, segments: tuple[Segment, ...]) -> Int64:
         """Positions, in order, that are not done when `update` begins although later positions are."""
-        left, last = self._left_before(stretches), stretches[-1]
+        left, last = self._left_before(segments), segments[-1]
         first, end = self._megabatch(update, last)
-        done = [self._positions(u, stretches, left) for u in range(first, update)]
+        done = [self._positions(u, segments, left) for u in range(first, update)]
         begun = max(last.done(end if done else update), last.rows + len(left))
         return np.setdiff1d(self._in_line(last.done(first), begun, last, left), np.concatenate([_EMPTY, *done]))
 
-    def rows_at(self, positions: Int64, stretch: Stretch) -> Int64:
-        """The rows at `positions` of the sequence of all epochs, in the order of `stretch`."""
+    def rows_at(self, positions: Int64, segment: Segment) -> Int64:
+        """The rows at `positions` of the sequence of all epochs, in the order of `segment`."""
         result = np.empty(len(positions), np.int64)
         blocks = positions // _BLOCK_ROWS
         for number in np.unique(blocks).tolist():
             here = blocks == number
-            result[here] = self._rows_of(number, stretch)[positions[here] - number * _BLOCK_ROWS]
+            result[here] = self._rows_of(number, segment)[positions[here] - number * _BLOCK_ROWS]
         if self._mixture is not None:
             epochs = positions // self.rows
             for epoch in np.unique(epochs).tolist():
                 here = epochs == epoch
-                result[here] = self._mixture.rows(result[here], epoch, stretch.seed)
+                result[here] = self._mixture.rows(result[here], epoch, segment.seed)
         return result
 
-    def _rows_of(self, block: int, stretch: Stretch) -> Int64:
+    def _rows_of(self, block: int, segment: Segment) -> Int64:
         """The rows of a block of positions. The last block is kept: neighbouring updates then cost a hundredth."""
-        key = (block, stretch)
+        key = (block, segment)
         if self._block[0] == key:
             return self._block[1]
         first = block * _BLOCK_ROWS
         # no caller asks for positions past the epoch in which the run ends, and epochs may be short
-        count = min(_BLOCK_ROWS, (stretch.end // self.rows + 1) * self.rows - first)
+        count = min(_BLOCK_ROWS, (segment.end // self.rows + 1) * self.rows - first)
         epochs, result = np.divmod(np.arange(first, first + count, dtype=np.int64), self.rows)
-        for epoch in range(int(epochs[0]), int(epochs[-1]) + 1) if stretch.shuffle else ():
+        for epoch in range(int(epochs[0]), int(epochs[-1]) + 1) if segment.shuffle else ():
             here = np.flatnonzero(epochs == epoch)
-            result[here] = permute(result[here], self.rows, stretch.seed, epoch)
+            result[here] = permute(result[here], self.rows, segment.seed, epoch)
         self._block = (key, result)
         return result
 
 
-def stretches_of(cursor: Cursor) -> tuple[Stretch, ...]:
+def segments_of(cursor: Cursor) -> tuple[Segment, ...]:
     """How the rows of a cursor were dealt out; empty where the cursor does not say."""
-    return tuple(Stretch(**values) for values in cursor["stretches"])
+    stored = cursor["segments"] if "segments" in cursor else cursor["stretches"]  # the name in older checkpoints
+    return tuple(Segment(**values) for values in stored)

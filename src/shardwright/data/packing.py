@@ -31,7 +31,7 @@ _BLOCK = 2**22  # weights read at a time
 
 
 @dataclass(frozen=True)
-class Cut:
+class RowRules:
     """How documents become rows of at most `max_length` tokens."""
 
     max_length: int
@@ -52,7 +52,7 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class CutRows:
+class RowRanges:
     """Rows as ranges of pieces."""
 
     pieces: Int64  # [pieces, 2]: start and length, row by row
@@ -62,52 +62,52 @@ class CutRows:
     bounds: tuple[int, ...]  # first row of each source, and the number of rows
 
 
-def cut_rows(ends: Int64, cut: Cut, weights: Float32 | None = None) -> CutRows:
+def make_rows(ends: Int64, rules: RowRules, weights: Float32 | None = None) -> RowRanges:
     """Rows of the documents that end at `ends` in tokens.bin, whose tokens have `weights` (None: 1).
 
     Pieces and rows without a target are left out and counted as targetless_rows.
     """
     starts = np.concatenate([np.zeros(1, np.int64), ends[:-1]])[: len(ends)]
     documents, weighted = np.stack([starts, ends - starts], axis=1), weights is not None and not _is_mask(weights)
-    bounds = cut.bounds or (0, len(documents))
+    bounds = rules.bounds or (0, len(documents))
     parts = []
     for first, last in pairwise(bounds):
-        pieces, row_ends, counts = _arranged(documents[first:last], cut, weights)
-        if cut.packing == "wrapped":  # documents that stand in more than one piece
+        pieces, row_ends, counts = _arranged(documents[first:last], rules, weights)
+        if rules.packing == "wrapped":  # documents that stand in more than one piece
             in_pieces = np.bincount(np.searchsorted(ends, pieces[:, 0], side="right"))
             counts["split_documents"] = int((in_pieces > 1).sum())
         parts.append(_counted(pieces, row_ends, weights, weighted, counts))
     return parts[0] if len(parts) == 1 else _joined(parts)
 
 
-def _arranged(documents: Int64, cut: Cut, weights: Float32 | None) -> tuple[Int64, Int64, dict[str, int]]:
+def _arranged(documents: Int64, rules: RowRules, weights: Float32 | None) -> tuple[Int64, Int64, dict[str, int]]:
     """(pieces row by row, end of each row among them, counts) of the documents of one source."""
-    long = documents[:, 1] > cut.max_length
+    long = documents[:, 1] > rules.max_length
     names = ("split_documents", "truncated_documents", "truncated_tokens", "targetless_rows")
     counts = dict.fromkeys(names, 0)
-    if cut.overlong == "truncate":
+    if rules.overlong == "truncate":
         counts["truncated_documents"] = int(long.sum())
-        counts["truncated_tokens"] = int((documents[long, 1] - cut.max_length).sum())
-        documents[long, 1] = cut.max_length
-    elif cut.packing != "wrapped":
+        counts["truncated_tokens"] = int((documents[long, 1] - rules.max_length).sum())
+        documents[long, 1] = rules.max_length
+    elif rules.packing != "wrapped":
         counts["split_documents"] = int(long.sum())
-        documents = _split_long(documents, cut.max_length)
+        documents = _split_long(documents, rules.max_length)
     kept = documents[_targets(documents, weights)[0] > 0]
     counts["targetless_rows"] = len(documents) - len(kept)
-    if cut.packing is None:
+    if rules.packing is None:
         return kept, np.arange(1, len(kept) + 1), counts
-    if cut.seed is not None:
-        kept = kept[permute(np.arange(len(kept)), len(kept), cut.seed, DOCUMENTS_EPOCH)]
-    pack = best_fit if cut.packing == "bfd" else wrapped
-    return *pack(kept, cut.max_length), counts
+    if rules.seed is not None:
+        kept = kept[permute(np.arange(len(kept)), len(kept), rules.seed, DOCUMENTS_EPOCH)]
+    pack = best_fit if rules.packing == "bfd" else wrapped
+    return *pack(kept, rules.max_length), counts
 
 
-def _joined(parts: Sequence[CutRows]) -> CutRows:
+def _joined(parts: Sequence[RowRanges]) -> RowRanges:
     """The rows of several sources, one source after the other."""
     before = np.cumsum([0, *(len(part.pieces) for part in parts)])
     rows = [part.rows + np.array([offset, 0, 0]) for part, offset in zip(parts, before)]
     weights = [part.weights for part in parts if part.weights is not None]
-    return CutRows(
+    return RowRanges(
         np.concatenate([part.pieces for part in parts]),
         np.concatenate(rows),
         np.concatenate(weights) if weights else None,
@@ -150,7 +150,7 @@ def _targets(pieces: Int64, weights: Float32 | None) -> tuple[Int64, Float64]:
 
 def _counted(
     pieces: Int64, row_ends: Int64, weights: Float32 | None, weighted: bool, counts: dict[str, int]
-) -> CutRows:
+) -> RowRanges:
     targets, sums = _targets(pieces, weights)
     totals = [np.concatenate([np.zeros(1, np.int64), np.cumsum(part)]) for part in (pieces[:, 1], targets)]
     bounds = np.concatenate([np.zeros(1, np.int64), row_ends])
@@ -171,7 +171,7 @@ def _counted(
         "row_tokens": int(rows[:, 1].sum()),
         "targets": int(rows[:, 2].sum()),
     }
-    return CutRows(pieces, rows, row_weights, counts, (0, len(rows)))
+    return RowRanges(pieces, rows, row_weights, counts, (0, len(rows)))
 
 
 def _is_mask(weights: Float32) -> bool:

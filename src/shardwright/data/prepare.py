@@ -21,7 +21,7 @@ from shardwright.data.formats import FORMATS, refuse_without_effect
 from shardwright.data.mixture import Mixture
 from shardwright.data.notices import Notes, notices
 from shardwright.data.order import RowOrder
-from shardwright.data.packing import Cut, Overlong, PackingStrategy
+from shardwright.data.packing import Overlong, PackingStrategy, RowRules
 from shardwright.data.streaming.record_stream import RecordStream, StreamPosition
 from shardwright.data.streaming.rows import StreamOrder, StreamTable
 from shardwright.data.streaming.windows import StreamWindows
@@ -41,7 +41,7 @@ class Prepared:
     fingerprint: str  # of the rows' tokens: the same wherever training is the same
     pad_id: int  # fills up rows; no position after a padding token is a target
     tokenizer_path: Path | None  # its directory; None: the records were tokens already
-    counts: dict[str, int]  # of documents (documents_read, empty_documents, ...) and of rows (`packing.CutRows`)
+    counts: dict[str, int]  # of documents (documents_read, empty_documents, ...) and of rows (`packing.RowRanges`)
     mixture: Mixture | None  # the rows of an epoch, where sources have weights
     cached: bool  # nothing had to be tokenised
     notices: tuple[str, ...]  # lines to print before training
@@ -92,7 +92,7 @@ def prepare(run: RunFile, split: Split = "train") -> Prepared | None:
         return None
     meta = read.documents.meta
     check_vocabulary(run, read.tokenizer_path, meta)
-    table = Table.make(read.documents, _cut(run, split, read))
+    table = Table.make(read.documents, _row_rules(run, split, read))
     weights = _weights(run, split)
     mixture = None if weights is None else Mixture(table.bounds, weights, run.training.seed)
     noted = Notes.of(meta)
@@ -170,7 +170,7 @@ def _open_windows(run: RunFile) -> StreamWindows:
     if overlong is None and len(defaults) > 1:
         raise _no_common_default(formats, "The lengths of the documents of a stream are not known in advance.")
     overlong = overlong or ("truncate" if "truncate" in defaults else "split")
-    return StreamWindows(run, stream, Cut(run.data.max_length, overlong, *packing_of(run, "train")))
+    return StreamWindows(run, stream, RowRules(run.data.max_length, overlong, *packing_of(run, "train")))
 
 
 def _first_window(run: RunFile) -> TokenisedSplit:
@@ -201,7 +201,7 @@ def packing_of(run: RunFile, split: Split) -> tuple[PackingStrategy | None, int 
     return packing, run.training.seed if packing and run.data.shuffle and split == "train" else None
 
 
-def _cut(run: RunFile, split: Split, read: TokenisedSplit) -> Cut:
+def _row_rules(run: RunFile, split: Split, read: TokenisedSplit) -> RowRules:
     """How `run` makes rows."""
     bounds = None
     if _weights(run, split) is not None:  # each row holds one source, so that a source can be passed more often
@@ -214,7 +214,7 @@ def _cut(run: RunFile, split: Split, read: TokenisedSplit) -> Cut:
             why = f"The longest document has {longest} tokens, and data.max_length is {run.data.max_length}."
             raise _no_common_default(formats, why)
         overlong = "split" if "split" in defaults else "truncate"
-    return Cut(run.data.max_length, overlong, *packing_of(run, split), bounds)
+    return RowRules(run.data.max_length, overlong, *packing_of(run, split), bounds)
 
 
 def _overlong_of(formats: Iterable[str]) -> set[Overlong]:

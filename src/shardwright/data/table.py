@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from shardwright.data.arrays import FILLER, Float32, Float64, Int32, Int64
 from shardwright.data.documents import Documents, new_directory
-from shardwright.data.packing import Cut, CutRows, cut_rows
+from shardwright.data.packing import RowRanges, RowRules, make_rows
 from shardwright.errors import DataError
 from shardwright.layout.loss import IGNORE_INDEX
 
@@ -46,9 +46,9 @@ class Table:
     which a row has room. bounds: first row of each source whose rows were cut apart, and the number of rows.
     """
 
-    def __init__(self, documents: Documents, cut: Cut, found: CutRows, fingerprint: str) -> None:
-        self.documents, self.cut, self.counts, self.fingerprint = documents, cut, found.counts, fingerprint
-        self.max_length, self.packed, self.bounds = cut.max_length, cut.packing is not None, found.bounds
+    def __init__(self, documents: Documents, rules: RowRules, found: RowRanges, fingerprint: str) -> None:
+        self.documents, self.rules, self.counts, self.fingerprint = documents, rules, found.counts, fingerprint
+        self.max_length, self.packed, self.bounds = rules.max_length, rules.packing is not None, found.bounds
         # plain arrays: a slice of a memmap costs several times as much
         self._pieces, self._rows = np.asarray(found.pieces), np.asarray(found.rows)
         self._row_weights = None if found.weights is None else np.asarray(found.weights)
@@ -56,16 +56,16 @@ class Table:
         self._weights = None if documents.weights is None else np.asarray(documents.weights)
 
     @classmethod
-    def make(cls, documents: Documents, cut: Cut) -> Table:
+    def make(cls, documents: Documents, rules: RowRules) -> Table:
         """Opens the rows of `documents`, which are made first where they do not exist.
 
         Raises `DataError` for a document that is too long with overlong = error, and when no row holds a target.
         """
-        path = documents.path / cut.name
-        if cut.overlong == "error":
-            _refuse_long(documents, cut.max_length)
+        path = documents.path / rules.name
+        if rules.overlong == "error":
+            _refuse_long(documents, rules.max_length)
         if not path.exists():
-            _write_rows(path, documents, cut)
+            _write_rows(path, documents, rules)
         meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
         if not meta["counts"]["rows"]:
             raise DataError(
@@ -76,7 +76,10 @@ class Table:
         pieces, rows = (np.load(path / name, mmap_mode="r") for name in ("pieces.npy", "rows.npy"))
         weights = np.load(path / "weights.npy", mmap_mode="r") if (path / "weights.npy").is_file() else None
         return cls(
-            documents, cut, CutRows(pieces, rows, weights, meta["counts"], tuple(meta["bounds"])), meta["fingerprint"]
+            documents,
+            rules,
+            RowRanges(pieces, rows, weights, meta["counts"], tuple(meta["bounds"])),
+            meta["fingerprint"],
         )
 
     def __len__(self) -> int:
@@ -160,8 +163,8 @@ def _spread(values: npt.NDArray[_T], bounds: list[int], width: int, rest: int) -
     return result
 
 
-def _write_rows(path: Path, documents: Documents, cut: Cut) -> None:
-    found = cut_rows(np.asarray(documents.ends[:, 0]), cut, documents.weights)
+def _write_rows(path: Path, documents: Documents, rules: RowRules) -> None:
+    found = make_rows(np.asarray(documents.ends[:, 0]), rules, documents.weights)
     arrays: dict[str, npt.NDArray[Any]] = {"pieces": found.pieces, "rows": found.rows}
     if found.weights is not None:
         arrays["weights"] = found.weights

@@ -20,12 +20,12 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardwright.config.schema import Model
 from shardwright.errors import ConfigError, ModelError
-from shardwright.export.companions import companions_of
 from shardwright.export.files import TensorFile, append, header, refusal, replace, split_files, write_index
+from shardwright.export.other_files import other_files_of
 from shardwright.models.gather_full_tensors import described, whole_tensors
 from shardwright.models.materialise import unsplit_model_of
 from shardwright.models.model_parts import canonical_name, canonical_parameters, unwrapped
-from shardwright.models.tensor_tracing import Box, Origin, Stored
+from shardwright.models.tensor_tracing import Origin, Slices, Stored
 from shardwright.torch_private import persistent_buffers
 
 
@@ -65,7 +65,7 @@ def save_pretrained(
     def start() -> None:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        companions_of(root, spec, tokenizer=tokenizer, chat_template=chat_template, end_tokens=end_tokens).write(
+        other_files_of(root, spec, tokenizer=tokenizer, chat_template=chat_template, end_tokens=end_tokens).write(
             partial
         )
 
@@ -100,7 +100,7 @@ def check_export(
             "checkpoint.export_hf: final puts the trained model there.",
             "Set another checkpoint.output_dir, or checkpoint.export_hf to none.",
         )
-    return companions_of(model, spec, tokenizer=tokenizer, chat_template=chat_template, end_tokens=end_tokens).lines
+    return other_files_of(model, spec, tokenizer=tokenizer, chat_template=chat_template, end_tokens=end_tokens).lines
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ def _append_made(path: Path, origin: Origin, dtype: torch.dtype, parts: Mapping[
         append(path, parts[origin.name])
         return
 
-    def read(name: str, box: Box, out: Tensor) -> None:
+    def read(name: str, box: Slices, out: Tensor) -> None:
         out.copy_(parts[name][box])
 
     device = next(iter(parts.values())).device

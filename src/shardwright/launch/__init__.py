@@ -8,11 +8,13 @@ docs/decisions/0002-own-supervisor.md.
 from shardwright.launch.hang import Watchdog, answer_hang_reports
 from shardwright.launch.heartbeat import Heartbeat
 from shardwright.launch.lock import owned
+from shardwright.launch.long_work import LongWork
 from shardwright.launch.rank import current_job, finish, inside_a_launcher, refuse_launcher, worker_main
 from shardwright.launch.start import run_training_ranks, run_workers
 
 __all__ = [
     "Heartbeat",
+    "LongWork",
     "Watchdog",
     "answer_hang_reports",
     "current_job",

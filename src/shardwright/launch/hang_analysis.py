@@ -7,11 +7,13 @@ without waiting looks like waiting too; where ranks so seem to wait in a circle,
 
 from __future__ import annotations
 
+import ast
 import linecache
 import re
 import sysconfig
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -20,8 +22,10 @@ from typing import Any
 STOPPED, OWN_CODE, BACKWARD, WAITING = range(4)
 """What a main thread does, the most suspicious first."""
 
-_WAITS = re.compile(r"\b(wait|synchronize|item|tolist|cpu|numpy)\(")
-"""Calls that wait for work given to a device or to other ranks. A wait for a thread ends in threading.py instead."""
+_WAITS = re.compile(r"\bwait\(")
+"""A call that waits for other ranks. A wait for a thread ends in threading.py instead."""
+_DEVICE_WAITS = re.compile(r"\.(synchronize|item|tolist|cpu|numpy|nonzero|is_nonzero|equal|allclose)\(")
+"""Calls that wait until a GPU has done all that it was given, such as a collective that another rank has not begun."""
 _TORCH_WAITS = ("torch/distributed/", "torch/_ops.py")
 """Python code around torch's collectives, and around the operators that some of them are."""
 _EQUAL_SIZES = ("allreduce", "allgather", "reducescatter")
@@ -71,9 +75,16 @@ class RankSnapshot:
         if not self.stack:
             return STOPPED
         file, line, _ = _split(self.stack[0])
-        if any(part in file for part in _TORCH_WAITS) or _WAITS.search(linecache.getline(file, line)):
+        if any(part in file for part in _TORCH_WAITS) or self.device_wait or _WAITS.search(_statement(file, line)):
             return WAITING
         return BACKWARD if self.stack[0].endswith("_engine_run_backward") else OWN_CODE
+
+    @cached_property
+    def device_wait(self) -> str:
+        """The call in which the main thread waits for its GPU, such as `.tolist()`; empty where it does not."""
+        file, line, _ = _split(self.stack[0]) if self.stack else ("", 0, "")
+        found = _DEVICE_WAITS.search(_statement(file, line))
+        return f".{found[1]}()" if found else ""
 
     @property
     def frame(self) -> str:
@@ -198,6 +209,8 @@ def _lines(snapshot: RankSnapshot, waits: Sequence[Wait], culprits: bool) -> lis
         return [text + ("stopped by a signal" if snapshot.stopped else "not answering signals")]
     activity = WAITING if waits and not culprits else snapshot.activity
     doing = {OWN_CODE: "in", BACKWARD: "in backward at", WAITING: "waiting for others in"}[activity]
+    if activity == WAITING and snapshot.device_wait:
+        doing = f"waits for the GPU in {snapshot.device_wait} at"
     note = f", {snapshot.note}" if snapshot.note else ""
     return [f"{text}{doing} {snapshot.frame}{note}", *(f"    begun: {wait}" for wait in waits[:3])]
 
@@ -220,6 +233,19 @@ def _ranks(numbers: Sequence[int]) -> str:
 
 def _has(numbers: Sequence[int]) -> str:
     return "has" if len(numbers) == 1 else "have"
+
+
+def _statement(file: str, line: int) -> str:
+    """The text of the statement at a line. Python names the first line of a call, and a call may stand on several lines."""
+    lines, spans = linecache.getlines(file), [(line, line)]
+    with suppress(SyntaxError):
+        for node in ast.walk(ast.parse("".join(lines))):
+            if isinstance(node, ast.stmt):
+                body = getattr(node, "body", None)  # the text of a compound statement ends where its body begins
+                last = max(node.lineno, body[0].lineno - 1) if isinstance(body, list) else node.end_lineno or line
+                spans.append((node.lineno, last))
+    first, last = max((span for span in spans[1:] if span[0] <= line <= span[1]), default=spans[0])
+    return "".join(lines[first - 1 : last])
 
 
 def _split(frame: str) -> tuple[str, int, str]:

@@ -3,7 +3,8 @@
 Read from the trace that torch's profiler writes (Chrome's format), for NCCL and gloo alike:
 
 - With kernels of a device in the trace, they decide: kernels with `nccl` in their name are communication of the axis of their
-  process group, all others are compute, on whatever stream.
+  process group, all others are compute, on whatever stream. Copies between host and device (offload, batches) and fills are a
+  third kind: they cover nothing, and the device is not idle in them.
 - Without, operators of the host decide. Communication: the `gloo:*` spans, and the calls themselves (`c10d::*`, and
   `_c10d_functional::*`), in which a rank waits when they are synchronous. Compute: other operators with a namespace,
   except those on gloo's own threads, which sum and copy inside of a `gloo:*` span.
@@ -37,6 +38,7 @@ MATRIX_PRODUCTS = ("mm", "bmm", "matmul", "linear", "attention", "gemm", "conv",
 
 _DONE_AS = {"all-reduce": ("all-reduce", "reduce-scatter")}
 """Name of a span of gloo -> the calls that have such a span: gloo runs a reduce-scatter as an all-reduce."""
+_COPIES = ("gpu_memcpy", "gpu_memset")
 _NO_COMPUTE = (*COLLECTIVE_NAMESPACES, "autograd", "profiler")
 
 
@@ -78,7 +80,9 @@ class TraceTimes:
     exposed_seconds: float
     """Some communication ran and no compute."""
     idle_seconds: float
-    """Neither ran: on a CPU the interpreter worked, on a GPU the host was late."""
+    """None of these ran, nor a copy: on a CPU the interpreter worked, on a GPU the host was late."""
+    copied_seconds: float = 0.0
+    """On a GPU: a copy or a fill ran, and neither compute nor communication."""
     by_axis: tuple[CollectiveTime, ...] = field(default=())
     """Longest exposed first; a span in which two axes communicate counts for both."""
     exposed_axes: Mapping[str, float] = field(default_factory=dict)
@@ -113,16 +117,21 @@ def trace_times(trace: Mapping[str, Any], axes: Mapping[str, str] | None = None,
     events = [
         Event(e.get("cat", ""), e["name"], e.get("tid"), float(e["ts"]), float(e["ts"] + e["dur"]), e.get("args", {}))
         for e in trace["traceEvents"]
-        if e.get("ph") == "X" and e.get("cat") in ("kernel", "cpu_op", "user_annotation", "gpu_memcpy")
+        if e.get("ph") == "X" and e.get("cat") in ("kernel", "cpu_op", "user_annotation", *_COPIES)
     ]
     kernels = [event for event in events if event.category == "kernel"]
     calls = list(_kernel_calls(kernels, axes or {}) if kernels else _host_calls(events))
     compute = _device_compute(kernels) if kernels else _host_compute(events, [span for _, _, span in calls])
-    return _times(events, calls, compute, 1e-6 / updates)
+    copies = [event.span for event in events if kernels and event.category in _COPIES]
+    return _times(events, calls, compute, copies, 1e-6 / updates)
 
 
 def _times(
-    events: list[Event], calls: list[tuple[str, str, Span]], compute: list[tuple[str, Span]], unit: float
+    events: list[Event],
+    calls: list[tuple[str, str, Span]],
+    compute: list[tuple[str, Span]],
+    copies: list[Span],
+    unit: float,
 ) -> TraceTimes:
     """unit: seconds of one update in a microsecond of the trace."""
     computed = union(span for _, span in compute)
@@ -143,7 +152,8 @@ def _times(
         length(computed) * unit,
         length(span for name, span in compute if _is_product(name)) * unit,
         exposed(every),
-        length(difference([whole], [*computed, *every])) * unit,
+        length(difference([whole], [*computed, *every, *copies])) * unit,
+        length(difference(copies, [*computed, *every])) * unit,
         tuple(sorted(by_axis, key=lambda one: -one.exposed_seconds)),
         {axis: exposed(spans) for axis, spans in of_axis.items()},
     )

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from shardwright.torch_private import aten_to_copy, schema, tree_leaves, tree_map_only, wrapper_subclass
 
-Box = tuple[slice, ...]
+Slices = tuple[slice, ...]
 """A part of a tensor: one slice for each dim."""
-Read = Callable[[str, Box, Tensor], None]
+Read = Callable[[str, Slices, Tensor], None]
 """Fills a tensor with the part of a stored tensor, by the stored tensor's name."""
 
 
@@ -29,7 +29,7 @@ class Origin:
 
     shape: tuple[int, ...]
 
-    def fill(self, box: Box, out: Tensor, read: Read) -> None:
+    def fill(self, box: Slices, out: Tensor, read: Read) -> None:
         """Fills `out` with the part `box`, in the dtype of `out`."""
         raise NotImplementedError
 
@@ -45,7 +45,7 @@ class Stored(Origin):
     name: str
     shape: tuple[int, ...]
 
-    def fill(self, box: Box, out: Tensor, read: Read) -> None:
+    def fill(self, box: Slices, out: Tensor, read: Read) -> None:
         if out.numel():
             read(self.name, box, out)
 
@@ -61,7 +61,7 @@ class Joined(Origin):
     dim: int
     shape: tuple[int, ...]
 
-    def fill(self, box: Box, out: Tensor, read: Read) -> None:
+    def fill(self, box: Slices, out: Tensor, read: Read) -> None:
         begin, wanted = 0, box[self.dim]
         for part in self.parts:
             end = begin + part.shape[self.dim]
@@ -77,15 +77,15 @@ class Joined(Origin):
 
 
 @dataclass(frozen=True)
-class View(Origin):
+class OriginView(Origin):
     """`base` by a view operation. to_base: a part of the view -> the same elements of `base`; reshape: -> their shape there."""
 
     base: Origin
     shape: tuple[int, ...]
-    to_base: Callable[[Box], Box]
+    to_base: Callable[[Slices], Slices]
     reshape: Callable[[Tensor], Tensor] = lambda out: out
 
-    def fill(self, box: Box, out: Tensor, read: Read) -> None:
+    def fill(self, box: Slices, out: Tensor, read: Read) -> None:
         if out.numel():
             self.base.fill(self.to_base(box), self.reshape(out), read)
 
@@ -103,7 +103,7 @@ class Computed(Origin):
     index: int
     shape: tuple[int, ...]
 
-    def fill(self, box: Box, out: Tensor, read: Read) -> None:
+    def fill(self, box: Slices, out: Tensor, read: Read) -> None:
         args, kwargs = tree_map_only(Traced, lambda t: whole(t, out, read), (self.args, self.kwargs))
         kwargs |= {"device": out.device} if "device" in kwargs else {}
         results = self.function(*args, **kwargs)
@@ -161,15 +161,15 @@ def whole(tensor: Traced, like: Tensor, read: Read) -> Tensor:
 def _narrowed(base: Origin, dim: int, start: int, output: Tensor) -> Origin:
     """`base` from `start` on along `dim`."""
 
-    def to_base(box: Box) -> Box:
+    def to_base(box: Slices) -> Slices:
         return (*box[:dim], slice(box[dim].start + start, box[dim].stop + start), *box[dim + 1 :])
 
-    return View(base, tuple(output.shape), to_base)
+    return OriginView(base, tuple(output.shape), to_base)
 
 
 def _without_dim(base: Origin, dim: int, index: int, output: Tensor) -> Origin:
     """Element `index` of `base` along `dim`, without that dim."""
-    return View(
+    return OriginView(
         base,
         tuple(output.shape),
         lambda box: (*box[:dim], slice(index, index + 1), *box[dim:]),
@@ -180,7 +180,7 @@ def _without_dim(base: Origin, dim: int, index: int, output: Tensor) -> Origin:
 def _with_dim(base: Origin, dim: int) -> Origin:
     """`base` with a dim of size 1 put in at `dim`."""
     shape = (*base.shape[:dim], 1, *base.shape[dim:])
-    return View(base, shape, lambda box: (*box[:dim], *box[dim + 1 :]), lambda out: out.squeeze(dim))
+    return OriginView(base, shape, lambda box: (*box[:dim], *box[dim + 1 :]), lambda out: out.squeeze(dim))
 
 
 def _same(outputs: list[Tensor], tensor: Traced, *args: Any, **kwargs: Any) -> list[Origin] | None:
@@ -235,12 +235,12 @@ def _squeeze(outputs: list[Tensor], tensor: Traced, dim: int | None = None) -> l
 def _transpose(outputs: list[Tensor], tensor: Traced, first: int, second: int) -> list[Origin]:
     first, second = first % tensor.dim(), second % tensor.dim()
 
-    def to_base(box: Box) -> Box:
+    def to_base(box: Slices) -> Slices:
         inner = list(box)
         inner[first], inner[second] = inner[second], inner[first]
         return tuple(inner)
 
-    return [View(tensor.origin, tuple(outputs[0].shape), to_base, lambda out: out.transpose(first, second))]
+    return [OriginView(tensor.origin, tuple(outputs[0].shape), to_base, lambda out: out.transpose(first, second))]
 
 
 _ATEN = torch.ops.aten

@@ -14,7 +14,7 @@ from shardwright.arch.model_files import FOREIGN_WEIGHTS, matching
 from shardwright.errors import ModelError
 from shardwright.models.initialization import Recipe, UnsplitModel, modules_above
 from shardwright.models.safetensors_io import TensorEntry, read_header, read_slice
-from shardwright.models.tensor_tracing import Box, Origin, Stored
+from shardwright.models.tensor_tracing import Origin, Slices, Stored
 
 
 class Weights:
@@ -64,7 +64,7 @@ class Weights:
         """True when the files hold the tensor under one of its names."""
         return bool(self._names(recipe))
 
-    def read(self, recipe: Recipe, box: Box, out: Tensor) -> None:
+    def read(self, recipe: Recipe, box: Slices, out: Tensor) -> None:
         """Fills `out` with the part `box` of a tensor, in `out`'s dtype.
 
         Where a checkpoint holds both names of tied weights, they must be equal: raises `ModelError` if not.
@@ -81,7 +81,7 @@ class Weights:
                     "Set tie_word_embeddings to false in config.json, or remove one from the files.",
                 )
 
-    def _part(self, name: str, box: Box, out: Tensor) -> None:
+    def _part(self, name: str, box: Slices, out: Tensor) -> None:
         read_slice(self._entries[name], box, out)
 
     def _names(self, recipe: Recipe) -> list[str]:

@@ -21,7 +21,7 @@ from shardwright.planner.space import (
     kinds_of,
     recomputations,
     schedules,
-    splits,
+    shardings,
     variant,
     variants,
 )
@@ -115,7 +115,7 @@ class Bounds:
         return found
 
     def _states_floor(self, mesh_shape: MeshShape, kind: str) -> StatesFloor:
-        options = splits(mesh_shape.data, mesh_shape.cp, kind)
+        options = shardings(mesh_shape.data, mesh_shape.cp, kind)
         if not options:
             return StatesFloor(inf, inf, 0.0)
         rows = self.problem.global_batch_size // mesh_shape.data

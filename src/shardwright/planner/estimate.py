@@ -12,7 +12,7 @@ from shardwright.planner.memory_timeline import Moment, Peak, timeline
 from shardwright.planner.problem import Layout, Problem
 from shardwright.planner.rank_bytes import blocks_per_stage
 from shardwright.planner.step_time import Clock, StepTime
-from shardwright.planner.traffic import FIRST, Place, traffic
+from shardwright.planner.traffic import FIRST_SHARD, ShardCoordinates, traffic
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Estimate:
         """Every moment of an update on a pipeline rank."""
         return timeline(self.problem, self.layout, rank)
 
-    def traffic(self, rank: int = 0, place: Place = FIRST) -> tuple[Traffic, ...]:
+    def traffic(self, rank: int = 0, place: ShardCoordinates = FIRST_SHARD) -> tuple[Traffic, ...]:
         """What a device of a pipeline rank sends in forward and backward."""
         return traffic(self.problem, self.layout, rank, place)
 

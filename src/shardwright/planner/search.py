@@ -29,7 +29,7 @@ from shardwright.planner.space import (
     kinds_of,
     layout_groups,
     mesh_shapes,
-    splits,
+    shardings,
     variant,
     variants,
 )
@@ -251,10 +251,10 @@ class Search(Bounds):
         return known
 
     def _options(self, bound: Bounded, kind: str, best: float) -> Sequence[tuple[int, bool]]:
-        """The splits of the group that may take less than `best` seconds, by the collectives that they add to its bound."""
+        """The shardings of the group that may take less than `best` seconds, by the collectives that they add to its bound."""
         layout_group, clock = bound.layout_group, self.clock
         mesh_shape = layout_group.mesh_shape
-        every = splits(mesh_shape.data, mesh_shape.cp, kind)
+        every = shardings(mesh_shape.data, mesh_shape.cp, kind)
         if not every or kind not in SHARDED or not clock.program.reduces_units:
             return every
         found, quickest = self._transfers_of(layout_group, kind)
@@ -263,19 +263,19 @@ class Search(Bounds):
             known = kind, mesh_shape.tp, bound.worst, bound.backward, layout_group.microbatches
             if clock.least_once(*known, quickest[0]) >= left:
                 return ()
-            return [split for split, one in zip(every, found) if clock.least_once(*known, one[0]) < left]
+            return [sharding for sharding, one in zip(every, found) if clock.least_once(*known, one[0]) < left]
         # The waits of the microbatches, and of those that pass while the pipeline fills.
         left /= (layout_group.microbatches + (mesh_shape.pp - 1) / layout_group.chunks) * bound.worst.blocks
         layers, block = self.problem.shape.layers // (mesh_shape.pp * layout_group.chunks), bound.block
         compute = UnitCompute(1, layers, layers > 1, block.forward, block.backward, clock.slowdown)
         if exposed(compute, *quickest) >= left:
             return ()
-        return [split for split, one in zip(every, found) if exposed(compute, *one) < left]
+        return [sharding for sharding, one in zip(every, found) if exposed(compute, *one) < left]
 
     def _transfers_of(
         self, layout_group: LayoutGroup, kind: str
     ) -> tuple[list[tuple[float, float]], tuple[float, float]]:
-        """Seconds of a unit's collectives for each split of the layout group's mesh shape, and the least of each column.
+        """Seconds of a unit's collectives for each sharding of the layout group's mesh shape, and the least of each column.
 
         Two columns as in `unit_transfers`; of zero1 and zero2 the reduction only, in the first.
         """

@@ -151,7 +151,7 @@ def _axes(mesh_shape: MeshShape, replicate: int) -> Axes:
 
 
 @lru_cache(maxsize=65536)
-def splits(data: int, cp: int, kind: str) -> tuple[tuple[int, bool], ...]:
+def shardings(data: int, cp: int, kind: str) -> tuple[tuple[int, bool], ...]:
     """The (replicas, reshard after forward) of a kind; the first one shards most and keeps least gathered."""
     if kind == "ddp":
         return ((1, False),)
@@ -181,7 +181,7 @@ def variant(layout_group: LayoutGroup, kind: str, replicate: int, reshard: bool)
 
 def variants(layout_group: LayoutGroup, kind: str) -> Iterator[Layout]:
     """Every layout of a layout group of one data-parallel kind."""
-    for replicate, reshard in splits(layout_group.mesh_shape.data, layout_group.mesh_shape.cp, kind):
+    for replicate, reshard in shardings(layout_group.mesh_shape.data, layout_group.mesh_shape.cp, kind):
         yield variant(layout_group, kind, replicate, reshard)
 
 
@@ -189,7 +189,7 @@ def variants(layout_group: LayoutGroup, kind: str) -> Iterator[Layout]:
 def _layouts_of(schedule: Schedule | None, data: int, cp: int) -> int:
     sharded = len(UNITS) * len(PREFETCH)
     choices = {kind: 1 if kind in ("ddp", "zero1", "zero2") else sharded for kind in _kinds(schedule, data, cp)}
-    return len(recomputations(schedule)) * sum(len(splits(data, cp, kind)) * n for kind, n in choices.items())
+    return len(recomputations(schedule)) * sum(len(shardings(data, cp, kind)) * n for kind, n in choices.items())
 
 
 @lru_cache(maxsize=65536)

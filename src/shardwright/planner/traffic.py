@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from shardwright.planner.problem import Layout, Problem
 
 
-class Place(NamedTuple):
+class ShardCoordinates(NamedTuple):
     """A device among its peers: its rank on the tensor-parallel axis, and among the ranks that share its parameters.
 
     What does not divide leaves the later ones less; the first has the fullest parts.
@@ -43,7 +43,7 @@ class Place(NamedTuple):
     shard: int = 0
 
 
-FIRST = Place()
+FIRST_SHARD = ShardCoordinates()
 
 
 def sent_by_axis(parts: tuple[Traffic, ...]) -> dict[str, float]:
@@ -54,7 +54,9 @@ def sent_by_axis(parts: tuple[Traffic, ...]) -> dict[str, float]:
     return result
 
 
-def traffic(problem: Problem, layout: Layout, rank: int = 0, place: Place = FIRST) -> tuple[Traffic, ...]:
+def traffic(
+    problem: Problem, layout: Layout, rank: int = 0, place: ShardCoordinates = FIRST_SHARD
+) -> tuple[Traffic, ...]:
     """What a device of pipeline rank `rank` sends in forward and backward of one update, groups of one rank left out."""
     shape, axes, microbatches = problem.shape, layout.axes, layout.microbatches(problem)
     _, blocks, first, last = holding(problem, layout, rank)
@@ -106,7 +108,7 @@ def _groups(shape: Shape, part: str) -> Iterator[ParameterGroup]:
 class _Parts:
     """Elements of the parts of a model on one rank, after tensor parallelism and in the fullest of `degree` shards."""
 
-    def __init__(self, shape: Shape, tp: int, degree: int, place: Place) -> None:
+    def __init__(self, shape: Shape, tp: int, degree: int, place: ShardCoordinates) -> None:
         self._shape, self._tp, self._degree, self._place = shape, tp, degree, place
         self._in_first = family_of(shape.family).transposed_weights
         self.block, self.embedding, self.positions, self.end = (

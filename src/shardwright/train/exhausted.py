@@ -20,7 +20,7 @@ from shardwright.layout.legality import check_device, check_run
 from shardwright.measure.memory import allocated_bytes, bytes_by_group, in_backward, is_out_of_memory
 from shardwright.train.planned import plan_of, shape_of
 from shardwright.train.update import UpdateEngine
-from shardwright.units import format_bytes
+from shardwright.units import format_bytes_binary
 
 MARGIN = 0.95
 """A change fits when its planned peak is at most this fraction of the memory in use when the rank failed."""
@@ -91,9 +91,11 @@ def _groups(engine: UpdateEngine | None) -> dict[str, list[Tensor]]:
 
 
 def _listed(parts: Mapping[str, float]) -> str:
-    """`1.2 GB: parameters 0.8 GB, gradients 0.4 GB`."""
+    """`1.2 GiB: parameters 0.8 GiB, gradients 0.4 GiB`: in the unit of torch's own message and of `plan`."""
     sizes = sorted(((name, size) for name, size in parts.items() if size), key=lambda part: -part[1])
-    return f"{format_bytes(sum(parts.values()))}: " + ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes)
+    return f"{format_bytes_binary(sum(parts.values()))}: " + ", ".join(
+        f"{name} {format_bytes_binary(size)}" for name, size in sizes
+    )
 
 
 def _advice(watched: Watched, chunked: bool, limit: float) -> str:
@@ -101,11 +103,11 @@ def _advice(watched: Watched, chunked: bool, limit: float) -> str:
     if found is None:
         return (
             f"The planner finds no recomputation, smaller microbatch, data-parallel kind or offload that stays below "
-            f"{format_bytes(limit)} on {watched.axes.world_size} ranks: add ranks, or ask `shardwright plan`."
+            f"{format_bytes_binary(limit)} on {watched.axes.world_size} ranks: add ranks, or ask `shardwright plan`."
         )
     keys, peak = found
     settings = " ".join(f"--{key} {value}" for key, value in keys.items())
-    return f"The nearest change that fits, with a planned peak of {format_bytes(peak)}: {settings}."
+    return f"The nearest change that fits, with a planned peak of {format_bytes_binary(peak)}: {settings}."
 
 
 def nearest_that_fits(

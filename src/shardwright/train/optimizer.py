@@ -1,8 +1,8 @@
 """Optimizers over this rank's shards, weight-decay groups by name, and learning rates as functions of the update.
 
 AdamW, SGD and our Muon work on plain local tensors that share memory with the sharded parameters: one fused or foreach call
-over all of them, without DTensor's dispatch. An optimizer of the user's own gets the parameters themselves, since it may
-need whole matrices. Decision 0004.
+over all of them, without DTensor's dispatch. An optimizer of the user's own gets the model's parameters, since such an
+optimizer may need whole matrices. Decision 0004.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ShardedParam:
     name: fully qualified, as in the unsplit model.
     parameter: the model's.
     tensor: what the optimizer holds: the parameter itself, or a plain view of its shard.
-    counts: whether this rank's part enters the gradient norm. Of ranks with equal parts, one counts it.
+    counts: whether this rank's part enters the gradient norm. Of ranks with equal parts, one rank's part enters.
     """
 
     name: str
@@ -64,17 +64,17 @@ class ShardedParam:
         return None if self.parameter.grad is None else local_tensor(self.parameter.grad)
 
     def is_current(self) -> bool:
-        """Whether the optimizer's tensor is still the model's memory (it is not after re-sharding or re-creation)."""
+        """Whether the optimizer's tensor is the model's memory; re-sharding and re-creation give the model other memory."""
         local, held = local_tensor(self.parameter), local_tensor(self.tensor)
         return held.data_ptr() == local.data_ptr() and held.shape == local.shape
 
     def wrap(self, local: Tensor) -> Tensor:
-        """A tensor shaped like this rank's part, as a DTensor of the parameter's global shape where that is sharded."""
+        """A tensor shaped like this rank's part, as a DTensor of the global shape where the parameter is sharded."""
         return from_local(local, self.parameter)
 
 
 def split_axes(parameter: nn.Parameter) -> set[str]:
-    """The mesh axes over which a parameter is divided; it is whole on every other axis but pp."""
+    """The mesh axes over which a parameter is divided. On every other axis but pp each rank holds all of it."""
     if not isinstance(parameter, DTensor):
         return set()
     dims = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements)
@@ -88,7 +88,8 @@ def sharded_params(
     """Every trainable parameter of `module` once, in the order of the model (tied ones under their first name).
 
     plain_views: give the optimizer views of shards. coordinates: of this rank on the axes. Of ranks that hold the same part
-    of a parameter, the first counts it in the norm; of a tied pair over two pipeline ranks, the rank that `ties` names.
+    of a parameter, the first rank's part enters the norm; of a tied pair over two pipeline ranks, the part of the rank that
+    `ties` names.
     """
     found = []
     for name, p in module.named_parameters():
@@ -111,7 +112,7 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """The optimizer of the run file over `parameters`, in groups by weight decay (and, for muon, by kind of step).
 
-    `not_matrices` names parameters that are matrices by shape only (embedding, head): muon gives them AdamW steps.
+    `not_matrices` names parameters that are matrices by shape only (embedding, head): muon gives these matrices AdamW steps.
     Raises `ConfigError` for an unknown name or arguments that the class does not take.
     """
     t, apart = training, set(not_matrices)
@@ -140,7 +141,7 @@ def make_optimizer(
         return kind(groups, **{**options, **t.optimizer_kwargs})
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(
-            f"training.optimizer_kwargs: {str(error).rstrip('.')}.", f"They are passed to {t.optimizer}."
+            f"training.optimizer_kwargs: {str(error).rstrip('.')}.", f"These arguments are passed to {t.optimizer}."
         ) from None
 
 
@@ -180,8 +181,8 @@ def class_of(path: str) -> Callable[..., torch.optim.Optimizer]:
 def learning_rate_factor(training: Training, updates: int) -> Callable[[int], float]:
     """The factor on learning_rate at each update (0-based): a pure function, so that a checkpoint needs no scheduler state.
 
-    Names and curves are those of `transformers.get_scheduler`. Raises `ConfigError` for a name it does not know and for
-    schedules that follow the loss.
+    Names and curves are those of `transformers.get_scheduler`. Raises `ConfigError` for an unknown name and for schedules
+    that follow the loss.
     """
     from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION, get_scheduler
     from transformers.trainer_utils import SchedulerType
@@ -198,10 +199,10 @@ def learning_rate_factor(training: Training, updates: int) -> Callable[[int], fl
     if unknown := sorted(kwargs.keys() - arguments):
         raise ConfigError(
             f"training.lr_scheduler_kwargs: {name} does not know `{unknown[0]}`.",
-            f"Its arguments are: {', '.join(sorted(arguments)) or 'none'}.",
+            f"The arguments of {name} are: {', '.join(sorted(arguments)) or 'none'}.",
             f"Remove `{unknown[0]}`.",
         )
-    # min_lr and lr_end are learning rates: the schedules divide them by the optimizer's own
+    # the schedules divide the learning rates min_lr and lr_end by the optimizer's learning rate
     stub = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=training.learning_rate)
     try:
         schedule = get_scheduler(

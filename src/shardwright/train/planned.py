@@ -13,7 +13,7 @@ from shardwright.models.parameter_inventory import inventory
 from shardwright.planner.estimate import estimate
 from shardwright.planner.hardware import find_device
 from shardwright.planner.problem import layout_of, problem_of, shape_of_run
-from shardwright.planner.traffic import Place, traffic
+from shardwright.planner.traffic import ShardCoordinates, traffic
 
 
 @dataclass(frozen=True)
@@ -57,5 +57,5 @@ def plan_of(
 def traffic_of(run: RunFile, axes: Axes, shape: Shape, rank: int) -> tuple[Traffic, ...]:
     """What rank `rank` sends in the forward and backward passes of an update."""
     at, ddp = axes.coordinates(rank), run.parallelism.data_parallel == "ddp"
-    place = Place(at["tp"], 0 if ddp else at["dp_shard"] * axes.cp + at["cp"])
+    place = ShardCoordinates(at["tp"], 0 if ddp else at["dp_shard"] * axes.cp + at["cp"])
     return traffic(problem_of(run, shape), layout_of(run, axes), at["pp"], place)

@@ -16,7 +16,7 @@ from shardwright.config.schema import RunFile
 from shardwright.console import say
 from shardwright.data.prepare import Prepared, make_order, prepare
 from shardwright.errors import ConfigError, DamagedCheckpointError, ShardwrightError
-from shardwright.launch import current_job
+from shardwright.launch import Heartbeat, LongWork, current_job
 from shardwright.layout.legality import notices
 from shardwright.loss.objective import own_loss
 from shardwright.measure.metrics_log import check_trackers
@@ -26,6 +26,7 @@ from shardwright.models.build import build_model
 from shardwright.models.materialise import check_weights, weight_notices
 from shardwright.models.torch_dtypes import TORCH_DTYPES
 from shardwright.parallel.apply import check_model
+from shardwright.torch_private import second_store
 from shardwright.train.exported import export_lines
 from shardwright.train.optimizer import check_optimizer, learning_rate_factor
 from shardwright.train.positions import check_positions
@@ -69,7 +70,7 @@ def prepare_run(loaded: Loaded, console: Console, exported: bool = False) -> Pre
     lines += check_positions(model, run, [prepared.table for prepared in splits])
     if order.dropped:
         lines.append(
-            f"data.drop_last: {order.dropped} of {order.stretch.end + order.dropped:,} rows are left out: those of the "
+            f"data.drop_last: {order.dropped} of {order.segment.end + order.dropped:,} rows are left out: those of the "
             "part-filled last update."
         )
     for line in lines:
@@ -99,17 +100,23 @@ def _saved_position(loaded: Loaded) -> SavedPosition | None:
     return SavedPosition.of(manifest, config)
 
 
-def prepare_run_in_ranks(loaded: Loaded, place: RankInfo, console: Console) -> None:
+def prepare_run_in_ranks(loaded: Loaded, place: RankInfo, console: Console, heartbeat: Heartbeat) -> None:
     """`prepare_run` for ranks that torchrun or Slurm has started: the first rank of each host does it. Collective.
 
-    An error of one rank is raised on all ranks.
+    Tokenising may take longer than a collective may: the other ranks wait in the store. An error of one rank is raised on all
+    ranks.
     """
-    refused: ShardwrightError | None = None
-    if place.local_rank == 0:
+    refused: list[ShardwrightError] = []
+
+    def prepare_here() -> None:
         try:
             prepare_run(loaded, console, exported=True)
         except ShardwrightError as error:
-            refused = error
+            refused.append(error)
+
+    preparing = [rank for rank, local_rank in enumerate(gather_objects(place.local_rank)) if local_rank == 0]
+    seconds = loaded.run.hardware.timeout_seconds
+    LongWork(place, preparing, "prepares the run", seconds, second_store, heartbeat).run(prepare_here)
     for found in gather_objects(refused):
-        if found is not None:
-            raise found
+        for error in found:
+            raise error

@@ -10,7 +10,7 @@ from shardwright.checkpoint.manifest import Manifest
 from shardwright.config.load import read_settings
 from shardwright.config.rates import OPEN_ENDED
 from shardwright.config.schema import RunFile
-from shardwright.data.order import Cursor, RowOrder, Stretch, stretches_of
+from shardwright.data.order import Cursor, RowOrder, Segment, segments_of
 from shardwright.data.streaming.rows import StreamOrder
 
 _ONCE = "no row is repeated or skipped"
@@ -69,10 +69,10 @@ def resume_rows(order: RowOrder, saved: SavedPosition, run: RunFile, fingerprint
         return [*_of_stream(order, saved, run), *_of_length(length, order, run)]
     cursor, other = saved.cursor or saved.counted(order.rows, run), saved.fingerprint != fingerprint
     if stream := _stream_cursor(cursor):  # of a stream's cursor only the number of rows holds here
-        cursor, other = {"rows": stream["position"], "stretches": []}, True
+        cursor, other = {"rows": stream["position"], "segments": []}, True
     order.seek(saved.update, cursor, other)
-    before = next(iter(stretches_of(cursor)[-1:]), None)
-    if before == order.stretch:
+    before = next(iter(segments_of(cursor)[-1:]), None)
+    if before == order.segment:
         return []
     rows = _of_rows(order, saved, cursor, before, other) if saved.update < order.total_updates else ()
     return [*rows, *_of_length(before.updates if before else None, order, run)]
@@ -84,13 +84,13 @@ def _stream_cursor(cursor: Cursor | None) -> Cursor | None:
 
 
 def _of_rows(
-    order: RowOrder, saved: SavedPosition, cursor: Cursor, before: Stretch | None, other: bool
+    order: RowOrder, saved: SavedPosition, cursor: Cursor, before: Segment | None, other: bool
 ) -> Iterator[str]:
     epoch, row = divmod(cursor["rows"], order.rows)
     place = f"row {row + 1:,} of {order.rows:,} of epoch {epoch + 1}" if row else f"epoch {epoch + 1}"
     if other or before is None:
         what = f". The data has changed: {_AGAIN}"
-    elif before.same_order(order.stretch):
+    elif before.same_order(order.segment):
         what = f"; {_ONCE}"
     else:
         what = _other_order(order.repeated(saved.update, cursor))

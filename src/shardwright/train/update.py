@@ -311,7 +311,10 @@ class UpdateEngine:
             norms = torch._foreach_norm(counted, 2, dtype=wide)
             for device in {norm.device for norm in norms}:  # with shards on the host, 0-dim parameters are on the GPU
                 here = torch.stack([norm for norm in norms if norm.device == device])
-                square = square + here.double().square().sum().to(self.device, non_blocking=True)
+                part = here.double().square().sum()
+                square = square + (
+                    part if device == self.device else part.pin_memory().to(self.device, non_blocking=True)
+                )
         sums = torch.stack([square, self._loss * self.counts_loss, torch.full_like(square, float(stop))])
         dist.all_reduce(sums)
         return sums

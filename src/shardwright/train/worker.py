@@ -59,7 +59,7 @@ def run_rank(loaded: Loaded, alone: bool = False) -> int:
         check_device(run, connection.device.type)
         console = Console(quiet=place.rank != 0)
         if alone:
-            prepare_run_in_ranks(loaded, place, console)
+            prepare_run_in_ranks(loaded, place, console, heartbeat)
         data = open_data(run, axes, place.rank)
         exported = export_arguments(run) if place.rank == 0 and export_directory(run) else {}
         with explaining_exhaustion(loaded, axes, place.rank, connection.device, heartbeat) as watched:

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -338,23 +339,24 @@ def test_environment_of_ranks() -> None:
 # With torch
 
 
-def _record_with_slurm(directory: Path) -> None:
+def _with_slurm(directory: Path, *mode: str) -> list[subprocess.Popen[str]]:
+    """Two ranks as srun starts them."""
     shared = {
         "SLURM_JOB_ID": str(os.getpid()),
         "SLURM_STEP_NUM_TASKS": "2",
         "SLURM_NTASKS_PER_NODE": "2",
         "SLURM_NNODES": "1",
     }
-    command = [sys.executable, "-m", "tests.gloo.launched", "record", str(directory)]
-    ranks = [
+    return [
         subprocess.Popen(
-            command,
+            [sys.executable, "-m", "tests.gloo.launched", *mode],
             cwd=directory,
             env=_environment() | shared | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for rank in range(2)
     ]
-    assert [rank.wait(timeout=LIMIT) for rank in ranks] == [0, 0]
 
 
 def _record_with_torchrun(directory: Path) -> None:
@@ -370,7 +372,8 @@ def test_every_way_to_start_gives_the_same_configuration(launchers: Launchers, t
     for launcher in [launchers.start("record", str(directory)) for directory in (tmp_path, other)]:
         assert (launcher.communicate(timeout=LIMIT)[1], launcher.returncode) == ("", 0)
     _record_with_torchrun(tmp_path)
-    _record_with_slurm(tmp_path)
+    slurm = _with_slurm(tmp_path, "record", str(tmp_path))
+    assert [(rank.communicate(timeout=LIMIT)[1], rank.returncode) for rank in slurm] == [("", 0)] * 2
     ways = ("shardwright", "torchrun", "slurm")
     entries = [json.loads((tmp_path / f"{way}-{rank}.json").read_text()) for way in ways for rank in range(2)]
     entries += [json.loads((other / f"shardwright-{rank}.json").read_text()) for rank in range(2)]
@@ -378,6 +381,20 @@ def test_every_way_to_start_gives_the_same_configuration(launchers: Launchers, t
     cores = len(os.sched_getaffinity(0))
     assert entries[0]["threads"] == entries[0]["torch_threads"] == max(1, cores // 2)
     assert entries[0]["world_size"] == 2 and entries[0]["sum"] == 3.0 and entries[0]["keeps_freed_blocks"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("works", ["long", "dies"])
+def test_ranks_wait_longer_than_a_collective_for_one_that_prepares(tmp_path: Path, works: str) -> None:
+    """Work of 15 s where a collective may take 10 s and the start 10 s. A rank that dies at it is noticed."""
+    ranks = _with_slurm(tmp_path, "prepare_for_long", "10", works)
+    errors = [rank.communicate(timeout=LIMIT)[1] for rank in ranks]
+    codes = [rank.returncode for rank in ranks]
+    if works == "dies":
+        assert codes == [9, 1] and "rank 1 has lost the other ranks" in errors[1], errors
+        return
+    assert codes == [0, 0] and errors[0] == ""
+    assert re.fullmatch(r"(shardwright: rank 1 has waited \d+ s for rank 0, which prepares the run\.\n)+", errors[1])
 
 
 def test_a_signal_to_one_rank_stops_all_after_the_same_update(launchers: Launchers, tmp_path: Path) -> None:

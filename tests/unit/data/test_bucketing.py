@@ -12,7 +12,7 @@ from shardwright.config import load_run_file
 from shardwright.data.arrays import FILLER
 from shardwright.data.loader import Loader, evaluation_order
 from shardwright.data.order import RowOrder
-from shardwright.data.packing import Cut
+from shardwright.data.packing import RowRules
 from shardwright.data.table import Table
 from shardwright.errors import ConfigError
 from shardwright.layout.axes import Axes
@@ -22,7 +22,7 @@ from shardwright.layout.size_rules import row_multiple
 
 def rows_of(count: int, seed: int = 0, longest: int = 96) -> Table:
     lengths = np.random.default_rng(seed).integers(2, longest + 1, count).tolist()
-    return table(numbered(lengths), Cut(longest, "split"))
+    return table(numbered(lengths), RowRules(longest, "split"))
 
 
 def order_of(rows: int, batch: int, **options: Any) -> RowOrder:

@@ -16,7 +16,7 @@ from tests.unit.tables import table
 
 from shardwright.data.loader import Loader, UpdateBatch, evaluation_order, prefetch
 from shardwright.data.order import RowOrder
-from shardwright.data.packing import Cut
+from shardwright.data.packing import RowRules
 from shardwright.data.table import Table
 from shardwright.errors import ConfigError
 
@@ -25,7 +25,7 @@ PAD = 99
 
 
 def plain(rows: Rows, length: int = 8) -> Table:
-    return table(rows, Cut(length, "split"))
+    return table(rows, RowRules(length, "split"))
 
 
 def uneven(count: int) -> Rows:
@@ -231,7 +231,7 @@ def test_prefetch_works_ahead_while_the_caller_computes() -> None:
 
 def test_documents_of_a_row_are_numbered_and_their_targets_stay_within() -> None:
     """A17 A18: [1 2 3] and [4 5] share a row: targets 2, 3, 5, not 4; padding belongs to no document."""
-    packed = table([[1, 2, 3], [4, 5]], Cut(8, "split", "bfd"))
+    packed = table([[1, 2, 3], [4, 5]], RowRules(8, "split", "bfd"))
     assert len(packed) == 1
     batch = make(packed, global_batch=1).update(0)
     part = batch.microbatches[0]
@@ -245,7 +245,7 @@ def test_documents_of_a_row_are_numbered_and_their_targets_stay_within() -> None
 
 def test_the_separator_belongs_to_the_document_that_it_ends() -> None:
     """A18: [a b SEP] [c d SEP] and two slots of padding: 0 0 0 1 1 1 - -."""
-    part = make(table([[1, 2, 9], [3, 4, 9]], Cut(8, "split", "bfd")), global_batch=1).update(0).microbatches[0]
+    part = make(table([[1, 2, 9], [3, 4, 9]], RowRules(8, "split", "bfd")), global_batch=1).update(0).microbatches[0]
     assert part.documents is not None
     assert part.documents.tolist() == [[0, 0, 0, 1, 1, 1, -1, -1]]
 
@@ -257,11 +257,11 @@ def test_padded_rows_need_no_documents() -> None:
 def test_masked_tokens_are_no_targets_and_need_no_weights() -> None:
     """A120: rows of 8 and 4 tokens of which 3 are supervised, alone and packed: slots, real 12, targets 3."""
     rows, weights = [list(range(10, 18)), list(range(20, 24))], [[0.0] * 5 + [1.0] * 3, [1.0] + [0.0] * 3]
-    assert len(table(rows, Cut(8, "split"), weights)) == 1  # the second has no target: its first token is none
+    assert len(table(rows, RowRules(8, "split"), weights)) == 1  # the second has no target: its first token is none
     weights[1] = [1.0, 0.0, 0.0, 1.0]
     weights[0][5] = 0.0
-    for cut, slots in ((Cut(8, "split"), 16), (Cut(16, "split", "bfd"), 16)):
-        found = table(rows, cut, weights)
+    for rules, slots in ((RowRules(8, "split"), 16), (RowRules(16, "split", "bfd"), 16)):
+        found = table(rows, rules, weights)
         batch = make(found, rows=len(found), global_batch=len(found)).update(0)
         assert (batch.slots, batch.real_tokens, batch.target_tokens) == (slots, 12, 3)
         assert batch.target_weight is None and batch.microbatches[0].weights is None
@@ -273,14 +273,14 @@ def test_weights_stand_beside_their_targets() -> None:
     """The weight of a token is that of the label at the position before it; the divisor is their sum over all ranks."""
     rows = [[1, 2, 3, 4], [5, 6, 7]]
     weights = [[9.0, 0.5, 0.0, 2.0], [9.0, 1.0, 0.25]]
-    packed = make(table(rows, Cut(8, "split", "bfd"), weights), global_batch=1).update(0)
+    packed = make(table(rows, RowRules(8, "split", "bfd"), weights), global_batch=1).update(0)
     part = packed.microbatches[0]
     assert part.labels.tolist() == [[2, -100, 4, -100, 6, 7, -100, -100]]
     assert part.weights is not None and part.weights.dtype == torch.float32
     assert part.weights.tolist() == [[0.5, 0.0, 2.0, 0.0, 1.0, 0.25, 0.0, 0.0]]
     assert packed.target_tokens == 4 and packed.divisor == 3.75
     for rank in (0, 1):
-        padded = make(table(rows, Cut(8, "split"), weights), rank=rank, ranks=2, global_batch=2).update(0)
+        padded = make(table(rows, RowRules(8, "split"), weights), rank=rank, ranks=2, global_batch=2).update(0)
         assert padded.target_tokens == 4 and padded.divisor == 3.75
 
 
@@ -288,7 +288,7 @@ def test_weights_stand_beside_their_targets() -> None:
 @pytest.mark.parametrize("strategy", ["bfd", "wrapped"])
 def test_a_packed_update_is_the_same_at_every_world_size(ranks: int, strategy: Any) -> None:
     """A22: one plan for all; documents, tokens, labels and counts of an update do not depend on the ranks."""
-    packed = table(uneven(60), Cut(16, "split", strategy, 3))
+    packed = table(uneven(60), RowRules(16, "split", strategy, 3))
     loaders = [make(packed, rank=rank, ranks=ranks, global_batch=12) for rank in range(ranks)]
     reference = make(packed, rows=12, global_batch=12)
     assert {len(loader) for loader in loaders} == {len(reference)}
@@ -313,9 +313,9 @@ def test_evaluation_of_packed_rows_counts_each_document_once() -> None:
     """A99: the same targets whether documents share rows or not, on 1 and on 3 ranks."""
     data = uneven(23)
     targets = sum(len(row) - 1 for row in data)
-    for cut in (Cut(16, "split"), Cut(16, "split", "bfd")):
+    for rules in (RowRules(16, "split"), RowRules(16, "split", "bfd")):
         for ranks in (1, 3):
-            found = evaluation_batches(table(data, cut), ranks)
+            found = evaluation_batches(table(data, rules), ranks)
             assert len({len(batches) for batches in found}) == 1
             assert sum(batch.target_tokens for batch in found[0]) == targets
             held = [(m.labels != -100).sum() for batches in found for b in batches for m in b.microbatches]

@@ -12,7 +12,7 @@ from tests.unit.tables import documents, numbered, table
 
 from shardwright.config import load_run_file
 from shardwright.data.documents import Documents
-from shardwright.data.packing import Cut, best_fit, cut_rows, fill, wrapped
+from shardwright.data.packing import RowRules, best_fit, fill, make_rows, wrapped
 from shardwright.data.table import Table, _write_rows
 from shardwright.errors import ConfigError
 from shardwright.layout.legality import check_run
@@ -106,7 +106,7 @@ def test_documents_within_a_row_and_rows_keep_the_given_order() -> None:
 def test_a_seed_chooses_among_equal_documents() -> None:
     """A25: the plan is one for all epochs; which documents meet depends on lengths and seed, on nothing else."""
     data = numbered([5, 5, 5, 5, 5, 5, 3, 3, 3, 3, 3, 3] * 4)
-    plans = [table(data, Cut(8, "split", "bfd", seed)) for seed in (1, 1, 2)]
+    plans = [table(data, RowRules(8, "split", "bfd", seed)) for seed in (1, 1, 2)]
     rows = [[found.pieces(row).tolist() for row in range(len(found))] for found in plans]
     assert rows[0] == rows[1] != rows[2]
     assert all(len(found) == 24 and found.counts["row_tokens"] == 24 * 8 for found in plans)
@@ -128,7 +128,7 @@ def test_wrapped_rows_are_the_documents_one_after_the_other(seed: int) -> None:
 
 def test_a_long_and_six_shorter_documents_in_rows_of_ten() -> None:
     """A22: (9, 8, 2, 2, 2, 1, 1) in rows of 10; single tokens have no target and are left out, said and counted."""
-    found = table(numbered([9, 8, 2, 2, 2, 1, 1]), Cut(10, "split", "bfd"))
+    found = table(numbered([9, 8, 2, 2, 2, 1, 1]), RowRules(10, "split", "bfd"))
     rows = sorted(sorted(n for _, n in found.pieces(row)) for row in range(len(found)))
     assert rows == [[2, 2], [2, 8], [9]]
     assert found.counts["targetless_rows"] == 2
@@ -145,7 +145,7 @@ def test_tokens_targets_and_weights_of_rows_are_counted_without_reading_them(ove
         values = [0.0, 1.0] if seed % 2 else [0.0, 1.0, 0.25]
         weights = [rng.choice(values, n).tolist() for n in lengths]
         data = numbered(lengths)
-        found = table(data, Cut(12, overlong, strategy, seed), weights)
+        found = table(data, RowRules(12, overlong, strategy, seed), weights)
         weight_of = {t: w for own, ws in zip(data, weights) for t, w in zip(own, ws)}
         every = np.arange(len(found))
         counted = list(zip(found.real_tokens(every), found.target_tokens(every), found.target_weights(every)))
@@ -171,7 +171,7 @@ def test_each_document_is_seen_exactly_once() -> None:
     for seed in range(20):
         lengths = np.random.default_rng(seed).integers(2, 40, 60).tolist()
         for strategy in ("bfd", "wrapped"):
-            found = table(numbered(lengths), Cut(16, "split", strategy, seed))
+            found = table(numbered(lengths), RowRules(16, "split", strategy, seed))
             tokens = [int(t) for row in range(len(found)) for t in found.row(row)[0]]
             assert len(tokens) == len(set(tokens))
             missing = {t for document in numbered(lengths) for t in document} - set(tokens)
@@ -188,10 +188,10 @@ def test_documents_of_several_sources_share_no_row(strategy: Any) -> None:
     lengths = np.random.default_rng(3).integers(1, 20, 50).tolist()
     weights = [np.random.default_rng(n).choice([0.0, 0.5, 1.0], n).tolist() for n in lengths]
     bounds = (0, 13, 13, 40, 50)
-    found = table(numbered(lengths), Cut(12, "split", strategy, 2, bounds), weights)
+    found = table(numbered(lengths), RowRules(12, "split", strategy, 2, bounds), weights)
     assert len(found.bounds) == 5 and found.bounds[-1] == len(found)
     for number, (a, b) in enumerate(itertools.pairwise(bounds)):
-        alone = table(numbered(lengths)[a:b], Cut(12, "split", strategy, 2), weights[a:b]) if b > a else []
+        alone = table(numbered(lengths)[a:b], RowRules(12, "split", strategy, 2), weights[a:b]) if b > a else []
         first, last = found.bounds[number : number + 2]
         assert last - first == len(alone)
         for row in range(first, last):
@@ -201,7 +201,7 @@ def test_documents_of_several_sources_share_no_row(strategy: Any) -> None:
             assert labels.tolist() == own_labels.tolist()
     every = np.arange(len(found))
     assert found.target_tokens(every).sum() == found.counts["targets"]
-    assert len({Cut(12, "split", strategy, 2, b).name for b in (bounds, (0, 12, 50), None)}) == 3
+    assert len({RowRules(12, "split", strategy, 2, b).name for b in (bounds, (0, 12, 50), None)}) == 3
 
 
 def test_the_plan_is_written_once_and_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,15 +209,19 @@ def test_the_plan_is_written_once_and_mapped(tmp_path: Path, monkeypatch: pytest
     plain = documents(numbered([5, 4, 3, 6, 2, 7] * 10))
     weighted = documents(numbered([5, 4, 3, 6, 2, 7] * 10), [[1.0] * n for n in [5, 4, 3, 6, 2, 7] * 10])
 
-    def opened(cut: Cut, source: Documents = plain, name: str = "a") -> Table:
-        return Table.make(Documents(tmp_path / name, *list(vars(source).values())[1:]), cut)
+    def opened(rules: RowRules, source: Documents = plain, name: str = "a") -> Table:
+        return Table.make(Documents(tmp_path / name, *list(vars(source).values())[1:]), rules)
 
-    cuts = [Cut(8, "split"), *(Cut(8, "split", "bfd", seed) for seed in (1, 2)), Cut(8, "split", "wrapped", 1)]
-    first = [opened(cut) for cut in (*cuts, Cut(7, "split", "bfd", 1))]
+    every_rules = [
+        RowRules(8, "split"),
+        *(RowRules(8, "split", "bfd", seed) for seed in (1, 2)),
+        RowRules(8, "split", "wrapped", 1),
+    ]
+    first = [opened(rules) for rules in (*every_rules, RowRules(7, "split", "bfd", 1))]
     assert len({found.fingerprint for found in first}) == 5
-    assert opened(cuts[1], weighted, "b").fingerprint != first[1].fingerprint
+    assert opened(every_rules[1], weighted, "b").fingerprint != first[1].fingerprint
     monkeypatch.setattr("shardwright.data.table._write_rows", None)
-    again = opened(cuts[1])
+    again = opened(every_rules[1])
     assert again.fingerprint == first[1].fingerprint and again.counts == first[1].counts
     assert isinstance(again._pieces.base, np.memmap) and isinstance(again._rows.base, np.memmap)
     assert again.block([0, -1, 3], 8, 9).input_ids.tolist() == first[1].block([0, -1, 3], 8, 9).input_ids.tolist()
@@ -242,6 +246,6 @@ def test_options_without_effect_are_refused(options: dict[str, Any], message: st
 def test_empty_rows_of_no_documents() -> None:
     """Documents without a target leave no rows, and say so."""
     for strategy in (None, "bfd", "wrapped"):
-        found = cut_rows(np.array([1, 2, 3]), Cut(8, "split", strategy))  # type: ignore[arg-type]
+        found = make_rows(np.array([1, 2, 3]), RowRules(8, "split", strategy))  # type: ignore[arg-type]
         assert found.counts["rows"] == 0 and found.counts["targetless_rows"] == 3
         assert found.pieces.shape == (0, 2) and found.rows.shape == (0, 3)

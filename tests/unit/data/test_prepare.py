@@ -19,7 +19,7 @@ from tests.started import LIMIT, environment
 
 from shardwright.config import RunFile, load_run_file
 from shardwright.data.documents import token_dtype
-from shardwright.data.packing import Cut, cut_rows
+from shardwright.data.packing import RowRules, make_rows
 from shardwright.data.prepare import Prepared, prepare
 from shardwright.data.tokenizer import load_tokenizer
 from shardwright.errors import ConfigError, DataError
@@ -59,7 +59,7 @@ def test_overlong_documents(tmp_path: Path) -> None:
     assert split.counts["targetless_rows"] == 1
     assert split.notices == (
         "train: 1 of 3 documents are longer than 8 tokens and are split",
-        "train: 1 pieces of documents hold no target and are left out",
+        "train: 1 piece of documents holds no target and is left out",
     )
     cut = ready(run_file(tmp_path, overlong="truncate"))
     assert cut.cached
@@ -80,7 +80,7 @@ def test_cut_rows_against_a_loop() -> None:
         single += sum(size == 1 for _, size in pieces)
         expected += [piece for piece in pieces if piece[1] > 1]
         start += length
-    rows = cut_rows(ends, Cut(7, "split"))
+    rows = make_rows(ends, RowRules(7, "split"))
     counts = rows.counts
     assert [tuple(piece) for piece in rows.pieces.tolist()] == expected
     assert rows.rows.tolist() == [[n + 1, size, size - 1] for n, (_, size) in enumerate(expected)]

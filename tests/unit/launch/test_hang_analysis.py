@@ -129,3 +129,30 @@ def test_without_a_wait_the_place_and_the_position_decide(wait: str) -> None:
     assert named(ahead, behind) == [1]
     assert named(ahead, RankSnapshot(1, 2, "data of update 4", (4, 1), 9.0, (wait,), {})) == [0]
     assert named(ahead, RankSnapshot(1, 2, "reduce of update 4", (4, 3), 9.0, ended=True)) == [0]
+
+
+def test_a_wait_for_the_gpu_is_named(tmp_path: Path) -> None:
+    """Also in a call that stands on several lines, of which Python names the first; a method of another name is own code."""
+    (tmp_path / "mine.py").write_text(
+        "def step(sums, device):\n"
+        "    if sums:\n"
+        "        loss, norm = (\n"
+        "            sums.double()\n"
+        "            .tolist()\n"
+        "        )\n"
+        "    for x in sums.items():\n"
+        "        time.sleep(x)\n"
+        "    torch.cuda.synchronize(device)\n"
+    )
+    lines = {4: ".tolist()", 3: ".tolist()", 2: "", 7: "", 8: "", 9: ".synchronize()", 99: ""}
+    for line, call in lines.items():
+        frame = f"{tmp_path / 'mine.py'}:{line} step"
+        behind = {"dp": group(DONE)}
+        said = describe([sight(0, frame, behind), sight(1, MINE, behind)])[1]
+        if call:
+            assert said.endswith(f"waits for the GPU in {call} at {frame}")
+        else:
+            assert said.endswith(f"in {frame}") and "waits" not in said
+        assert named(sight(0, frame, behind), sight(1, MINE, behind)) == ([1] if call else [0, 1])
+    gone = sight(0, f"{tmp_path / 'gone.py'}:3 f")
+    assert describe([gone])[1].endswith("gone.py:3 f")

@@ -131,3 +131,19 @@ def test_collectives_of_an_axis_at_once_count_once() -> None:
     assert trace_times({"traceEvents": events}, {"1": "dp_shard"}, 2).exposed_axes == pytest.approx(
         {"dp_shard": 0.0075}
     )
+
+
+def test_copies_between_host_and_device_are_no_idle_time() -> None:
+    """Of 100 ms: 40 of a kernel, 20 of a gather, a copy from 30 to 80 of which 20 stand alone, a fill of 5, 15 idle."""
+    events = [
+        event("kernel", "gemm", 7, 0, 40),
+        event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 9, 30, 80),
+        event("kernel", "ncclDevKernel_AllGather", 20, 60, 80),
+        event("gpu_memset", "Memset (Device)", 7, 85, 90),
+        event("cpu_op", "aten::add", 1, 95, 100),
+    ]
+    window = trace_times({"traceEvents": events})
+    assert window.compute_seconds == pytest.approx(0.040)
+    assert window.exposed_seconds == pytest.approx(0.020)  # a copy covers no communication
+    assert window.copied_seconds == pytest.approx(0.025)
+    assert window.idle_seconds == pytest.approx(0.015)

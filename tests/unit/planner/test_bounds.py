@@ -22,7 +22,7 @@ from shardwright.planner.optimizer import block_matrices
 from shardwright.planner.problem import Problem
 from shardwright.planner.program import own_program
 from shardwright.planner.search import FAR, Search
-from shardwright.planner.space import KINDS, kinds_of, layout_groups, mesh_shapes, splits, variant, variants
+from shardwright.planner.space import KINDS, kinds_of, layout_groups, mesh_shapes, shardings, variant, variants
 
 ROUNDING = 1 + 1e-9
 """Bounds add up in another order than estimates do."""
@@ -75,7 +75,7 @@ def test_no_bound_is_above_an_estimate(search: Search, start: int) -> None:
             bound, blocks = search.bound(layout_group), search.stage_blocks(layout_group)
             for kind in set(kinds_of(layout_group)) & set(search.kinds):
                 floor = search.states(mesh_shape, kind)
-                for split in splits(mesh_shape.data, mesh_shape.cp, kind):
+                for split in shardings(mesh_shape.data, mesh_shape.cp, kind):
                     layout = variant(layout_group, kind, *split)
                     needed = search.needs(layout)[1] * ROUNDING
                     assert floor.mean <= needed, layout

@@ -22,7 +22,7 @@ from shardwright.planner.space import (
     kinds_of,
     layout_groups,
     mesh_shapes,
-    splits,
+    shardings,
     variant,
     variants,
 )
@@ -189,7 +189,7 @@ def test_no_bound_is_above_a_layout(model: str, devices: int, rows: int) -> None
         for layout_group in list(layout_groups(search.problem, mesh_shape))[::7]:
             bound, blocks = search.bound(layout_group), search.stage_blocks(layout_group)
             for kind in set(kinds_of(layout_group)) & set(ON_DEVICE):
-                for split in splits(mesh_shape.data, mesh_shape.cp, kind):
+                for split in shardings(mesh_shape.data, mesh_shape.cp, kind):
                     seconds = search.clock.step(variant(layout_group, kind, *split), blocks).total * (1 + 1e-9)
                     assert search.mesh_shape_bound(mesh_shape) <= seconds and bound.seconds <= seconds, (
                         layout_group,

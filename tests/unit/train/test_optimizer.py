@@ -74,7 +74,7 @@ def test_linear_rates_by_hand() -> None:
     [
         ({"lr_scheduler_type": "cosin"}, "'cosin' is not known. The learning rate must be a function of the update alone"),
         ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "is not known"),
-        ({"lr_scheduler_kwargs": {"cycles": 1}}, "linear does not know `cycles`. Its arguments are: none. Remove `cycles`."),
+        ({"lr_scheduler_kwargs": {"cycles": 1}}, "linear does not know `cycles`. The arguments of linear are: none. Remove"),
         ({"lr_scheduler_type": "cosine_with_min_lr"}, "training.lr_scheduler_kwargs for cosine_with_min_lr"),
     ],
 )  # fmt: skip
@@ -91,7 +91,7 @@ def test_schedules_that_are_refused(values: dict[str, Any], message: str) -> Non
         ({"optimizer": "no_such_package:Adam"}, "cannot be imported"),
         ({"optimizer_kwargs": {"momentum": 0.9}}, "training.optimizer_kwargs: AdamW.__init__() got an unexpected"),
         ({"optimizer": "sgd", "optimizer_kwargs": {"momentum": -1.0}}, "Invalid momentum value: -1.0"),
-        ({"optimizer": "sgd", "optimizer_kwargs": {"foreach": True}}, "They are passed to sgd"),
+        ({"optimizer": "sgd", "optimizer_kwargs": {"foreach": True}}, "These arguments are passed to sgd"),
         ({"optimizer": "torch.optim:LBFGS"}, "doesn't support per-parameter options"),
     ],
 )  # fmt: skip

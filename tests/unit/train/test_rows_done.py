@@ -188,4 +188,4 @@ def test_the_checkpoint_of_a_stream_says_how_many_rows_are_done() -> None:
     (line,) = resume_rows(order, _former(order, 3, cursor), _run(), "rows")
     assert "13 rows are done, and update 3 begins with row 4 of 10 of epoch 2. The data has changed" in line
     assert order.epoch(order.total_updates) == 2.0
-    assert np.array_equal(order.update_rows(3), order.rows_at(np.arange(13, 17), order.stretch))
+    assert np.array_equal(order.update_rows(3), order.rows_at(np.arange(13, 17), order.segment))

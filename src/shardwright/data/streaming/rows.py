@@ -30,7 +30,7 @@ class StreamTable:
 
     def __init__(self, windows: StreamWindows, seed: int | None, check: Callable[[Documents], None]) -> None:
         self.windows, self._seed, self._check = windows, seed, check
-        self.max_length, self.packed = windows.cut.max_length, windows.cut.packing is not None
+        self.max_length, self.packed = windows.rules.max_length, windows.rules.packing is not None
         self._base = (
             0,
             0,

@@ -25,7 +25,7 @@ from typing import Any
 from shardwright.config.schema import RunFile
 from shardwright.data.documents import Documents, DocumentWriter, new_directory
 from shardwright.data.encode import Encoder
-from shardwright.data.packing import Cut
+from shardwright.data.packing import RowRules
 from shardwright.data.streaming.record_stream import RecordStream, StreamPosition
 from shardwright.data.table import Table
 from shardwright.data.tokenise import cache_directory, cache_key, digest_of, settings_of
@@ -60,8 +60,8 @@ class StreamWindows:
     Raises `ConfigError` or `DataError` for sources or settings that cannot be read.
     """
 
-    def __init__(self, run: RunFile, stream: RecordStream, cut: Cut) -> None:
-        self.stream, self.cut, self._data = stream, cut, run.data
+    def __init__(self, run: RunFile, stream: RecordStream, rules: RowRules) -> None:
+        self.stream, self.rules, self._data = stream, rules, run.data
         self._kinds = frozenset(form for form in self.stream.formats if form is not None)
         if not self._kinds:
             raise DataError(f"There is no record in {', '.join(self.stream.names)}.", "The sources are empty.")
@@ -69,7 +69,7 @@ class StreamWindows:
         if missing is not None and self._kinds != {"tokens"}:
             raise missing
         settings = [settings_of(run.data, self.tokenizer_path), run.data.stream_window]
-        self.fingerprint = f"stream-{digest_of([settings, [cut.max_length, cut.overlong, cut.packing]])}"
+        self.fingerprint = f"stream-{digest_of([settings, [rules.max_length, rules.overlong, rules.packing]])}"
         if self.stream.files:
             key = cache_key(run.data, self.tokenizer_path, self.stream.files, run.data.stream_window)
             self.directory = cache_directory(run) / f"stream-{key}"
@@ -122,7 +122,7 @@ class StreamWindows:
         try:
             documents = Documents.open(self._path(number, start))
             after = StreamPosition(**documents.meta["next"])
-            return StreamWindow(number, first, start, after, Table.make(documents, self.cut))
+            return StreamWindow(number, first, start, after, Table.make(documents, self.rules))
         except FileNotFoundError:
             return None
 
@@ -153,7 +153,7 @@ class StreamWindows:
             after = self._fill(writer, start)
             other = {"next": after.to_json(), **special_ids(self._encoder.tokenizer)}
             writer.finish(self.stream.names, self.stream.formats, other)
-        Table.make(Documents.open(path), self.cut)
+        Table.make(Documents.open(path), self.rules)
         for old in self.directory.glob("window-*"):
             if int(old.name.split("-")[1]) <= number - KEPT:
                 removed = old.with_name(f"removed.partial-{old.name}")

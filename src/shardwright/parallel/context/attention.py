@@ -1,8 +1,9 @@
 """Context parallelism: each rank holds part of every row, and its queries attend to the whole row.
 
 The core attention is registered with Transformers' `AttentionInterface`. `all_gather` gathers keys and values of the whole
-row (Llama 3, arXiv:2407.21783, section 3.3.2). `ring` passes them from rank to rank and merges results by their log-sum-exp
-(Liu et al. 2023, arXiv:2310.01889); it has causality and documents, no sliding windows, and never holds a row.
+row (Llama 3, arXiv:2407.21783, section 3.3.2). `ring` passes keys and values from rank to rank and merges results by their
+log-sum-exp (Liu et al. 2023, arXiv:2310.01889). No rank of a ring holds the keys of a whole row, and a ring knows causality
+and documents, but no sliding windows.
 
 B rows, S tokens of a row, T = S / cp tokens on this rank, N query heads, K kv heads, H head width, R ranks (cp).
 """
@@ -24,13 +25,13 @@ from shardwright.models.torch_dtypes import accumulation_dtype
 from shardwright.parallel.context.shard import Block, ContextShard, as_one_row, as_rows, document_blocks
 
 NAME = "shardwright_context"
-"""Of the core attention, in Transformers' registry."""
+"""Name of the core attention in Transformers' registry."""
 SHARD = "_context_shard"
-"""Attribute of each attention module: its `ContextShard`."""
+"""Name of the attribute in which each attention module holds its `ContextShard`."""
 
 
 def replace_attention(model: nn.Module, blocks: Iterable[nn.Module], shard: ContextShard) -> None:
-    """Makes the attention of `blocks` see whole rows although each rank holds part of them.
+    """Makes the attention of `blocks` see whole rows although each rank holds part of each row.
 
     Transformers finds a core attention by name in `AttentionInterface`. No mask function is registered under that name:
     Transformers (5.12 to 5.24) then builds no mask.
@@ -59,13 +60,15 @@ def context_attention(
 ) -> tuple[Tensor, None]:
     """Attention output [B, T, N, H] of this rank's queries [B, N, T, H] to the whole row.
 
-    sliding_window: a query sees that many keys, its own among them. documents: of the whole rows [B, S]; a query sees its
-    own document only.
+    sliding_window: how many keys a query sees; the key of the query's own token is one of these. documents: of the whole
+    rows [B, S]; a query sees its own document only.
     """
     shard: ContextShard | None = vars(module).get(SHARD)
     name, length = type(module).__name__, query.shape[2] * (shard.size if shard else 1)
     if shard is None:
-        raise ModelError(f"{name} attends outside of the repeated blocks.", "It would see this rank's tokens only.")
+        raise ModelError(
+            f"{name} attends outside of the repeated blocks.", "Its queries would see this rank's tokens only."
+        )
     if attention_mask is not None or dropout:
         raise ModelError(
             f"{name} asks for {'dropout' if dropout else 'a mask'} inside attention.",
@@ -132,7 +135,7 @@ def _windowed(
 
 
 def _masks(shard: ContextShard, length: int, window: int, device: torch.device) -> list[Tensor]:
-    """For each chunk here, the keys [0, end of the chunk) that its queries see: [tokens of the chunk, keys], kept."""
+    """For each chunk of this rank, a mask [tokens of the chunk, keys from 0 to the end of the chunk]. The masks are kept."""
     name = (length, window, str(device))
     if name not in shard.masks:
         made = []
@@ -181,7 +184,7 @@ class _Gathered(torch.autograd.Function):
 
 
 def _order(shard: ContextShard, tokens: int) -> list[tuple[int, slice]]:
-    """(rank, which of its tokens) in the order of the row."""
+    """(rank, slice of this rank's tokens) in the order of the row."""
     found: list[tuple[int, int, slice]] = []
     for rank in range(shard.size):
         start = 0
@@ -241,9 +244,9 @@ def _add_gradients(
 
 
 class _Ring(torch.autograd.Function):
-    """Ring attention: in step i this rank holds the keys and values of rank - i, and sends them on.
+    """Ring attention: in step i this rank holds the keys and values of rank - i, and sends these to the next rank.
 
-    blocks: for each rank, its keys that the queries here see. Every query has one causal block, which comes first.
+    blocks: for each rank, the keys of that rank that this rank's queries see. Every query has one causal block: the first.
     """
 
     @staticmethod
@@ -272,7 +275,7 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of keys and values follow them one step later. Each rank adds its part; their owner gets the sum."""
+        """Gradients of keys and values follow one step later. Each rank adds its part; the owner of the keys gets the sum."""
         query, key, value, out, lse, *seeds = ctx.saved_tensors
         shard: ContextShard = ctx.shard
         whole, wide = AttentionOutput(out, lse, tuple(seeds)), accumulation_dtype(query.dtype)

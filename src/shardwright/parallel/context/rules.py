@@ -18,8 +18,8 @@ _ALONE = "Set parallelism.cp_size to 1."
 _CONTEXT = Replacement(
     name="Context parallelism",
     fix=_ALONE,
-    bypassed="Its tokens would see this rank's part of the row only.",
-    convolution="At the edges of this rank's part the convolution would miss its neighbours.",
+    bypassed="Tokens would see this rank's part of the row only.",
+    convolution="The convolution would miss the tokens beside this rank's part of the row.",
     not_causal="Rows are split for causal attention.",
 )
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwright.backends.tp_collectives import TensorParallelGroup, pad_to_whole, slice_of_rank
+from shardwright.backends.tp_collectives import TensorParallelGroup, slice_of_rank, zero_pad_slice
 from shardwright.config.schema import Model
 from shardwright.errors import ModelError
 from shardwright.layout.pipeline_schedules import head_blocks, split_blocks
@@ -102,7 +102,7 @@ class Stage(nn.Module):
 
     def forward(self, x: Tensor, **arguments: Any) -> Any:
         if self.tp_group is not None and not self.is_first:
-            x = pad_to_whole(x, 1, self.tp_group)
+            x = zero_pad_slice(x, 1, self.tp_group)
         arguments["input_ids" if self.is_first else "inputs_embeds"] = x
         if self.is_last:
             return self.part(**arguments)

@@ -215,7 +215,7 @@ class TensorParallel:
     def _cut_around(self, blocks: Sequence[str], first: bool, last: bool) -> None:
         """Makes `blocks` work on pieces of sequences. first, last: they include the model's first or last block."""
         enter = self._cut_sequence if first else partial(tp_collectives.slice_of_rank, dim=1, tp_group=self.tp_group)
-        leave = self._gather_sequence if last else partial(tp_collectives.pad_to_whole, dim=1, tp_group=self.tp_group)
+        leave = self._gather_sequence if last else partial(tp_collectives.zero_pad_slice, dim=1, tp_group=self.tp_group)
         self._on_input(blocks[0], enter)
         self._on_output(blocks[-1], leave)
 

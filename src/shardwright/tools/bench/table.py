@@ -12,17 +12,17 @@ from shardwright.console import show_table
 from shardwright.tools.bench.timing import Spread
 from shardwright.units import format_bytes, format_flops, format_seconds
 
-Entry = Mapping[str, Any]
+Result = Mapping[str, Any]
 NOT_AVAILABLE = "n/a"
 
 
-def show(console: Console, entries: Sequence[Entry]) -> None:
+def show(console: Console, entries: Sequence[Result]) -> None:
     """Prints a row for each layout and peer."""
     rows = [_cells(entry) for entry in entries]
     show_table(console, list(rows[0]), [list(row.values()) for row in rows], right=list(rows[0])[1:])
 
 
-def _cells(entry: Entry) -> dict[str, str]:
+def _cells(entry: Result) -> dict[str, str]:
     predicted, peak, p50 = entry.get("predicted") or {}, entry.get("peak_bytes"), entry["step_seconds_p50"]
     sent, as_planned = _sent(entry.get("traffic"))
     return {
@@ -70,7 +70,7 @@ def _sent(traffic: Mapping[str, Any] | None) -> tuple[str, str]:
     return format_bytes(sum(row["recorded_bytes"] for row in rows)), equal
 
 
-def lines_below(entries: Sequence[Entry], measuring: Sequence[float], peak: Mapping[str, Any] | None) -> Iterator[str]:
+def lines_below(entries: Sequence[Result], measuring: Sequence[float], peak: Mapping[str, Any] | None) -> Iterator[str]:
     """What the table leaves out: warm-up, data, garbage collection, collectives, stragglers, the cost of measuring."""
     for entry in entries:
         yield (

@@ -12,9 +12,9 @@ from shardwright.config.schema import RunFile
 from shardwright.data.arrays import FILLER, Int64
 from shardwright.data.mixture import Mixture
 from shardwright.data.order import RowOrder
-from shardwright.data.packing import cut_rows
+from shardwright.data.packing import make_rows
 from shardwright.data.prepare import Prepared, order_over, packing_of
-from shardwright.tools.inspect.sample import counted
+from shardwright.units import counted
 
 MODES = ("pad", "bucket", "pack")
 _UPDATES = 1000  # updates that are counted at most
@@ -70,8 +70,8 @@ def measure(run: RunFile, prepared: Prepared, batching: str) -> Batching:
     run = run.model_copy(update={"data": data})
     documents = prepared.table.documents
     packing, seed = packing_of(run, prepared.split)
-    cut = replace(prepared.table.cut, packing=packing, seed=seed)
-    found = cut_rows(np.asarray(documents.ends[:, 0]), cut, documents.weights)
+    rules = replace(prepared.table.rules, packing=packing, seed=seed)
+    found = make_rows(np.asarray(documents.ends[:, 0]), rules, documents.weights)
     mixture = prepared.mixture
     if mixture is not None:
         mixture = Mixture(found.bounds, mixture.weights, mixture.seed)
@@ -88,7 +88,7 @@ def measure(run: RunFile, prepared: Prepared, batching: str) -> Batching:
         truncated_documents=found.counts["truncated_documents"],
         truncated_tokens=found.counts["truncated_tokens"],
         dropped=found.counts["targetless_rows"],
-        **_over(order, seen, tokens, targets, None if batching == "bucket" else cut.max_length, run),
+        **_over(order, seen, tokens, targets, None if batching == "bucket" else rules.max_length, run),
     )
 
 

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from shardwright.data.prepare import Prepared
 from shardwright.layout.loss import IGNORE_INDEX
+from shardwright.units import counted
 
 _STYLES = {
     "context": "dim",
@@ -172,8 +173,3 @@ def _style(piece: Piece) -> str:
     if piece.special:
         return _STYLES["special token"] + (" underline" if piece.weight else "")
     return _STYLES["trained" if piece.weight else "context"]
-
-
-def counted(number: int, name: str) -> str:
-    """`1 update`, `1,200 updates`."""
-    return f"{number:,} {name}{'' if number == 1 else 's'}"

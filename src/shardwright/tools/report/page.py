@@ -13,7 +13,7 @@ from shardwright.tools.report.compared import predicted_section, side_by_side
 from shardwright.tools.report.figure import NA, Section, Table, duration, known, size
 from shardwright.tools.report.measured import phase_figure, utilisation_section
 from shardwright.tools.report.planned import Subject, memory_section, pipeline_section, traffic_section
-from shardwright.tools.report.read import Directory, percentiles
+from shardwright.tools.report.read import RunDirectory, percentiles
 from shardwright.tools.report.training import loss_section, run_steps, step_section, token_section
 
 
@@ -79,7 +79,7 @@ def summary(subjects: Sequence[Subject]) -> Table:
     return Table(headers, tuple(rows))
 
 
-def settings(directory: Directory) -> tuple[Setting, ...]:
+def settings(directory: RunDirectory) -> tuple[Setting, ...]:
     """The lines of the resolved run file with the origin of every value, as the trainer wrote them."""
     found, section = [], ""
     for line in directory.run_file.splitlines():
@@ -92,7 +92,7 @@ def settings(directory: Directory) -> tuple[Setting, ...]:
     return tuple(found)
 
 
-def differences(directories: Sequence[Directory]) -> Table | None:
+def differences(directories: Sequence[RunDirectory]) -> Table | None:
     """The keys of the run file in which the runs differ; None for one run."""
     columns = [{one.key: one.value for one in settings(directory)} for directory in directories if directory.run_file]
     if len(columns) < 2:
@@ -106,7 +106,7 @@ def differences(directories: Sequence[Directory]) -> Table | None:
     return Table(("key", *names), rows)
 
 
-def environment(directories: Sequence[Directory]) -> Table:
+def environment(directories: Sequence[RunDirectory]) -> Table:
     """Versions, devices and ranks of every run."""
     keys = list(dict.fromkeys(key for directory in directories for key in directory.environment))
     rows = [

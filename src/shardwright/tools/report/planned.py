@@ -23,9 +23,9 @@ from shardwright.tools.report.figure import (
     size,
 )
 from shardwright.tools.report.predict import SECONDS, Forecast, Schedule, played_lists
-from shardwright.tools.report.read import Directory, Measured
+from shardwright.tools.report.read import Measured, RunDirectory
 
-Subject = tuple[Directory, Forecast | str]
+Subject = tuple[RunDirectory, Forecast | str]
 
 HOST_ONLY = "on the CPU torch's allocator keeps no count"
 KINDS = {"all-gather": "k0", "reduce-scatter": "k1", "all-reduce": "k2", "all-to-all": "k3", "send": "k4"}
@@ -52,7 +52,7 @@ def memory_section(subjects: Sequence[Subject], measured: Figure) -> Section:
     return Section("memory", "Memory", lead, (*figures, measured))
 
 
-def _memory(index: int, directory: Directory, found: Forecast | str) -> Figure:
+def _memory(index: int, directory: RunDirectory, found: Forecast | str) -> Figure:
     identity, title = f"memory-{index}", "Memory over one update"
     if isinstance(found, str):
         return absent(identity, title, _sentence(found), directory.name)
@@ -83,7 +83,7 @@ def _memory(index: int, directory: Directory, found: Forecast | str) -> Figure:
     )
 
 
-def _peaks(index: int, directory: Directory) -> Figure:
+def _peaks(index: int, directory: RunDirectory) -> Figure:
     """Tensors alive at the peak of each benched layout, predicted and measured."""
     identity, title = f"memory-{index}", "Memory at the peak"
     sides = [
@@ -112,7 +112,7 @@ def _peaks(index: int, directory: Directory) -> Figure:
     return bar_figure(identity, title, caption, rows, size, "bytes", table, of=directory.name, legend=legend)
 
 
-def _measured_memory(directory: Directory, measured: float | None) -> str:
+def _measured_memory(directory: RunDirectory, measured: float | None) -> str:
     if measured:
         reserved = directory.largest(names.PEAK_RESERVED)
         more = f", {size(reserved)} reserved" if reserved else ""
@@ -192,7 +192,7 @@ def traffic_section(subjects: Sequence[Subject]) -> Section:
     return Section("traffic", "Traffic by axis", lead, figures)
 
 
-def _traffic(index: int, directory: Directory, found: Forecast | str) -> Figure:
+def _traffic(index: int, directory: RunDirectory, found: Forecast | str) -> Figure:
     identity, title = f"traffic-{index}", "Sent in one update"
     if directory.benched:
         return _recorded(identity, title, directory.name, directory.benched)

@@ -24,7 +24,7 @@ from shardwright.planner.memory_timeline import Moment
 from shardwright.planner.pipeline_simulator import Played, Span, StageSeconds, play
 from shardwright.planner.problem import layout_of, problem_of, shape_of_run
 from shardwright.planner.step_time import Clock, StepTime
-from shardwright.tools.report.read import Directory
+from shardwright.tools.report.read import RunDirectory
 
 SECONDS = "planned seconds"
 DRAWN_ACTIONS = 800
@@ -76,7 +76,7 @@ def shape_of(run: RunFile, inventory: Inventory | None) -> Shape:
     return shape_of_run(run, inventory)
 
 
-def forecast(directory: Directory, device: Device | None, inventory: Inventory | None = None) -> Forecast | str:
+def forecast(directory: RunDirectory, device: Device | None, inventory: Inventory | None = None) -> Forecast | str:
     """The planner's predictions for the run of `directory`, or the reason why there are none."""
     run, world_size = directory.run, directory.environment.get("world_size")
     if run is None:

@@ -75,7 +75,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Directory:
+class RunDirectory:
     """One directory of the report."""
 
     path: Path
@@ -176,7 +176,7 @@ def percentiles(values: Sequence[float]) -> tuple[float, float, float]:
     return median(values), min(p95, max(values)), max(values)  # of few values the 95th lies outside of them
 
 
-def read_directory(path: Path) -> Directory:
+def read_directory(path: Path) -> RunDirectory:
     """The contents of `path`. Raises `ConfigError` where there is no such directory, or no file of a run or a bench in it."""
     if not path.is_dir():
         raise ConfigError(
@@ -195,7 +195,7 @@ def read_directory(path: Path) -> Directory:
     environment = _json(path / ENVIRONMENT, missing) or dict(bench.get("environment") or {})
     if environment:
         missing.pop(ENVIRONMENT, None)
-    return Directory(
+    return RunDirectory(
         path,
         path.resolve().name,
         run,

@@ -8,7 +8,7 @@ from functools import partial
 from shardwright.measure import metric_names as names
 from shardwright.tools.report.charts import Series, histogram, lines, stacked, strips
 from shardwright.tools.report.figure import Figure, Section, Table, absent, duration, known, short_duration
-from shardwright.tools.report.read import METRICS, Directory, percentiles
+from shardwright.tools.report.read import METRICS, RunDirectory, percentiles
 
 COLOURS = 6
 TOKENS = (("targets", "in the loss"), ("given", "read, not in the loss"), ("padding", "padding"))
@@ -19,7 +19,7 @@ def style(index: int) -> str:
     return f"c{index % COLOURS} d{index % 4}"
 
 
-def loss_section(directories: Sequence[Directory]) -> Section:
+def loss_section(directories: Sequence[RunDirectory]) -> Section:
     """Loss and gradient norm of all runs, one under the other, on the same axis of updates."""
     figures = [
         _over_updates(directories, "loss", "Loss", names.LOSS, lambda v: f"{v:.4g}"),
@@ -34,7 +34,7 @@ def loss_section(directories: Sequence[Directory]) -> Section:
 
 
 def _over_updates(
-    directories: Sequence[Directory], identity: str, title: str, key: str, label: Callable[[float], str]
+    directories: Sequence[RunDirectory], identity: str, title: str, key: str, label: Callable[[float], str]
 ) -> Figure:
     shown = [d for d in directories if any(value is not None for value in d.column(key))]
     if not shown:
@@ -63,11 +63,11 @@ def _over_updates(
     )
 
 
-def _no_updates(directories: Sequence[Directory]) -> str:
+def _no_updates(directories: Sequence[RunDirectory]) -> str:
     return "; ".join(f"{d.name}: {d.missing.get(METRICS, 'every value is not finite')}" for d in directories) + "."
 
 
-def _difference(directories: Sequence[Directory], key: str) -> str:
+def _difference(directories: Sequence[RunDirectory], key: str) -> str:
     """The largest difference of the runs' losses; small only where the runs train the same objective."""
     if len(directories) < 2:
         return ""
@@ -83,7 +83,7 @@ def _difference(directories: Sequence[Directory], key: str) -> str:
     return f"{apart} The runs do not train the same objective: {', '.join(keys)} differ." if keys else apart
 
 
-def other_objective(directories: Sequence[Directory]) -> list[str]:
+def other_objective(directories: Sequence[RunDirectory]) -> list[str]:
     """The keys that belong to the objective, not to the layout, in which the runs' run files differ."""
     found: list[str] = []
     runs = [directory.run for directory in directories if directory.run is not None]
@@ -95,7 +95,7 @@ def other_objective(directories: Sequence[Directory]) -> list[str]:
     return found
 
 
-def _table(directories: Sequence[Directory], key: str, label: Callable[[float], str], most: int = 12) -> Table:
+def _table(directories: Sequence[RunDirectory], key: str, label: Callable[[float], str], most: int = 12) -> Table:
     """At most `most` updates, evenly spread, with the last update."""
     numbers = sorted({number for d in directories for number in d.numbers})
     picked = sorted({numbers[round(i * (len(numbers) - 1) / max(1, most - 1))] for i in range(most)})
@@ -104,7 +104,7 @@ def _table(directories: Sequence[Directory], key: str, label: Callable[[float], 
     return Table(("update", *(d.name for d in directories)), rows)
 
 
-def _evaluation(directories: Sequence[Directory]) -> Figure:
+def _evaluation(directories: Sequence[RunDirectory]) -> Figure:
     shown = [d for d in directories if any(entry.get(names.EVAL_LOSS) is not None for entry in d.evaluations)]
     if not shown:
         return absent("evaluation", "Evaluation loss", "no evaluation gave a finite loss.")
@@ -188,7 +188,7 @@ def _steps(index: int, name: str, seconds: Sequence[float], reason: str, updates
     )  # fmt: skip
 
 
-def run_steps(directory: Directory) -> Timed:
+def run_steps(directory: RunDirectory) -> Timed:
     """The argument of `step_section` for a run."""
     measured = directory.measured()
     reason = directory.missing.get(METRICS, "no update was timed") + "."
@@ -198,7 +198,7 @@ def run_steps(directory: Directory) -> Timed:
 # Tokens
 
 
-def token_section(directories: Sequence[Directory]) -> Section:
+def token_section(directories: Sequence[RunDirectory]) -> Section:
     """Of the positions of each update: in the loss, read only, padding. Counted once over the data ranks."""
     lead = (
         "Positions that an update computes: targets of the loss, tokens that are only read, and padding, which "
@@ -207,7 +207,7 @@ def token_section(directories: Sequence[Directory]) -> Section:
     return Section("tokens", "Targets and padding", lead, tuple(_tokens(i, d) for i, d in enumerate(directories)))
 
 
-def _tokens(index: int, directory: Directory) -> Figure:
+def _tokens(index: int, directory: RunDirectory) -> Figure:
     title, identity = "Positions of each update", f"tokens-{index}"
     slots, real, targets = (directory.column(key) for key in (names.SLOTS, names.REAL_TOKENS, names.TARGET_TOKENS))
     counted = [

@@ -13,7 +13,7 @@ from shardwright.measure import clock
 from shardwright.planner.hardware import find_device
 from shardwright.tools.report.page import render
 from shardwright.tools.report.predict import device_of, forecast
-from shardwright.tools.report.read import Directory, read_directory
+from shardwright.tools.report.read import RunDirectory, read_directory
 
 PAGE = "report.html"
 
@@ -45,7 +45,7 @@ def run_report(
     return ExitCode.DONE
 
 
-def _distinct(directories: list[Directory]) -> list[Directory]:
+def _distinct(directories: list[RunDirectory]) -> list[RunDirectory]:
     """The directories with unique names: each with as many parents as needed."""
     for depth in range(2, 10):
         names = [one.name for one in directories]

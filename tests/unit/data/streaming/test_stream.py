@@ -195,7 +195,7 @@ def test_what_another_seed_repeats_of_a_window_is_counted(tmp_path: Path) -> Non
 def test_a_checkpoint_of_rows_on_disk_does_not_stand_in_a_stream(tmp_path: Path) -> None:
     run = run_file(tmp_path, write(tmp_path, "jsonl"), shuffle=False)
     again = loader(run)
-    (line,) = resume_rows(again.order, _former(3, {"rows": 12, "stretches": []}), run, "stream")
+    (line,) = resume_rows(again.order, _former(3, {"rows": 12, "segments": []}), run, "stream")
     assert line == "The stream is read from its beginning: the checkpoint was trained on other data."
     assert documents([again.update(3)]) == TEXTS[:4]
 

@@ -1,6 +1,6 @@
 """The files of an exported directory beside its weights: configs, tokenizer, templates, code, licence.
 
-All these files are known before training: `companions_of` reads the model's directory and says what will differ or be left out.
+All these files are known before training: `other_files_of` reads the model's directory and says what differs or is left out.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shardwright.errors import ModelError
 
 
 @dataclass(frozen=True)
-class Companions:
+class OtherFiles:
     """The files of an export beside its weights.
 
     copied: source of each file, by its path in the export.
@@ -50,9 +50,9 @@ class Companions:
             _set_chat_template(directory, self.template)
 
 
-def companions_of(
+def other_files_of(
     model: nn.Module, spec: Model, *, tokenizer: Path | None, chat_template: str | None, end_tokens: Sequence[int]
-) -> Companions:
+) -> OtherFiles:
     """The files beside the weights of `model`.
 
     tokenizer: directory of the tokenizer; None: that of the run file, else of the model.
@@ -81,7 +81,7 @@ def companions_of(
         generation, more = _generation(source, written)
         lines += [*more, *_with_ends(written, generation, end_tokens)]
     template = None if chat_template is None else Path(chat_template)
-    return Companions(copied, written, generation, template, tuple(lines))
+    return OtherFiles(copied, written, generation, template, tuple(lines))
 
 
 def _left_out(source: Path, copied: dict[str, Path]) -> Iterator[str]:

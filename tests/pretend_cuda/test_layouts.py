@@ -1,0 +1,23 @@
+"""Every layout on pretend GPUs, in float64: equal to one process, and no breach of CUDA's rules."""
+
+from __future__ import annotations
+
+import pytest
+from tests.pretend_cuda.running import needs_pretend_cuda, pretend
+from tests.started import PATIENCE
+
+from shardwright.layout.names import every_layout
+
+pytestmark = [needs_pretend_cuda, pytest.mark.slow, pytest.mark.timeout(600 * PATIENCE)]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_all_layouts_are_equal(ranks: int) -> None:
+    """On 4 ranks those that 2 ranks cannot have."""
+    layouts = [layout for layout in every_layout(ranks) if ranks == 2 or layout not in every_layout(2)]
+    ran = pretend(
+        "check", "examples/tiny.yaml", "--layouts", ",".join(layouts), "--nproc-per-node", str(ranks),
+        "--hardware.device", "cuda", devices=ranks, timeout=500 * PATIENCE,
+    )  # fmt: skip
+    assert ran.code == 0, ran.output[-4000:]
+    assert not ran.violations, "\n".join(ran.violations[:5])
