@@ -39,9 +39,9 @@ _spec.loader.exec_module(device_)
 
 NAME, MEMORY = "NVIDIA H100 80GB HBM3", 85_520_809_984
 Note = tuple[str, str, str]
-"""(kind, what, stack): `wait` where the host waits until the device has nothing to do, `late` where more work is queued than the
-host waits for, `pageable` where the host waits since the memory of a copy is not pinned, `h2d` and `d2h` for copies beside the
-host's work, `never waited` for collectives."""
+"""(kind, what, stack): `wait` where the host waits until the device has nothing to do, `late` where more work is queued than
+the host waits for, `pageable` where the host waits since the memory of a copy is not pinned, `h2d` and `d2h` for copies beside
+the host's work, `never waited` for collectives."""
 notes: list[Note] = []
 breaches: list[str] = []
 """Breaches of CUDA's rules in this process."""
