@@ -68,7 +68,7 @@ def _beside() -> bool:
 
 
 def _on_note(kind: str, what: str) -> None:
-    if kind in ("wait", "pageable") and _beside():
+    if kind in ("wait", "pageable", "late") and _beside():
         kind = f"{kind} of a thread"
     notes.append((kind, what, _stack(8)))
 
