@@ -1,18 +1,18 @@
 """Plants missing waits, and asks what finds them: late collectives and ordered streams of pretend GPUs, or gloo.
 
-`python -m tests.pretend_cuda.plants` prints the table. Each plant has ranks of its own, which may hang: a verdict is `equal`,
-or says what was found.
+`python -m tests.pretend_cuda.plants` prints the table. A verdict is `equal`, or says what was found. All plants run in one
+start of ranks; where a plant makes them hang or end, those that follow it have another start.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
-import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,12 +28,14 @@ from torch.distributed.pipelining import schedules
 
 from shardwright.checkpoint import saver
 from shardwright.errors import ShardwrightError
-from shardwright.mesh.object_collectives import broadcast_object
+from shardwright.mesh.object_collectives import broadcast_object, gather_objects
 from shardwright.mesh.process_group import connect
 from shardwright.models.build import quiet_transformers
 from shardwright.parallel.context import attention
 from shardwright.parallel.ddp import DDP
 from shardwright.train.update import UpdateEngine
+
+HANGS_SECONDS = 30 * PATIENCE
 
 
 class _NeverWaits:
@@ -121,6 +123,19 @@ def _staging_not_waited_for() -> Iterator[None]:
 
 
 @contextmanager
+def _no_event_waited_for() -> Iterator[None]:
+    """Streams go on; the host waits as before."""
+    with patch.object(torch.cuda.Stream, "wait_event", lambda self, event: None):
+        yield
+
+
+@contextmanager
+def _no_event_waited_for_by_the_host() -> Iterator[None]:
+    with patch.object(torch.cuda.Event, "synchronize", lambda self: None):
+        yield
+
+
+@contextmanager
 def _step_during_staging() -> Iterator[None]:
     """The step does not wait, and the copy is slow enough to notice."""
     stepped, copy, step = threading.Event(), saver._copy_to_host, UpdateEngine.step
@@ -159,6 +174,12 @@ PLANTS = {
     "ring: keys used before they came": Plant(_keys_used_early, {"cp": 2, "ring": "ring"}),
     "tp: sums used before they came": Plant(_sums_used_early, {"tp": 2}),
     "pp: inputs used before they came": Plant(_inputs_used_early, {"pp": 2}),
+    "zero3: weights and gradients used before they came": Plant(_no_event_waited_for, {"layout": "zero3"}, False),
+    # with one microbatch: fully_shard waits at once where it adds to a gradient on the host
+    "offload: gradients used before they came": Plant(
+        _no_event_waited_for_by_the_host, {"layout": "zero3", "offload": "params", "rows": 4}, False
+    ),
+    "checkpoint: copied before the update ended": Plant(_no_event_waited_for, {"save": 1, "beside": True}, False),
     "checkpoint: written before the copy ended": Plant(_staging_not_waited_for, {"save": 1, "beside": True}, False),
     "checkpoint: the step does not wait for the copy": Plant(_step_during_staging, {"save": 1, "beside": True}, False),
 }
@@ -197,36 +218,48 @@ def verdict(found: tuple[str, list[float], dict[str, float]], right: tuple[str, 
     return "equal" if (losses, saved) == right[1:] else "other values"
 
 
-def rank_main(name: str, kind: str) -> None:
-    """One rank, with the plant `name` in training on `kind`, `cuda` or `cpu`."""
+def rank_main(kind: str, hangs_seconds: str, *names: str) -> None:
+    """One rank, with one plant after the other in training on `kind`, `cuda` or `cpu`."""
     quiet_transformers()
-    plant = PLANTS[name]
-    with connect("cuda") as connection, tempfile.TemporaryDirectory() as own:
+    right: dict[str, tuple[str, list[float], dict[str, float]]] = {}
+    with connect("cuda", float(hangs_seconds)) as connection, tempfile.TemporaryDirectory() as own:
         directory = broadcast_object(own)
         device = connection.device if kind == "cuda" else torch.device("cpu")
-        right = run_case(plant.case, device, f"{directory}/right")
-        assert not right[0], right[0]
-        with plant.fault():
-            said = verdict(run_case(plant.case, device, f"{directory}/planted"), right)
-        os.write(1, f"\nVERDICT {said}\n".encode())  # in one piece: both ranks write to one pipe
-        os._exit(0)  # the other rank may have another opinion, and wait
+        for number, name in enumerate(names):
+            plant = PLANTS[name]
+            case = str(plant.case)
+            if case not in right:
+                right[case] = run_case(plant.case, device, f"{directory}/right-{number}")
+                assert not right[case][0], right[case][0]
+            with plant.fault():
+                said = gather_objects(verdict(run_case(plant.case, device, f"{directory}/{number}"), right[case]))
+            if connection.rank_info.rank == 0:
+                found = next((text for text in said if text != "equal"), "equal")
+                print(f"\nVERDICT {json.dumps([name, found])}", flush=True)
+        os._exit(0)  # work that nobody waited for may hang at the end
 
 
-def plant_verdict(name: str, kind: str, timeout: float) -> str:
-    """What two ranks say of the plant `name`: the first thing found, else `equal`."""
-    try:
-        ran = pretend_ranks("tests.pretend_cuda.plants", name, kind, timeout=timeout)
-    except subprocess.TimeoutExpired:
-        return "hangs"
-    said = [line.partition("VERDICT ")[2] for line in ran.output.splitlines() if "VERDICT " in line]
-    return next((text for text in said if text != "equal"), "equal") if said else f"ends with {ran.code}"
+def verdicts(kind: str, names: Sequence[str], hangs_seconds: float = HANGS_SECONDS) -> dict[str, str]:
+    """What two ranks say of each plant: the first thing found, else `equal`.
+
+    hangs_seconds: after which a collective fails, where a plant makes ranks wait for different things.
+    """
+    found: dict[str, str] = {}
+    while left := [name for name in names if name not in found]:
+        limit = len(left) * 2 * hangs_seconds
+        ran = pretend_ranks("tests.pretend_cuda.plants", kind, str(hangs_seconds), *left, timeout=limit)
+        lines = [line.partition("VERDICT ")[2] for line in ran.output.splitlines() if "VERDICT " in line]
+        found |= dict(json.loads(line) for line in lines)
+        if unsaid := [name for name in left if name not in found]:
+            found[unsaid[0]] = f"hangs, or ends with {ran.code}"
+    return found
 
 
 def main() -> None:
-    for name, plant in PLANTS.items():
-        kinds = ("cpu", "cuda") if plant.on_cpu else ("cuda",)
-        found = {kind: plant_verdict(name, kind, 90 * PATIENCE) for kind in kinds}
-        print(f"{name:48s} gloo: {found.get('cpu', 'n/a'):12s} late nccl: {found['cuda']}", flush=True)
+    chosen = {"cpu": [name for name, plant in PLANTS.items() if plant.on_cpu], "cuda": [*PLANTS]}
+    found = {kind: verdicts(kind, names, 30) for kind, names in chosen.items()}
+    for name in PLANTS:
+        print(f"{name:52s} gloo: {found['cpu'].get(name, 'n/a'):12s} late nccl: {found['cuda'][name]}", flush=True)
 
 
 if __name__ == "__main__":

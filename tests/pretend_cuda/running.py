@@ -90,11 +90,32 @@ def run_on_pretend_gpus(
         variables = environment(devices, source) | {"PRETEND_CUDA_VIOLATIONS": str(violations), **(more or {})}
         if "train" in arguments:
             variables["PRETEND_CUDA_NOTES"] = str(notes)
-        done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=timeout)
+        code, output = _output_of(command, variables, timeout)
         found: dict[str, Any] = json.loads(notes.read_text()) if notes.exists() else {}
         breaches = violations.read_text().replace("\n    ", " | ").splitlines() if violations.exists() else []
     by_update = {int(update): [tuple(note) for note in told] for update, told in found.items()}
-    return Ran(done.returncode, done.stdout + done.stderr, breaches, by_update)  # type: ignore[arg-type]
+    return Ran(code, output, breaches, by_update)  # type: ignore[arg-type]
+
+
+def _output_of(command: Sequence[str], variables: Mapping[str, str], timeout: float) -> tuple[int, str]:
+    """(exit code, output) of a program; one that hangs is asked to end, so that it ends its ranks too."""
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        return _ended(process, timeout)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+    try:
+        return _ended(process, 60, f"ended after {timeout:.0f} s")
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return _ended(process, None, f"killed after {timeout:.0f} s")
+
+
+def _ended(process: subprocess.Popen[str], timeout: float | None, note: str = "") -> tuple[int, str]:
+    output, errors = process.communicate(timeout=timeout)
+    return process.returncode, f"{output}\n{errors}\n{note}"
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -11,13 +11,16 @@ from shardwright.layout.names import every_layout
 pytestmark = [needs_pretend_cuda, pytest.mark.slow, pytest.mark.timeout(600 * PATIENCE)]
 
 
+SMALL = '{"hidden_size": 32, "intermediate_size": 40, "head_dim": 8}'
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_all_layouts_are_equal(ranks: int) -> None:
     """On 4 ranks those that 2 ranks cannot have."""
     layouts = [layout for layout in every_layout(ranks) if ranks == 2 or layout not in every_layout(2)]
     ran = pretend(
         "check", "examples/tiny.yaml", "--layouts", ",".join(layouts), "--nproc-per-node", str(ranks),
-        "--hardware.device", "cuda", devices=ranks, timeout=500 * PATIENCE,
+        "--updates", "2", "--hardware.device", "cuda", "--model.config_overrides", SMALL, devices=ranks, timeout=500 * PATIENCE,
     )  # fmt: skip
     assert ran.code == 0, ran.output[-4000:]
     assert not ran.violations, "\n".join(ran.violations[:5])
