@@ -23,6 +23,7 @@ from shardwright.mesh.host_resources import (
     assign_devices,
     local_resources,
     share_of_cores,
+    shown_device,
     threads_per_rank,
 )
 from shardwright.mesh.rendezvous import Rendezvous, announce_exit
@@ -84,10 +85,9 @@ def _visible_devices(requested: str, identify: bool) -> tuple[str, ...]:
     indices = range(torch.accelerator.device_count())
     if not identify:
         return tuple(map(str, indices))
-    shown = dict(enumerate(os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")))
     names = []
     for index in indices:
-        name = shown.get(index) or str(index)
+        name = shown_device(os.environ, index)
         if not name.startswith("MIG"):  # a part of one device
             name = str(getattr(torch.cuda.get_device_properties(index), "uuid", name))
         names.append(name)
