@@ -2,7 +2,7 @@
 
 Runs with the machine's own Python and torch, installs nothing, and first names every wheel that is missing. Each part has a
 time limit; a part that fails or takes too long is reported, and the next part runs. Parts are in the order of their worth.
-`--rehearse` shrinks all sizes: the whole program then runs on a pretend device (`tests/pretend_cuda`), whose times mean nothing.
+`--rehearse` shrinks all sizes: the program then runs on a pretend device (`tests/pretend_cuda`), whose times mean nothing.
 """
 
 from __future__ import annotations
@@ -91,7 +91,12 @@ def parts(gpus: int, files: Path, rehearse: bool) -> list[Part]:
     ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
     every, device = ["--nproc-per-node", str(gpus)], ["--hardware.device", "cuda"]
     output = ["--checkpoint.output_dir", str(files / "drill"), "--checkpoint.save_steps", "4"]
+    kill = [*module, "drill", "examples/tiny.yaml", "--soak", "1", "--updates", "16", *every, *device, *output]
     speed = [*ranks, str(ROOT / "benchmarks" / "gpu_speed.py")]
+
+    measured = (
+        "cpu" if rehearse else "cuda"
+    )  # its products are of a GPU's size: on a pretend device they take many minutes
 
     def loops(model: str) -> Part:
         result = files / f"speed-{model}.jsonl"
@@ -99,13 +104,20 @@ def parts(gpus: int, files: Path, rehearse: bool) -> list[Part]:
         return Part(f"training {model}", 170 if model != "1B" else 110, command, lambda _, f: speeds(model, result))
 
     return [
-        Part("device tests", 100, [sys.executable, "-m", "pytest", "tests/cuda", "-q", "-p", "no:cacheprovider"], tests),
+        Part(
+            "device tests", 100, [sys.executable, "-m", "pytest", "tests/cuda", "-q", "-p", "no:cacheprovider"], tests
+        ),
         Part("check", 80, [*module, "check", "examples/tiny.yaml", "--layouts", "all", *every, *device], checks),
         loops("8B-wide"),
-        Part("doctor", 60, [*module, "doctor", *every, "--device", "cuda", "--output", str(files / "hardware.yaml")], links),
+        Part(
+            "doctor",
+            60,
+            [*module, "doctor", *every, "--device", measured, "--output", str(files / "hardware.yaml")],
+            links,
+        ),
         loops("1B"),
-        Part("killed rank", 80, [*module, "drill", "examples/tiny.yaml", "--soak", "1", "--updates", "16", *every, *device, *output], drill, 2),
-    ]  # fmt: skip
+        Part("killed rank", 80, kill, drill, 2),
+    ]
 
 
 def tests(output: str, files: Path) -> list[Figure]:
@@ -127,6 +139,13 @@ def links(output: str, files: Path) -> list[Figure]:
     found = []
     for name, rate, unit in re.findall(r"(all-\w+|reduce-scatter|send)[^\n:]*?:? *([\d.]+) ([kMGT]?B)/s sent", output):
         found.append(Figure("doctor", name, "bandwidth", f"{unit}/s", float(rate)))
+    seconds = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+    for name, value, unit in re.findall(r"(\S[^:\n]*): [^\n]*step takes ([\d.]+) (us|ms|s) \+", output):
+        found.append(
+            Figure(
+                "doctor", name.split("  ")[-1].strip(), "latency of a step", "us", float(value) * seconds[unit] * 1e6
+            )
+        )
     path = files / "hardware.yaml"
     if path.exists():
         text = path.read_text(encoding="utf-8")
@@ -242,10 +261,11 @@ def probed() -> dict[str, Any]:
 
 
 def table(about: dict[str, Any], done: Sequence[Ran]) -> str:
-    """The parts and the figures, as Markdown."""
+    """The parts and the figures, as Markdown: a row for each case, its figures in one cell."""
     gpus = about["gpus"]
     lines = [
-        f"{len(gpus)} x {gpus[0][0]} ({gpus[0][1] / 2**30:.1f} GiB), torch {about['torch']}, CUDA {about['cuda']}, {about['date']}",
+        f"{len(gpus)} x {gpus[0][0]} ({gpus[0][1] / 2**30:.1f} GiB), torch {about['torch']}, CUDA {about['cuda']}, "
+        f"{about['date']}" + (", REHEARSAL: no number means anything" if about["rehearsal"] else ""),
         "",
         "| part | result | seconds / limit | |",
         "|---|---|---|---|",
@@ -254,15 +274,23 @@ def table(about: dict[str, Any], done: Sequence[Ran]) -> str:
             for one in done
         ),
         "",
-        "| part | case | figure | median | n | spread | planned |",
-        "|---|---|---|---|---|---|---|",
+        "| part | case | figures: median (n, spread) |",
+        "|---|---|---|",
     ]
-    for f in (f for one in done for f in one.figures):
-        spread = "" if f.spread is None else f"±{f.spread:.1%}"
-        lines.append(
-            f"| {f.part} | {f.case} | {f.name} | {_number(f.median, f.name)} {f.unit} | {f.n} | {spread} | {_number(f.beside, f.name)} |"
-        )
+    cases: dict[tuple[str, str], list[str]] = {}
+    for figure in (figure for one in done for figure in one.figures):
+        cases.setdefault((figure.part, figure.case), []).append(_said(figure))
+    lines += [f"| {part} | {case} | {'; '.join(said)} |" for (part, case), said in cases.items()]
     return "\n".join([*lines, "", "MFU: full attention (not halved for causality), head in, embedding lookup out."])
+
+
+def _said(figure: Figure) -> str:
+    """`tokens 12,345 tokens/s (n=10, ±0.3%)`, `allocated 40.1 GiB (planned 39.8)`."""
+    beside = [f"n={figure.n}"] if figure.n > 1 else []
+    beside += [f"±{figure.spread:.1%}"] if figure.spread is not None else []
+    beside += [f"planned {_number(figure.beside, figure.name)}"] if figure.beside is not None else []
+    said = f"{figure.name} {_number(figure.median, figure.name)} {figure.unit}".strip()
+    return said + (f" ({', '.join(beside)})" if beside else "")
 
 
 def _number(value: float | None, name: str) -> str:
@@ -288,7 +316,12 @@ def main() -> int:
     if lacking or wrong:
         print("Bring wheels of:", " ".join(lacking) or "-", *(f"Wrong version: {one}" for one in wrong), sep="\n")
         return 2
-    about = {**probed(), "python": platform.python_version(), "date": datetime.now(UTC).isoformat(timespec="seconds")}
+    about = {
+        **probed(),
+        "python": platform.python_version(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "rehearsal": given.rehearse,
+    }
     if not about["gpus"]:
         print("torch finds no CUDA device.")
         return 2
@@ -308,7 +341,6 @@ def main() -> int:
                     flush=True,
                 )
                 done.append(run(part, REHEARSAL_PATIENCE if given.rehearse else 1, files))
-            about["rehearsal"] = given.rehearse
             given.output.write_text(json.dumps({**about, "parts": [asdict(one) for one in done]}, indent=1) + "\n")
         text = table(about, done)
     given.output.with_suffix(".md").write_text(text + "\n")
