@@ -152,6 +152,15 @@ void host_waits(const Clock& event) {
   }
 }
 
+bool host_knows(const Clock& event) {
+  std::lock_guard lock(mutex);
+  for (const auto& [stream, tick] : event) {
+    const auto found = host.find(stream);
+    if (found == host.end() || found->second < tick) return false;
+  }
+  return true;
+}
+
 bool leaves_work(const Clock& event) {
   std::lock_guard lock(mutex);
   for (const auto& [stream, clock] : clocks) {
