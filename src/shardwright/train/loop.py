@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 
 import torch
@@ -21,6 +21,7 @@ from shardwright.measure import metric_names as names
 from shardwright.mesh.cluster_environment import Job
 from shardwright.train.anomaly import Spikes
 from shardwright.train.checkpoints import Checkpoints, Progression
+from shardwright.train.garbage import collecting_every
 from shardwright.train.log import Log
 from shardwright.train.metrics import WARMUP_UPDATES, Metrics
 from shardwright.train.phase_memory import PhaseMemory
@@ -79,6 +80,8 @@ class Trainer:
         self._log = log = Log(self._metrics, self._console, self.output_dir, report_to, self.at.update, total)
         batches = self.data.updates_from(self.at.update, self.engine.device)
         code = ExitCode.DONE
+        collector = ExitStack()
+        collect = collector.enter_context(collecting_every(run.hardware.garbage_collection_steps))
         try:
             while self.at.update < total and not self._reached():
                 result = self._update(batches, stop)
@@ -99,6 +102,7 @@ class Trainer:
                     self.checkpoints.between_updates(due=due, last=last)
                 if peaks := self.memory.agreed(memory):
                     log.entry(done - 1, peaks)
+                collect(done)
                 if result.stop:
                     ended = done == total or self._reached()
                     code = ExitCode.DONE if ended else ExitCode.STOPPED_AND_SAVED
@@ -115,6 +119,7 @@ class Trainer:
         finally:
             self._log = None
             log.close()
+            collector.close()
         return code
 
     def _asked_before_the_first_update(self, stop: StopFlag) -> bool:
