@@ -40,8 +40,9 @@ from shardwright.models.build import build_model
 from shardwright.models.torch_dtypes import TORCH_DTYPES
 from shardwright.parallel.apply import parallelize as _parallelize
 from shardwright.parallel.strategy import DataParallel
+from shardwright.train.decision import UpdateResult
 from shardwright.train.optimizer import OPTIMIZER_KEYS, optimizer_change
-from shardwright.train.update import UpdateEngine, UpdateResult
+from shardwright.train.update import UpdateEngine
 
 __all__ = ["Engine", "UpdateResult", "connect", "parallelize"]
 

@@ -24,7 +24,8 @@ from shardwright.data.loader import Microbatch, UpdateBatch
 from shardwright.layout.legality import check_run
 from shardwright.mesh.shard_geometry import full_tensor
 from shardwright.tools.check.gather import whole_on_first_rank
-from shardwright.train.update import UpdateEngine, UpdateResult
+from shardwright.train.decision import UpdateResult
+from shardwright.train.update import UpdateEngine
 
 FP64 = {f"precision.{name}_dtype": "fp64" for name in ("param", "reduce", "master")}
 LLAMA, GPT2, QWEN3 = (str(EXAMPLES / name) for name in ("tiny", "gpt2-tiny", "qwen3-tiny"))

@@ -349,7 +349,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("recorded", &recorded);
   m.def("stream_waits", &stream_waits);
   m.def("host_waits", &host_waits);
+  m.def("host_knows", &host_knows);
+  m.def("leaves_work", &leaves_work);
   m.def("record_stream", [](const at::Tensor& tensor, StreamKey stream) { record_stream(uses_of(tensor), stream); });
   m.def("all_streams", &all_streams);
   m.def("note_wait", [](const std::string& what) { note("wait", what); });
+  m.def("note_late", [](const std::string& what) { note("late", what); });
 }

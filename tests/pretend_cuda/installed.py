@@ -39,12 +39,14 @@ _spec.loader.exec_module(device_)
 
 NAME, MEMORY = "NVIDIA H100 80GB HBM3", 85_520_809_984
 Note = tuple[str, str, str]
-"""(kind, what, stack): `wait` where the host waits for the device, `pageable` where it does so since the memory of a copy is
-not pinned, `h2d` and `d2h` for copies beside the host's work, `never waited` for collectives."""
+"""(kind, what, stack): `wait` where the host waits until the device has nothing to do, `late` where the device has more work
+queued than the host waits for, `pageable` where it waits since the memory of a copy is not pinned, `h2d` and `d2h` for copies
+beside the host's work, `never waited` for collectives."""
 notes: list[Note] = []
 breaches: list[str] = []
 """Breaches of CUDA's rules in this process."""
 _HERE = str(Path(__file__).resolve().parent)
+_OPERATORS = str(Path(__file__).resolve().parent / "operators.py")
 _violations = os.environ.get("PRETEND_CUDA_VIOLATIONS")
 
 
@@ -57,6 +59,8 @@ def _stack(limit: int) -> str:
 
 
 def _on_note(kind: str, what: str) -> None:
+    if any(frame.filename == _OPERATORS for frame in traceback.extract_stack(limit=20)):
+        return  # what stands for a kernel copies on the host
     notes.append((kind, what, _stack(8)))
 
 
@@ -110,7 +114,7 @@ class Event:
 
     def synchronize(self) -> None:
         if self._clock is not None:
-            device_.note_wait("Event.synchronize")
+            (device_.note_late if device_.leaves_work(self._clock) else device_.note_wait)("Event.synchronize")
             device_.host_waits(self._clock)
 
     def elapsed_time(self, other: Event) -> float:
@@ -342,9 +346,9 @@ def install() -> None:
         begin(*arguments, **options)
 
     dist.init_process_group = c10d.init_process_group = init_process_group  # type: ignore[assignment]
-    from tests.pretend_cuda import attention
+    from tests.pretend_cuda import operators
 
-    attention.register(device_.host_view)
+    operators.register(device_.host_view)
     if os.environ.get("PRETEND_CUDA_NOTES"):
         from tests.pretend_cuda import noted
 

@@ -152,6 +152,24 @@ void host_waits(const Clock& event) {
   }
 }
 
+bool host_knows(const Clock& event) {
+  std::lock_guard lock(mutex);
+  for (const auto& [stream, tick] : event) {
+    const auto found = host.find(stream);
+    if (found == host.end() || found->second < tick) return false;
+  }
+  return true;
+}
+
+bool leaves_work(const Clock& event) {
+  std::lock_guard lock(mutex);
+  for (const auto& [stream, clock] : clocks) {
+    const auto now = clock.find(stream), then = event.find(stream);
+    if (now != clock.end() && now->second > (then == event.end() ? 0 : then->second)) return true;
+  }
+  return false;
+}
+
 void record_stream(Uses* uses, StreamKey stream) {
   if (uses == nullptr) return;
   std::lock_guard lock(mutex);

@@ -18,8 +18,9 @@ void set_current_device(c10::DeviceIndex index);
 
 // A breach of CUDA's rules, with the Python stack of the thread where there is one.
 void violate(const std::string& text);
-// Something that costs time on a GPU. kind: `wait` (the host waits for the device), `pageable` (so does a copy from or to memory
-// that is not pinned), `h2d` and `d2h` (copies beside the host's work), `never waited` (a collective).
+// Something that costs time on a GPU. kind: `wait` (the host waits for the device), `late` (it waits, but the device has more to
+// do), `pageable` (it waits since the memory of a copy is not pinned), `h2d` and `d2h` (copies beside the host's work),
+// `never waited` (a collective).
 void note(const char* kind, const std::string& what);
 // A rank may only use its own GPU: a context on another one takes hundreds of megabytes there.
 void check_own_device(const char* what);
@@ -61,6 +62,8 @@ Clock recorded(StreamKey stream);  // an event
 Clock all_streams();               // the end of the work that is queued anywhere
 void stream_waits(StreamKey stream, const Clock& event);
 void host_waits(const Clock& event);
+bool host_knows(const Clock& event);   // whether the host has waited for it
+bool leaves_work(const Clock& event);  // whether work is queued that the event does not wait for, so that the device stays busy
 void record_stream(Uses* uses, StreamKey stream);
 // Freed memory is used again on its own stream at once, whatever other streams still do with it, unless `record_stream` has named
 // them. Any later block of that stream may be the same memory, so it begins with these uses.

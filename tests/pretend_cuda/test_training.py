@@ -22,8 +22,11 @@ ROUNDING = {
 """Of a loss of examples/tiny: 4 blocks of 7 matrices, each sums 64 to 176 terms; attention is another kernel than the CPU's."""
 
 
+Swept = tuple[dict[str, dict[str, list[float]]], dict[str, list[str]]]
+
+
 @pytest.fixture(scope="module")
-def losses() -> dict[str, dict[str, list[float]]]:
+def swept() -> Swept:
     ran = pretend_ranks("tests.pretend_cuda.sweep", timeout=500 * PATIENCE)
     assert ran.code == 0, ran.output[-4000:]
     assert not ran.violations, "\n".join(ran.violations[:5])
@@ -32,11 +35,27 @@ def losses() -> dict[str, dict[str, list[float]]]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_losses_are_those_of_the_cpu(case: str, losses: dict[str, dict[str, list[float]]]) -> None:
-    found, right = losses[case]["cuda"], losses[case]["cpu"]
+def test_losses_are_those_of_the_cpu(case: str, swept: Swept) -> None:
+    found, right = swept[0][case]["cuda"], swept[0][case]["cpu"]
     narrow = "bf16" in (CASES[case].get("param"), CASES[case].get("reduce"))
     assert len(found) == UPDATES + ("evaluate" in CASES[case])
     assert found == pytest.approx(right, rel=ROUNDING["bf16" if narrow else "fp32"])
+
+
+BUDGET = {"zero2, muon": 0, "zero3, offload": None, "zero2, offload, muon": None}
+"""How often the host may wait in an update, where it is not `WAITS`. None: torch's own offload waits for each gradient.
+
+A number above `WAITS` needs a reason here: each wait leaves the device without work."""
+WAITS = 0
+"""The decision about an update (finite, factor of clipping, stop) is made on the device and read when the next one runs."""
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if not {"save", "evaluate", "profile"} & CASES[case].keys()])
+def test_the_host_waits_for_nothing_in_an_update(case: str, swept: Swept) -> None:
+    """Saving, evaluation and profiles wait between updates; they are not counted."""
+    budget = BUDGET.get(case, WAITS)
+    waits = swept[1][case]
+    assert budget is None or len(waits) == budget, "\n".join(waits)
 
 
 def train(output: Path, *more: str) -> Ran:
@@ -51,7 +70,7 @@ def train(output: Path, *more: str) -> Ran:
 
 
 def test_shards_on_the_host_resume_bitwise(tmp_path: Path) -> None:
-    """Weights and moments stay on the host through a save and a resume, and all copies of an update go through pinned memory."""
+    """Weights and moments stay on the host through a save and a resume. The copies of an update use pinned memory."""
     offload = ("--parallelism.data_parallel", "zero3", "--memory.cpu_offload", "params")
     whole, half = tmp_path / "whole", tmp_path / "half"
     ran = train(whole, *offload)

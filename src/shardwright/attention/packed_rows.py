@@ -6,7 +6,7 @@ B rows, T tokens of a row, D documents of all rows, R = real tokens of all rows 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -51,19 +51,38 @@ class PackedRows:
         width = self.documents.shape[1]
         return tuple((s // width, s % width, s % width + n) for s, n in zip(starts.tolist(), lengths.tolist()))
 
+    def prepare(self) -> None:
+        """Computes on the host all that attention may ask for, so that what comes later only copies."""
+        for name in (*_ON_HOST, "spans", "whole", "groups", "longest"):
+            getattr(self, name)
+
+    def pinned(self) -> PackedRows:
+        """The same in pinned memory, with what was computed so far."""
+        rows = PackedRows(self.documents.pin_memory(), self.device)
+        known = {name: value for name, value in vars(self).items() if name not in ("documents", "device")}
+        for name in _ON_HOST & known.keys():
+            known[name] = known[name].pin_memory()
+        vars(rows).update(known)
+        return rows
+
     @cached_property
     def on_device(self) -> Tensor:
         """`documents` on the device."""
-        return self.documents.to(self.device, non_blocking=True)
+        return self._move(self.documents)
 
     @cached_property
     def position_ids(self) -> Tensor:
-        """[B, T]: the position of each token in its document; 0 for padding."""
+        """`positions` on the device."""
+        return self._move(self.positions)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """[B, T] on the CPU: the position of each token in its document; 0 for padding."""
         starts, lengths = self._spans
         positions = torch.zeros(self.documents.numel(), dtype=torch.int64)
         sources = _positions(starts, lengths)
         positions[sources] = sources - starts.repeat_interleave(lengths)
-        return positions.view(self.documents.shape).to(self.device, non_blocking=True)
+        return positions.view(self.documents.shape)
 
     @cached_property
     def whole(self) -> bool:
@@ -80,37 +99,52 @@ class PackedRows:
     @cached_property
     def grouped(self) -> TokenOrder:
         """Documents of one length side by side, longest first: as in `groups`."""
-        starts, lengths = self._spans
-        by_length = lengths.argsort(descending=True, stable=True)
-        return self._order(_positions(starts[by_length], lengths[by_length]))
+        return self._grouped.mapped(self._move)
 
     @cached_property
     def dense(self) -> TokenOrder:
         """Documents one after another without padding, in order of rows."""
-        return self._order(_positions(*self._spans))
+        return self._dense.mapped(self._move)
 
     @cached_property
     def ends(self) -> Tensor:
         """[D + 1] int32: 0, and where each document ends in `dense`."""
-        sums = self._spans[1].cumsum(0)
-        return torch.cat([torch.zeros(1, dtype=sums.dtype), sums]).int().to(self.device, non_blocking=True)
+        return self._move(self._ends)
 
     @cached_property
     def longest(self) -> int:
         """Tokens of the longest document; 0 without documents."""
         return max(self._spans[1].tolist(), default=0)
 
+    @cached_property
+    def _grouped(self) -> TokenOrder:
+        starts, lengths = self._spans
+        by_length = lengths.argsort(descending=True, stable=True)
+        return self._order(_positions(starts[by_length], lengths[by_length]))
+
+    @cached_property
+    def _dense(self) -> TokenOrder:
+        return self._order(_positions(*self._spans))
+
+    @cached_property
+    def _ends(self) -> Tensor:
+        sums = self._spans[1].cumsum(0)
+        return torch.cat([torch.zeros(1, dtype=sums.dtype), sums]).int()
+
     def _order(self, sources: Tensor) -> TokenOrder:
         size = self.documents.numel()
         back = torch.full((size,), -1, dtype=torch.int64)
         back[sources] = torch.arange(len(sources))
         padding = (back < 0).nonzero().flatten()
-
-        def move(tensor: Tensor) -> Tensor:
-            return tensor.to(self.device, non_blocking=True)
-
         straight = len(sources) == size and bool((sources == torch.arange(size)).all())
-        return TokenOrder(move(sources), move(back.clamp(min=0)), move(padding) if len(padding) else None, straight)
+        return TokenOrder(sources, back.clamp(min=0), padding if len(padding) else None, straight)
+
+    def _move(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device, non_blocking=True)
+
+
+_ON_HOST = {"positions", "_grouped", "_dense", "_ends"}
+"""Properties of `PackedRows` that are tensors on the CPU."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,6 +161,15 @@ class TokenOrder:
     back: Tensor
     padding: Tensor | None
     straight: bool
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> TokenOrder:
+        """The order with `function` of each of its tensors."""
+        padding = None if self.padding is None else function(self.padding)
+        return TokenOrder(function(self.sources), function(self.back), padding, self.straight)
+
+    def pin_memory(self) -> TokenOrder:
+        """The same in pinned memory."""
+        return self.mapped(Tensor.pin_memory)
 
     def take(self, rows: Tensor) -> Tensor:
         """[R, ...]: the real tokens of `rows` [B T, ...] in this order."""

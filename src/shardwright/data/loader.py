@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import signal
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -161,11 +161,16 @@ def evaluation_order(table: Table, rows: int, bucket: bool) -> RowOrder:
 
 
 def prefetch(
-    loader: Loader, first: int = 0, depth: int = AHEAD, device: torch.device | None = None
+    loader: Loader,
+    first: int = 0,
+    depth: int = AHEAD,
+    device: torch.device | None = None,
+    ready: Callable[[UpdateBatch], UpdateBatch] | None = None,
 ) -> Iterator[UpdateBatch]:
     """Updates `first`, `first` + 1, ... of `loader`, made in a thread while earlier updates are trained.
 
-    `depth` updates are made ahead, in pinned memory where `device` is a GPU. The thread blocks the stop signals, so that a
+    `depth` updates are made ahead. ready: what the thread does with each; None: pins its memory where `device` is a GPU.
+    The thread blocks the stop signals, so that a
     signal always interrupts the main thread. An error is raised where its update would have come. `close()` stops the thread.
     """
     pinned = device is not None and device.type == "cuda"
@@ -177,6 +182,8 @@ def prefetch(
 
     def make(number: int) -> UpdateBatch:
         batch = loader.update(number)
+        if ready is not None:
+            return ready(batch)
         return _pinned(batch) if pinned else batch
 
     ahead: deque[Future[UpdateBatch]] = deque()

@@ -15,7 +15,7 @@ P positions of this rank (B x T), N of them targets, D width, V vocabulary, W it
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shardwright.backends.backend import choose_backend
 from shardwright.backends.facts import backend_facts
 from shardwright.backends.tp_collectives import TensorParallelGroup, all_reduce, copy_to_tp
 from shardwright.config.schema import RunFile
@@ -37,9 +38,6 @@ from shardwright.mesh.shard_geometry import local_tensor
 from shardwright.models.model_parts import Parts
 from shardwright.models.torch_dtypes import accumulation_dtype
 from shardwright.torch_private import own_parameters
-
-PRODUCT_ELEMENTS = 2**21
-"""Elements of the head's gradient that are computed at a time in the compute dtype, and added to the sum in float32."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,7 @@ class Targets:
         fixed: bool,
         multiple: int = 1,
     ) -> Targets:
-        """From labels and weights [B, T], best on the CPU: their values are read, which would stop a GPU.
+        """On `device`, from labels and weights [B, T] on the CPU: their values are read, which would stop a GPU.
 
         fixed: chunks are of `chunk` positions, so that ranks send the same whatever is masked; else of `chunk` targets.
         multiple: positions of weight 0 fill up N to a multiple of it (or to all positions), so that shapes come again.
@@ -90,13 +88,18 @@ class Targets:
         every = count == total
         kept = labels if every else labels[positions]
         if weights is not None:
-            weights = (weights.flatten() if every else weights.flatten()[positions]).to(device, non_blocking=True)
-        return cls(
-            kept.to(device, non_blocking=True),
-            weights,
-            None if every else positions.to(device, non_blocking=True),
-            tuple((first, end, min(chunk, total - k * chunk)) for k, (first, end) in enumerate(pairwise(cuts))),
-        )
+            weights = weights.flatten() if every else weights.flatten()[positions]
+        sizes = tuple((first, end, min(chunk, total - k * chunk)) for k, (first, end) in enumerate(pairwise(cuts)))
+        return cls(kept, weights, None if every else positions, sizes).on(device)
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> Targets:
+        """The same with `function` of each tensor."""
+        weights, positions = (None if t is None else function(t) for t in (self.weights, self.positions))
+        return Targets(function(self.labels), weights, positions, self.chunks)
+
+    def on(self, device: torch.device) -> Targets:
+        """The same on `device`."""
+        return self.mapped(lambda tensor: tensor.to(device, non_blocking=True))
 
 
 @dataclass(frozen=True)
@@ -159,12 +162,7 @@ class _Gradients:
         if self.x is not None:
             torch.mm(gradient, self._weight, out=self.x[first:end])
         if self.weight is not None:
-            if gradient.dtype == self.weight.dtype:
-                self.weight.addmm_(gradient.t(), x)
-            else:
-                rows = max(1, PRODUCT_ELEMENTS // x.size(1))
-                for total, part in zip(self.weight.split(rows), gradient.split(rows, dim=1)):
-                    total += part.t() @ x
+            choose_backend(x.device.type).add_product(self.weight, gradient.t(), x)
         if self.bias is not None:
             self.bias += gradient.sum(0, dtype=self.bias.dtype)
 
@@ -313,25 +311,32 @@ class ChunkedHead:
         self.options = LossOptions(chunks.steps, recompute, first, None if tp_group is None else tp_group.name)
         self._head: Any = head
         self._chunks, self._tp_group, self._logits = chunks, tp_group, head.forward
-        self._announced: tuple[Tensor, Tensor | None] | None = None
+        self._announced: tuple[Tensor, Tensor | None, Targets | None] | None = None
         head.forward = self._forward  # type: ignore[method-assign, assignment]
         vars(head)[_HEAD] = self
 
-    def announce(self, labels: Tensor | None, weights: Tensor | None) -> None:
-        """The next forward returns the loss of these labels and weights [B, T]; without labels, logits."""
-        self._announced = None if labels is None else (labels, weights)
+    def announce(self, labels: Tensor | None, weights: Tensor | None, targets: Targets | None = None) -> None:
+        """The next forward returns the loss of these labels and weights [B, T] on the CPU; without labels, logits.
+
+        targets: of them, where they were made before.
+        """
+        self._announced = None if labels is None else (labels, weights, targets)
+
+    def targets(self, labels: Tensor, weights: Tensor | None, multiple: int = 1) -> Targets:
+        """The targets among these labels and weights [B, T], all on the CPU. multiple: see `Targets.of`."""
+        return Targets.of(labels, weights, self._chunks.tokens, labels.device, self._tp_group is not None, multiple)
 
     def _forward(self, x: Tensor) -> Any:
         if self._announced is None:
             return self._logits(x)
-        labels, weights = self._announced
+        labels, weights, targets = self._announced
         self._announced = None
         if labels.shape != x.shape[:-1]:
             raise ValueError(f"hidden states of shape {tuple(x.shape)} for labels {tuple(labels.shape)}")
-        divided = self._tp_group is not None
-        even = x.dtype == torch.bfloat16 and not divided
-        multiple = backend_facts(x.device.type).targets_multiple if even else 1
-        targets = Targets.of(labels, weights, self._chunks.tokens, x.device, divided, multiple)
+        if targets is None:
+            even = x.dtype == torch.bfloat16 and self._tp_group is None
+            targets = self.targets(labels, weights, backend_facts(x.device.type).targets_multiple if even else 1)
+        targets = targets.on(x.device)
         if self._tp_group is not None:
             check_ids(targets.labels, self._chunks.vocabulary)
             x = copy_to_tp(x, self._tp_group)

@@ -45,7 +45,9 @@ TARGETS_PER_SECOND = _metric("perf/target_tokens_per_s", "tokens/s", SUM, "targe
 TARGETS_PER_SECOND_PER_DEVICE = _metric(
     "perf/target_tokens_per_s_per_device", "tokens/s", "mean", "the same, divided by the number of ranks"
 )
-STEP_SECONDS = _metric("perf/step_seconds", "s", MAX, "time of the update, from data to optimizer step")
+STEP_SECONDS = _metric(
+    "perf/step_seconds", "s", MAX, "time of the update, from data to optimizer step; on a GPU, between two results"
+)
 STEP_P50 = _metric("perf/step_seconds_p50", "s", FIRST, "median time of the newest 1,000 updates after the warm-up")
 STEP_P95 = _metric("perf/step_seconds_p95", "s", FIRST, "95th percentile of the same times")
 STEP_MAX = _metric("perf/step_seconds_max", "s", FIRST, "the longest of the same times")

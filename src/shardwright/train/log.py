@@ -12,8 +12,8 @@ from shardwright.data.loader import UpdateBatch
 from shardwright.measure import metric_names as names
 from shardwright.measure.metrics_log import MetricsLog, Progress
 from shardwright.train.anomaly import SlowRanks
+from shardwright.train.decision import UpdateResult
 from shardwright.train.metrics import Metrics, Pending, Values
-from shardwright.train.update import UpdateResult
 
 AT_ONCE_SECONDS = 0.5
 """An update of at least so many seconds is logged as soon as it is done; a shorter one while the next update runs."""

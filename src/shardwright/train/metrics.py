@@ -24,7 +24,8 @@ from shardwright.measure.memory import peak_device_bytes, peak_host_bytes
 from shardwright.measure.profile import TraceTimes, profiled
 from shardwright.mesh.device_mesh import all_groups
 from shardwright.train.anomaly import slow_rank
-from shardwright.train.update import UpdateEngine, UpdateResult
+from shardwright.train.decision import UpdateResult
+from shardwright.train.update import UpdateEngine
 from shardwright.train.utilisation import make_utilisation
 
 WARMUP_UPDATES = 2
@@ -144,8 +145,7 @@ class Metrics:
         }
         rows = torch.zeros(ranks, len(own), dtype=torch.float64)
         rows[dist.get_rank()] = torch.tensor(list(own.values()), dtype=torch.float64)
-        rows = rows.to(device)
-        work = dist.all_reduce(rows, async_op=True)
+        work = dist.all_reduce(rows, async_op=True)  # on the host, beside NCCL: no GPU has to be waited for
         percentiles = self._recent.percentiles()
 
         def read() -> Values:

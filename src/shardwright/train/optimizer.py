@@ -136,6 +136,7 @@ def make_optimizer(
     elif t.optimizer == "muon":
         by_tensor = {id(p.tensor): p for p in parameters}
         options |= {"wrap": lambda tensor, local: by_tensor[id(tensor)].wrap(local)}
+        options |= {"fused": all(p.tensor.is_cuda for p in parameters)}
     try:
         return kind(groups, **{**options, **t.optimizer_kwargs})
     except (TypeError, ValueError, RuntimeError) as error:

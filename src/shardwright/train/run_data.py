@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypedDict
 
@@ -15,6 +15,8 @@ from shardwright.data.prepare import open_updates, prepare
 from shardwright.layout.axes import Axes
 from shardwright.layout.size_rules import row_multiple
 from shardwright.train.rows_done import SavedPosition, resume_rows
+
+Ready = Callable[[UpdateBatch], UpdateBatch]
 
 
 @dataclass(frozen=True)
@@ -36,9 +38,18 @@ class RunData:
         """Lets the rows begin after those that a checkpoint has done; see `rows_done.resume_rows`."""
         return resume_rows(self.order, saved, self.run, self.fingerprint)
 
-    def updates_from(self, first: int, device: torch.device) -> Iterator[UpdateBatch]:
-        """This rank's part of update `first` (0-based) and of later updates, prepared while earlier updates run on `device`."""
-        return prefetch(self.loader, first, device=device)
+    def updates_from(self, first: int, device: torch.device, ready: Ready | None = None) -> Iterator[UpdateBatch]:
+        """This rank's part of update `first` (0-based) and of later updates, prepared while earlier updates run on `device`.
+
+        ready: what the thread that prepares does with each, for example `UpdateEngine.inputs.ready`.
+        """
+        return prefetch(self.loader, first, device=device, ready=ready)
+
+    def evaluation(self, device: torch.device, ready: Ready) -> Iterator[UpdateBatch]:
+        """This rank's part of the validation split; for a GPU prepared ahead, as in `updates_from`."""
+        if self.validation is None:
+            return iter(())
+        return prefetch(self.validation, device=device, ready=ready) if device.type == "cuda" else iter(self.validation)
 
 
 class Widths(TypedDict):

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,14 +16,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright.attention.packed_rows import PackedRows
+from shardwright.attention.whole_rows import one_document_each
 from shardwright.config.rates import check_length
 from shardwright.config.schema import RunFile
 from shardwright.data.loader import Microbatch, UpdateBatch
 from shardwright.errors import NonFiniteError, ShardwrightError
 from shardwright.layout.axes import Axes
-from shardwright.loss.chunked_loss import chunked_head
-from shardwright.loss.objective import cross_entropy_sum, forward_arguments, logits_of, own_loss
+from shardwright.loss.objective import cross_entropy_sum, logits_of, own_loss
 from shardwright.loss.output_head import DeferredLoss
 from shardwright.mesh.device_mesh import make_mesh
 from shardwright.models.build import build_model
@@ -31,6 +31,22 @@ from shardwright.models.rotary import follows_length
 from shardwright.models.torch_dtypes import TORCH_DTYPES
 from shardwright.parallel.apply import context_shard, parallelize, plan_model
 from shardwright.parallel.strategy import Microbatches, Strategy
+from shardwright.train.decision import (
+    DeviceDecision,
+    Numbers,
+    PendingResult,
+    clip_coefficient,
+    norm_of,
+    quotient,
+    scale,
+    step_unless,
+    why_the_host_waits,
+)
+from shardwright.train.decision import (
+    UpdateResult as UpdateResult,
+)
+from shardwright.train.hooks import Hooks
+from shardwright.train.inputs import Inputs
 from shardwright.train.optimizer import (
     SHARD_OPTIMIZERS,
     ShardedParam,
@@ -40,53 +56,8 @@ from shardwright.train.optimizer import (
 )
 from shardwright.train.rng import seed_microbatch
 
-
-@dataclass(frozen=True)
-class UpdateResult:
-    """What one update did. Every field is equal on all ranks.
-
-    update: number of the update, from 0.
-    loss: sum over targets / the batch's divisor, before the step.
-    grad_norm: 2-norm of the whole gradient before clipping.
-    clip_coefficient: the factor that gradients were multiplied with; 0 for a skipped update.
-    learning_rate: of this step.
-    target_tokens: of the whole update.
-    skipped: loss or norm was not finite, so no weight was changed.
-    stop: number of ranks that were asked to stop.
-    """
-
-    update: int
-    loss: float
-    grad_norm: float
-    clip_coefficient: float
-    learning_rate: float
-    target_tokens: int
-    skipped: bool
-    stop: int
-
-
-@dataclass
-class Hooks:
-    """Where measurements observe an update, and where `check --plant` changes it. No hook has an effect by default.
-
-    on_phase: told that `step` enters the phase `reduce`, then `step`.
-    on_batch: returns the batch to run in place of the one that was given.
-    on_inputs: changes the model's arguments beside the token ids, in place, for one microbatch.
-    on_loss: returns the loss of one microbatch of a batch, before it is divided.
-    post_reduce: called when the gradients of an update are complete.
-    on_norm: returns the gradient norm by which gradients are clipped.
-    on_clip: returns the factor by which gradients are multiplied.
-    on_result: returns the result of a step.
-    """
-
-    on_phase: Callable[[str], object] = lambda phase: None
-    on_batch: Callable[[UpdateBatch], UpdateBatch] = lambda batch: batch
-    on_inputs: Callable[[Microbatch, dict[str, Any]], object] = lambda microbatch, arguments: None
-    on_loss: Callable[[Tensor, Microbatch, UpdateBatch], Tensor] = lambda loss, microbatch, batch: loss
-    post_reduce: Callable[[], object] = lambda: None
-    on_norm: Callable[[float], float] = lambda norm: norm
-    on_clip: Callable[[float], float] = lambda coefficient: coefficient
-    on_result: Callable[[UpdateResult], UpdateResult] = lambda result: result
+Ended = Callable[[Any, float, float, float], UpdateResult]
+"""From an update's divisor, gradient norm, loss sum and stop requests to its result."""
 
 
 class UpdateEngine:
@@ -99,8 +70,10 @@ class UpdateEngine:
     module: this rank's part of the model, with the names of the unsplit model.
     params: this rank's part of each trainable parameter, as the optimizer holds it.
     context: the tokens of each row that this rank holds; None for whole rows.
+    inputs: makes the model's inputs of a microbatch.
     counts_loss: whether this rank's loss enters the sum over ranks. Tensor-parallel ranks compute the same loss, one counts it.
     batch: the batch from `forward_backward` to the end of `step`, else None.
+    masks: the context of each forward.
     hooks: see `Hooks`.
     """
 
@@ -128,9 +101,14 @@ class UpdateEngine:
         self.counts_loss = coordinates["tp"] == 0
         self.batch: UpdateBatch | None = None
         self._cp_rank, self._checked = coordinates["cp"], False
-        self._head, self._arguments = chunked_head(self.module), forward_arguments(self.module)
-        self._by_length, self._own_loss = follows_length(model), own_loss(t.loss)
-        self._divisor = 0.0
+        self.masks: Callable[[], AbstractContextManager[None]] = (
+            one_document_each if is_transformers(model) and run.data.batching != "pack" else nullcontext
+        )
+        self.inputs = Inputs(run, self.module, device, self.context, follows_length(model))
+        self._own_loss = own_loss(t.loss)
+        self._divisor: float | Tensor = 0.0
+        self._stepped, self._waits = False, why_the_host_waits(device, self.optimizer, (p.tensor for p in self.params))
+        self._halted: Tensor | None = None  # where on_non_finite is stop: whether an update was not finite
         self._loss = torch.zeros((), dtype=torch.float64, device=device)  # this rank's sum over the update
         self._count = torch.zeros_like(self._loss)  # targets, as a loss of the user's own counts them
 
@@ -161,16 +139,14 @@ class UpdateEngine:
         if not self.module.training:
             self.module.train()
         self.batch = batch
-        self._loss.zero_()
+        self._loss = torch.zeros_like(self._loss)  # a pending result keeps that of its own update
         self._count.zero_()
-        self.strategy.forward_backward(self._microbatches(batch))
+        with self.masks():
+            self.strategy.forward_backward(self._microbatches(batch))
         self.strategy.finish_gradients()
         self._divisor = batch.divisor
         if self._own_loss is not None:
-            self._divisor = self._sum_own_count(batch)
-            gradients = [gradient for _, gradient in self.gradients()]
-            if self._divisor != batch.divisor and gradients:
-                torch._foreach_mul_(gradients, batch.divisor / self._divisor)
+            self._divide_by_own_count(batch)
         self.hooks.post_reduce()
 
     def _microbatches(self, batch: UpdateBatch) -> Microbatches:
@@ -187,89 +163,54 @@ class UpdateEngine:
 
         return Microbatches(
             count=len(microbatches),
-            inputs=lambda k: self._inputs(microbatches[k]),
+            inputs=lambda k: self.inputs.model(microbatches[k], self.hooks.on_inputs),
             before_forward=seed_forward,
-            announce=lambda k: self._announce(microbatches[k]),
+            announce=lambda k: self.inputs.announce(microbatches[k]),
             loss=lambda output, k: divided(self.loss_of(output, microbatches[k]), k),
             loss_of_model=lambda k: divided(self.loss_sum(microbatches[k]), k),
         )
 
     def loss_sum(self, microbatch: Microbatch) -> Tensor:
         """Forward of this microbatch and the sum of its loss; zero on a rank of a pipeline without the last stage."""
-        ids, arguments = self._inputs(microbatch)
-        self._announce(microbatch)
+        ids, arguments = self.inputs.model(microbatch, self.hooks.on_inputs)
+        self.inputs.announce(microbatch)
         output = self.strategy(ids, **arguments)
         return torch.zeros_like(self._loss) if output is None else self.loss_of(output, microbatch)
-
-    def _inputs(self, microbatch: Microbatch) -> tuple[Tensor, dict[str, Any]]:
-        """This rank's token ids [B, T / cp] of a microbatch, and the model's other arguments.
-
-        Packed rows: positions [B, T / cp] within documents, and the documents of whole rows, on every stage and rank. A model
-        whose rotary frequencies follow the length of a document is told where each row ends, by positions of 0 behind it.
-        """
-        ids, arguments = microbatch.input_ids, dict(self._arguments)
-        context, documents = self.context, self._documents(microbatch)
-        if documents is not None:
-            positions = documents.position_ids
-            arguments["position_ids"] = positions if context is None else context.part(positions)
-            arguments["documents"] = documents if is_transformers(self.module) else documents.on_device
-        elif context is not None:
-            arguments["position_ids"] = context.position_ids(ids.shape[1], self.device)
-        elif self._by_length and microbatch.lengths is not None:
-            rows = PackedRows.of_lengths(microbatch.lengths, ids.shape[1], self.device)
-            arguments["position_ids"] = rows.position_ids
-        self.hooks.on_inputs(microbatch, arguments)
-        ids = ids if context is None else context.part(ids)
-        return ids.to(self.device, non_blocking=True), arguments
-
-    def _documents(self, microbatch: Microbatch) -> PackedRows | None:
-        if microbatch.documents is None:
-            return None
-        if self.run.data.batching != "pack":
-            raise ShardwrightError(
-                f"Microbatch {microbatch.index} has documents, with data.batching {self.run.data.batching}.",
-                "The model's attention was left as it is: documents of one row would see each other.",
-                "Set data.batching to pack.",
-            )
-        return PackedRows(microbatch.documents, self.device)
-
-    def _targets(self, microbatch: Microbatch) -> tuple[Tensor, Tensor | None]:
-        """(labels, their weights), [B, T / cp], of this rank's positions of a microbatch."""
-        labels, weights = microbatch.labels, microbatch.weights
-        if self.context is None:
-            return labels, weights
-        return self.context.part(labels), None if weights is None else self.context.part(weights)
-
-    def _announce(self, microbatch: Microbatch) -> None:
-        """Tells a head that computes the loss itself the targets of the next forward."""
-        if self._head is not None:
-            self._head.announce(*self._targets(microbatch))
 
     def loss_of(self, output: Any, microbatch: Microbatch) -> Tensor:
         """Sum of the loss over this rank's targets of a microbatch (a scalar, with its graph), from the model's output."""
         logits = logits_of(output)
         if isinstance(logits, DeferredLoss):
             return logits.finished()
-        labels, weights = self._targets(microbatch)
-        labels = labels.to(self.device, non_blocking=True)
-        weights = None if weights is None else weights.to(self.device, non_blocking=True)
+        labels, weights = self.inputs.labels(microbatch)
         if self._own_loss is None:
             return cross_entropy_sum(logits, labels, weights)
         loss, count = self._own_loss(logits, labels, weights)
         self._count += count
         return loss
 
-    def _sum_own_count(self, batch: UpdateBatch) -> float:
-        """Targets of the update over all data ranks, as the user's own loss counts them."""
+    def _divide_by_own_count(self, batch: UpdateBatch) -> None:
+        """Makes the divisor the targets of the update over all data ranks, as the user's own loss counts them."""
         count = self._count * self.counts_loss
         dist.all_reduce(count)
+        gradients = [gradient for _, gradient in self.gradients()]
+        if self._decides_late():
+            self._divisor = count
+            scale(gradients, quotient(batch.divisor, count))
+            return
+        self._divisor = self._checked_count(count.item(), batch.update)
+        if self._divisor != batch.divisor and gradients:
+            torch._foreach_mul_(gradients, batch.divisor / self._divisor)
+
+    def _checked_count(self, count: float, update: int) -> float:
+        """`count`, or a `ShardwrightError` where the user's own loss counts no target."""
         if not count > 0:
             raise ShardwrightError(
-                f"training.loss {self.run.training.loss} counts {count.item()} targets in update {batch.update}.",
+                f"training.loss {self.run.training.loss} counts {count} targets in update {update}.",
                 "The loss sum is divided by this count.",
                 "Return the number of targets, or the sum of their weights, as the second value.",
             )
-        return count.item()
+        return count
 
     # Gradients and the step
 
@@ -286,37 +227,83 @@ class UpdateEngine:
         `stop`: this rank was asked to stop; the result says how many were, so that all act on the same update.
         Raises `NonFiniteError` on every rank alike.
         """
-        batch, t = self.batch, self.run.training
+        return self.launch_step(stop).result()
+
+    def launch_step(self, stop: bool = False) -> PendingResult:
+        """`step` that does not wait for a GPU where the device itself can decide; see `waits_because`.
+
+        Before weights are saved, the caller must read the result. After a non-finite update under on_non_finite stop, later
+        updates change nothing either.
+        """
+        batch = self.batch
         if batch is None:
             raise ShardwrightError("step() without forward_backward().")
         self.hooks.on_phase("reduce")
-        norm, loss, stops = self.reduce_scalars(stop)
-        norm = self.hooks.on_norm(norm)
-        self.hooks.on_phase("step")
-        finite = math.isfinite(norm) and math.isfinite(loss)
-        rate = t.learning_rate * self.factor(batch.update)
-        coefficient = 1.0 if t.max_grad_norm is None else min(1.0, t.max_grad_norm / (norm + 1e-6))
-        if finite:
-            self._apply(self.hooks.on_clip(coefficient), rate)
+        sums, rate = self.reduce_scalars(stop), self.run.training.learning_rate * self.factor(batch.update)
+        ended = partial(self._ended, batch, rate, self._loss)
+        step = self._step_on_device if self._decides_late() else self._step_on_host
+        pending = step(batch.update, sums, rate, ended)
         self.zero_grad()
         self.batch = None
+        return pending
+
+    def waits_because(self) -> str:
+        """Why each update is decided on the host; empty where it is decided on the device, from the second update on."""
+        hooks = self.hooks
+        changed = hooks.on_norm is not Hooks.on_norm or hooks.on_clip is not Hooks.on_clip
+        return "hooks change the clipping" if changed else self._waits
+
+    def _decides_late(self) -> bool:
+        return self._stepped and not self.waits_because()
+
+    def _step_on_host(self, update: int, sums: Tensor, rate: float, ended: Ended) -> PendingResult:
+        squares, loss, stops = sums.tolist()
+        norm = self.hooks.on_norm(norm_of(squares))
+        self.hooks.on_phase("step")
+        if math.isfinite(norm) and math.isfinite(loss):
+            self._apply(self.hooks.on_clip(clip_coefficient(norm, self.run.training.max_grad_norm)), rate)
+            self._stepped = True
+        return PendingResult(partial(ended, self._divisor, norm, loss, stops))
+
+    def _step_on_device(self, update: int, sums: Tensor, rate: float, ended: Ended) -> PendingResult:
+        t, divisor = self.run.training, self._divisor
+        decision = DeviceDecision.of(sums, divisor if isinstance(divisor, Tensor) else None, t.max_grad_norm)
+        skip = decision.skip if self._halted is None else decision.skip | self._halted
+        if t.on_non_finite == "stop":
+            self._halted = skip
+        numbers = Numbers(torch.cat([sums, torch.atleast_1d(divisor)]) if isinstance(divisor, Tensor) else sums)
+        self.hooks.on_phase("step")
+        self._apply(decision.coefficient, rate, skip)
+
+        def read() -> UpdateResult:
+            squares, loss, stops, *count = numbers.read()
+            return ended(self._checked_count(count[0], update) if count else divisor, norm_of(squares), loss, stops)
+
+        return PendingResult(read, numbers, lambda: self.hooks.on_phase("reduce"))
+
+    def _ended(
+        self, batch: UpdateBatch, rate: float, own_loss: Tensor, divisor: float, norm: float, loss: float, stops: float
+    ) -> UpdateResult:
+        """The result of an update. own_loss: sum of this rank. loss: sum over all ranks."""
+        t, finite = self.run.training, math.isfinite(norm) and math.isfinite(loss)
         if not finite and t.on_non_finite == "stop":
-            raise self._non_finite(batch, norm, loss)
+            self._halted = None  # whoever goes on in spite of the error trains again
+            raise self._non_finite(batch, own_loss, norm, loss)
         return self.hooks.on_result(
             UpdateResult(
                 update=batch.update,
-                loss=loss / self._divisor,
+                loss=loss / divisor,
                 grad_norm=norm,
-                clip_coefficient=coefficient if finite else 0.0,
+                clip_coefficient=clip_coefficient(norm, t.max_grad_norm) if finite else 0.0,
                 learning_rate=rate,
                 target_tokens=batch.target_tokens,
                 skipped=not finite,
-                stop=stops,
+                stop=int(stops),
             )
         )
 
-    def reduce_scalars(self, stop: bool) -> tuple[float, float, int]:
-        """(gradient norm, loss sum, ranks asked to stop) over all ranks, in one reduction; collective."""
+    def reduce_scalars(self, stop: bool) -> Tensor:
+        """(squared gradient norm, loss sum, ranks asked to stop) over all ranks, in float64; one reduction, collective."""
         counted = [gradient for param, gradient in self.gradients() if param.counts]
         square = torch.zeros((), dtype=torch.float64, device=self.device)
         if counted:
@@ -330,20 +317,21 @@ class UpdateEngine:
                 )
         sums = torch.stack([square, self._loss * self.counts_loss, torch.full_like(square, float(stop))])
         dist.all_reduce(sums)
-        squares, loss, stops = sums.tolist()
-        return math.sqrt(squares) if squares >= 0 else math.nan, loss, int(stops)
+        return sums
 
-    def _apply(self, coefficient: float, rate: float) -> None:
+    def _apply(self, coefficient: float | Tensor, rate: float, skip: Tensor | None = None) -> None:
         gradients = []
         for param, gradient in self.gradients():
             gradients.append(gradient)
             if param.tensor is not param.parameter:
                 param.tensor.grad = gradient
-        if coefficient < 1.0 and gradients:
+        if isinstance(coefficient, Tensor):
+            scale(gradients, coefficient)
+        elif coefficient < 1.0 and gradients:
             torch._foreach_mul_(gradients, coefficient)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        self.optimizer.step()
+        step_unless(self.optimizer, skip)
 
     def zero_grad(self) -> None:
         """Drops all gradients."""
@@ -363,10 +351,10 @@ class UpdateEngine:
         self.params.clear()
         self.strategy.close()
 
-    def _non_finite(self, batch: UpdateBatch, norm: float, loss: float) -> NonFiniteError:
+    def _non_finite(self, batch: UpdateBatch, own_loss: Tensor, norm: float, loss: float) -> NonFiniteError:
         """The error that names the ranks; collective, since the ranks tell each other about their own loss."""
         flags = [torch.zeros((), device=self.device) for _ in range(dist.get_world_size())]
-        dist.all_gather(flags, (~self._loss.isfinite()).float())
+        dist.all_gather(flags, (~own_loss.isfinite()).float())
         ranks = [rank for rank, flag in enumerate(flags) if flag.item()]
         where = (
             f"the loss of rank {', '.join(map(str, ranks))}" if ranks else "a gradient (every rank's loss is finite)"
@@ -388,8 +376,9 @@ class UpdateEngine:
         self._count.zero_()
         for batch in batches:
             targets, weight = targets + batch.target_tokens, weight + batch.divisor
-            for microbatch in batch.microbatches:
-                total += self.loss_sum(microbatch)
+            with self.masks():
+                for microbatch in batch.microbatches:
+                    total += self.loss_sum(microbatch)
         self.strategy.release()
         sums = torch.stack([total, self._count]) * self.counts_loss
         dist.all_reduce(sums)

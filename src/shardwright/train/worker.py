@@ -134,6 +134,8 @@ def _describe(loaded: Loaded, engine: UpdateEngine, connection: Connection, cons
         f"stored {precision.master_dtype}, reduced {precision.reduce_dtype}, "
         f"{engine.loss_chunks.describe()}; {loaded.run.training.global_batch_size} rows an update.",
     )
+    if connection.device.type == "cuda" and (why := engine.waits_because()):
+        say(console, f"Before each optimizer step the host waits for the GPU to know the loss: {why}.")
 
 
 def main() -> int:

@@ -22,7 +22,7 @@ from shardwright.layout.traffic import Traffic
 from shardwright.measure.communication import CommunicationRecorder, compare_traffic
 from shardwright.mesh.device_mesh import axis_of_groups
 from shardwright.planner.problem import layout_of, problem_of
-from shardwright.planner.traffic import Place, traffic
+from shardwright.planner.traffic import ShardCoordinates, traffic
 
 pytestmark = [pytest.mark.gloo, pytest.mark.slow]
 
@@ -67,7 +67,7 @@ CASES = {
 """Vocabulary 257: pieces are uneven."""
 
 
-Recorded = tuple[tuple[int, Place], tuple[Traffic, ...]]
+Recorded = tuple[tuple[int, ShardCoordinates], tuple[Traffic, ...]]
 
 
 def _recorded(loaded: Loaded) -> Recorded:
@@ -81,7 +81,7 @@ def _recorded(loaded: Loaded) -> Recorded:
         engine.forward_backward(batches_for(engine, 2, length=LENGTH))
     at = engine.axes.coordinates(engine.rank)
     shard = at["dp_shard"] * engine.axes.cp + at["cp"] if loaded.run.parallelism.data_parallel != "ddp" else 0
-    return (at["pp"], Place(at["tp"], shard)), recorder.traffic()
+    return (at["pp"], ShardCoordinates(at["tp"], shard)), recorder.traffic()
 
 
 def _all(cases: dict[str, Loaded]) -> dict[str, Recorded]:

@@ -45,6 +45,23 @@ def test_spans_positions_and_groups() -> None:
     assert [packed(mix).whole for mix in ([[12]], [[], []], [[11]], ROWS)] == [True, True, False, False]
 
 
+def test_rows_are_prepared_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the loader's thread has prepared and pinned is what the rows compute themselves, and is only copied later."""
+    monkeypatch.setattr(Tensor, "pin_memory", Tensor.clone)
+    rows, right = packed(ROWS), packed(ROWS)
+    rows.prepare()
+    pinned = rows.pinned()
+    monkeypatch.setattr(torch, "arange", None)  # nothing is computed any more
+    monkeypatch.setattr(Tensor, "nonzero", None)
+    assert pinned.documents.data_ptr() != rows.documents.data_ptr() and pinned.positions is not rows.positions
+    found = (pinned.position_ids, pinned.ends, *vars(pinned.grouped).values(), *vars(pinned.dense).values())
+    plain = (pinned.spans, pinned.whole, pinned.groups, pinned.longest)
+    monkeypatch.undo()
+    expected = (right.position_ids, right.ends, *vars(right.grouped).values(), *vars(right.dense).values())
+    assert all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(found, expected, strict=True))
+    assert plain == (right.spans, right.whole, right.groups, right.longest)
+
+
 def test_separators_belong_to_the_document_that_they_end() -> None:
     """A18: [a b SEP c d SEP pad pad] as the loader numbers it gives positions 0 1 2 0 1 2 and no key for padding."""
     rows = PackedRows(torch.tensor([[0, 0, 0, 1, 1, 1, -1, -1]], dtype=torch.int32), CPU)

@@ -21,11 +21,12 @@ from shardwright.measure.communication import CommunicationRecorder, compare_tra
 from shardwright.measure.live_memory import LiveMemory
 from shardwright.measure.profile import TraceTimes, profiled
 from shardwright.mesh.device_mesh import all_groups, axis_of_groups
+from shardwright.train.decision import PendingResult, UpdateResult
 from shardwright.train.log import Log
 from shardwright.train.metrics import Metrics
 from shardwright.train.planned import Planned, plan_of, shape_of, traffic_of
 from shardwright.train.run_data import open_data
-from shardwright.train.update import UpdateEngine, UpdateResult
+from shardwright.train.update import UpdateEngine
 from shardwright.train.utilisation import Utilisation, make_utilisation
 
 MEMORY_UPDATES = 2
@@ -69,8 +70,8 @@ class LayoutLoop:
         self.memory.label("parameters", self.engine.module.parameters())
         self.memory.label("parameters", (local.tensor for local in self.engine.params))
         self.build_seconds = clock.now() - started
-        self._batches = data.updates_from(0, device)
-        self.result: UpdateResult | None = None
+        self._batches = data.updates_from(0, device, self.engine.inputs.ready)
+        self._pending: PendingResult | None = None
         self.batch: UpdateBatch | None = None
         self._groups = all_groups(self.engine.mesh)
         self.utilisation = make_utilisation(self.run, self.axes, device, hardware)
@@ -78,6 +79,11 @@ class LayoutLoop:
         if self.shape is not None:
             chunked = bool(self.engine.loss_chunks.tokens)
             self.planned = plan_of(self.run, self.axes, self.shape, chunked, device.type, hardware)
+
+    @property
+    def result(self) -> UpdateResult | None:
+        """Of the last update, which it waits for."""
+        return None if self._pending is None else self._pending.result()
 
     @property
     def loss(self) -> float | None:
@@ -96,7 +102,9 @@ class LayoutLoop:
         waited = clock.now() - start
         self.counted.batches.append(batch)
         self.engine.forward_backward(batch)
-        self.result = self.engine.step()
+        before, self._pending = self._pending, self.engine.launch_step()
+        if before is not None:
+            before.result()  # as `train` does, which waits for the update before
         return waited
 
     def measure_memory(self) -> dict[str, Any]:

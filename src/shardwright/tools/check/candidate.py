@@ -36,7 +36,8 @@ from shardwright.tools.check.force_float64 import force_float64
 from shardwright.tools.check.gather import whole_on_first_rank
 from shardwright.tools.check.record import MicrobatchNote, Record, Scalars
 from shardwright.tools.check.rows import Changes, CheckedRows
-from shardwright.train.update import UpdateEngine, UpdateResult
+from shardwright.train.decision import UpdateResult
+from shardwright.train.update import UpdateEngine
 
 DONE = "done"
 """File of a record's directory that is written at the end: the seconds that the candidate took."""

@@ -1,4 +1,4 @@
-"""CUDA's attention operators, made of the CPU's: the signatures, dtypes and results of the kernels, not their speed."""
+"""CUDA's own operators, made of the CPU's: the signatures, dtypes and results of the kernels, not their speed."""
 
 from __future__ import annotations
 
@@ -90,7 +90,16 @@ def register(host: Callable[[Tensor], Tensor]) -> None:
                 part[where] = made[0].transpose(0, 1).to(part.dtype)
         return tuple(part.to(q.device) for part in parts)
 
+    def addmm_into(
+        total: Tensor, a: Tensor, b: Tensor, dtype: torch.dtype, *, beta: float = 1, alpha: float = 1, out: Tensor
+    ) -> Tensor:
+        assert total.dtype == out.dtype == dtype == torch.float32 and a.dtype == b.dtype
+        held = host(out)
+        held.copy_(beta * host(total) + alpha * (host(a).float() @ host(b).float()))
+        return out
+
     library = torch.library.Library("aten", "IMPL")
+    library.impl("addmm.dtype_out", addmm_into, "CUDA")
     library.impl("_scaled_dot_product_flash_attention", flash, "CUDA")
     library.impl("_scaled_dot_product_flash_attention_backward", flash_backward, "CUDA")
     library.impl("_flash_attention_forward", varlen, "CUDA")
