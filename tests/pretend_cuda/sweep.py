@@ -1,6 +1,6 @@
 """One rank of the sweep: the same configurations on pretend GPUs and on the CPU, one after the other in one process group.
 
-Prints [{configuration: {device: losses}}, {configuration: what the host waits for in an update}] as JSON on rank 0.
+Prints {configuration: {device: losses}} as JSON on rank 0.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from rich.console import Console
 from tests.places import EXAMPLES
 
 from shardwright.config.load import load_run_file
-from shardwright.data.loader import UpdateBatch
 from shardwright.layout.legality import check_run
 from shardwright.mesh.object_collectives import broadcast_object
 from shardwright.mesh.process_group import connect
@@ -64,18 +62,12 @@ CASES: dict[str, dict[str, Any]] = {
     "zero3, evaluated": {"layout": "zero3", "evaluate": 1},
     "pp2, evaluated": {"pp": 2, "evaluate": 1},
     "zero1, bucketed": {"layout": "zero1", "batching": "bucket"},
-    "zero3": {"layout": "zero3"},
-    "ddp + tp2": {"tp": 2},
 }
 """What differs from `examples/tiny.yaml` with ddp in float32."""
-WAITS = ("wait", "late", "pageable")
-"""Kinds of notes for which the host waits."""
 
 
-def losses_of(
-    case: dict[str, Any], device: torch.device, output_dir: str, world_size: int, begun: Callable[[int], object] = abs
-) -> list[float]:
-    """Losses of `UPDATES` updates; of the evaluations, too. begun: told the number of each update that begins."""
+def losses_of(case: dict[str, Any], device: torch.device, output_dir: str, world_size: int) -> list[float]:
+    """Losses of `UPDATES` updates; of the evaluations, too."""
     overrides = {KEYS[key]: value for key, value in ({"layout": "ddp"} | case).items()}
     if device.type == "cpu":
         overrides.pop(KEYS["offload"], None)
@@ -92,44 +84,25 @@ def losses_of(
         found.append(result.loss)
         return result
 
-    def note(batch: UpdateBatch) -> UpdateBatch:
-        begun(batch.update)
-        return batch
-
-    engine.hooks.on_result, engine.hooks.on_batch = keep, note
+    engine.hooks.on_result = keep
     trainer = Trainer(loaded, engine, data, Console(quiet=True))
     trainer.train(StopFlag())
     return [*found, *([trainer.at.eval_loss] if trainer.at.eval_loss is not None else [])]
 
 
-def waits_of(
-    case: dict[str, Any], device: torch.device, output_dir: str, world_size: int
-) -> tuple[list[float], list[str]]:
-    """(losses, what the host waits for in the update after the first, with stacks)."""
-    from tests.pretend_cuda import installed  # imported before torch, in ranks alone
-
-    installed.notes.clear()
-    with installed.logging():
-        losses = losses_of(
-            case, device, output_dir, world_size, lambda update: installed.notes.append(("update", str(update), ""))
-        )
-    starts = {what: at for at, (kind, what, _) in enumerate(installed.notes) if kind == "update"}
-    noted = installed.notes[starts["1"] : starts["2"]]
-    return losses, [f"{kind}: {what}\n    {stack}" for kind, what, stack in noted if kind in WAITS]
-
-
 def main() -> None:
     quiet_transformers()
     losses: dict[str, dict[str, list[float]]] = {}
-    waits: dict[str, list[str]] = {}
     with connect("cuda") as connection, tempfile.TemporaryDirectory() as own:
         directory, ranks = broadcast_object(own), connection.rank_info.world_size
         for number, (name, case) in enumerate(CASES.items()):
             place = f"{directory}/{number}"
-            found, waits[name] = waits_of(case, connection.device, f"{place}-cuda", ranks)
-            losses[name] = {"cuda": found, "cpu": losses_of(case, torch.device("cpu"), f"{place}-cpu", ranks)}
+            losses[name] = {
+                device.type: losses_of(case, device, f"{place}-{device.type}", ranks)
+                for device in (connection.device, torch.device("cpu"))
+            }
         if connection.rank_info.rank == 0:
-            print(f"SWEEP {json.dumps([losses, waits])}")
+            print(f"SWEEP {json.dumps(losses)}")
         torch.distributed.barrier()
 
 

@@ -22,11 +22,8 @@ ROUNDING = {
 """Of a loss of examples/tiny: 4 blocks of 7 matrices, each sums 64 to 176 terms; attention is another kernel than the CPU's."""
 
 
-Swept = tuple[dict[str, dict[str, list[float]]], dict[str, list[str]]]
-
-
 @pytest.fixture(scope="module")
-def swept() -> Swept:
+def losses() -> dict[str, dict[str, list[float]]]:
     ran = pretend_ranks("tests.pretend_cuda.sweep", timeout=500 * PATIENCE)
     assert ran.code == 0, ran.output[-4000:]
     assert not ran.violations, "\n".join(ran.violations[:5])
@@ -35,27 +32,11 @@ def swept() -> Swept:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_losses_are_those_of_the_cpu(case: str, swept: Swept) -> None:
-    found, right = swept[0][case]["cuda"], swept[0][case]["cpu"]
+def test_losses_are_those_of_the_cpu(case: str, losses: dict[str, dict[str, list[float]]]) -> None:
+    found, right = losses[case]["cuda"], losses[case]["cpu"]
     narrow = "bf16" in (CASES[case].get("param"), CASES[case].get("reduce"))
     assert len(found) == UPDATES + ("evaluate" in CASES[case])
     assert found == pytest.approx(right, rel=ROUNDING["bf16" if narrow else "fp32"])
-
-
-BUDGET = {"zero2, muon": 0, "zero3, offload": None, "zero2, offload, muon": None}
-"""How often the host may wait in an update, where it is not `WAITS`. None: torch's own offload waits for each gradient.
-
-A number above `WAITS` needs a reason here: each wait leaves the device without work."""
-WAITS = 0
-"""The decision about an update (finite, factor of clipping, stop) is made on the device and read when the next one runs."""
-
-
-@pytest.mark.parametrize("case", [case for case in CASES if not {"save", "evaluate", "profile"} & CASES[case].keys()])
-def test_the_host_waits_for_nothing_in_an_update(case: str, swept: Swept) -> None:
-    """Saving, evaluation and profiles wait between updates; they are not counted."""
-    budget = BUDGET.get(case, WAITS)
-    waits = swept[1][case]
-    assert budget is None or len(waits) == budget, "\n".join(waits)
 
 
 def train(output: Path, *more: str) -> Ran:
