@@ -11,7 +11,7 @@ the suite. Tried on torch 2.13.0 (CPU build, the whole suite) and on 2.14.1 (CUD
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import HashStore as HashStore  # torch.distribut
 from torch._C._distributed_c10d import PrefixStore as PrefixStore
 from torch._C._distributed_c10d import Store as Store
 from torch._C._distributed_c10d import TCPStore as TCPStore
+from torch._library.custom_ops import CustomOpDef
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.fsdp import FSDPModule
@@ -87,6 +88,29 @@ def refresh_device_constructors() -> None:
     _device_constructors.cache_clear()
 
 
+# Operators of our own: what torch.compile calls without looking inside, and what selective recomputation can keep.
+
+OWN_NAMESPACE = "shardwright"
+"""Where our own operators stand among torch's operators."""
+OWN_OPERATORS: dict[Any, Callable[..., Any]] = {}
+"""The function of each. A mode that calls the operator does not see what it does inside; if it calls the function, it does."""
+
+
+def own_operator(function: Callable[..., Any]) -> CustomOpDef:
+    """`function`, which changes none of its arguments and returns new tensors, as an operator of torch of the same name.
+
+    torch.library.custom_op is public, the class of its result is not.
+    """
+    operator = torch.library.custom_op(f"{OWN_NAMESPACE}::{function.__name__}", mutates_args=())(function)
+    OWN_OPERATORS[operator._opoverload] = function
+    return operator
+
+
+def overload(operator: CustomOpDef) -> Any:
+    """What an operator of our own is where torch dispatches."""
+    return operator._opoverload
+
+
 # Attention: the kernels behind scaled_dot_product_attention, which does not return the log-sum-exp.
 
 flash_attention_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -95,6 +119,7 @@ flash_attention_cuda = torch.ops.aten._scaled_dot_product_flash_attention
 flash_attention_cuda_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
 flash_attention_by_lengths = torch.ops.aten._flash_attention_forward
 """Takes documents by their lengths. `torch.nn.attention.varlen` has no dropout."""
+flash_attention_by_lengths_backward = torch.ops.aten._flash_attention_backward
 
 ATTENTION_OPERATORS: tuple[Any, ...] = tuple(
     getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default
@@ -158,9 +183,7 @@ def copy_module(
 
 collectives = torch.ops._c10d_functional
 """Functional collectives, which torch.compile traces; `torch.distributed.nn.functional` is not traced."""
-OWN_COLLECTIVES = "shardwright_collectives"
-"""Where our own collectives stand among torch's operators."""
-COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", OWN_COLLECTIVES)
+COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 """Where collectives stand among torch's operators."""
 REDISTRIBUTE_LOGGER = "torch.distributed.tensor._redistribute"
 """The logger that warns of a DTensor made whole in two gathers."""

@@ -87,7 +87,7 @@ def skipped(options: dict[str, Any], device: torch.device) -> dict[str, Any]:
         "known": known,
         "skipped": [result.skipped for result in late],
         "stop": [result.stop for result in late],
-        "results": results == late,
+        "results": repr(results) == repr(late),  # NaN is not equal to itself
         "states": [same(one, other) for one, other in zip(states, late_states)],
         "unchanged": same(late_states[BAD], late_states[BAD - 1]),
         "goes on": not same(late_states[BAD + 1], late_states[BAD]),

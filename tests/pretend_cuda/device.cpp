@@ -342,6 +342,16 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("memory", &memory_now_and_peak);
   m.def("reset_peak", &reset_peak);
   m.def("host_view", &host_view);
+  m.def("kernel", [](const std::string& name, const std::vector<at::Tensor>& read, const std::vector<at::Tensor>& written) {
+    begin_work(current_stream());
+    for (const auto& tensor : read) reads(tensor, current_stream(), name.c_str());
+    for (const auto& tensor : written) writes(tensor, current_stream(), name.c_str());
+  });
+  m.def("from_host", [](const at::Tensor& made, c10::Device device, const std::string& name) {
+    auto result = on_device(made, device);
+    writes(result, current_stream(), name.c_str());
+    return result;
+  });
   m.def("key_of", [](int device, int64_t id) { return key_of(static_cast<c10::DeviceIndex>(device), id); });
   m.def("stream_id", [](int device) { return stream_id(static_cast<c10::DeviceIndex>(device)); });
   m.def("set_stream_id", [](int device, int64_t id) { set_stream_id(static_cast<c10::DeviceIndex>(device), id); });

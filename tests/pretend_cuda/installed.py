@@ -10,6 +10,7 @@ import ctypes
 import importlib.util
 import os
 import sys
+import threading
 import time
 import traceback
 from collections import OrderedDict
@@ -41,11 +42,12 @@ NAME, MEMORY = "NVIDIA H100 80GB HBM3", 85_520_809_984
 Note = tuple[str, str, str]
 """(kind, what, stack): `wait` where the host waits until the device has nothing to do, `late` where the device has more work
 queued than the host waits for, `pageable` where it waits since the memory of a copy is not pinned, `h2d` and `d2h` for copies
-beside the host's work, `never waited` for collectives."""
+beside the host's work, `never waited` for collectives. A thread beside training may wait: `wait of a thread`."""
 notes: list[Note] = []
 breaches: list[str] = []
 """Breaches of CUDA's rules in this process."""
 _HERE = str(Path(__file__).resolve().parent)
+_OPERATORS = str(Path(__file__).resolve().parent / "operators.py")
 _violations = os.environ.get("PRETEND_CUDA_VIOLATIONS")
 
 
@@ -57,7 +59,20 @@ def _stack(limit: int) -> str:
     return " < ".join(reversed(short))
 
 
+def _beside() -> bool:
+    """Whether this is a thread that the program has started, beside the one that launches the work of the GPU.
+
+    Autograd's threads, which launch backward, are strange to Python.
+    """
+    thread = threading.current_thread()
+    return thread is not threading.main_thread() and not isinstance(thread, threading._DummyThread)
+
+
 def _on_note(kind: str, what: str) -> None:
+    if any(frame.filename == _OPERATORS for frame in traceback.extract_stack(limit=20)):
+        return  # what stands for a kernel copies on the host
+    if kind in ("wait", "pageable") and _beside():
+        kind = f"{kind} of a thread"
     notes.append((kind, what, _stack(8)))
 
 
@@ -343,9 +358,9 @@ def install() -> None:
         begin(*arguments, **options)
 
     dist.init_process_group = c10d.init_process_group = init_process_group  # type: ignore[assignment]
-    from tests.pretend_cuda import attention
+    from tests.pretend_cuda import operators
 
-    attention.register(device_.host_view)
+    operators.register(device_)
     if os.environ.get("PRETEND_CUDA_NOTES"):
         from tests.pretend_cuda import noted
 

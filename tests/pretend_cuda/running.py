@@ -19,6 +19,8 @@ from tests.places import ROOT
 from tests.pretend_cuda.build import build, unavailable
 
 SITE = Path(__file__).resolve().parent / "site"
+HOLDS_UP = ("wait", "pageable")
+"""Kinds of notes after which the device has nothing to do: a copy from or to memory that is not pinned is one."""
 needs_pretend_cuda = pytest.mark.skipif(bool(unavailable()), reason=f"no pretend CUDA device: {unavailable()}")
 
 
@@ -36,7 +38,7 @@ class Ran:
 
     def waits(self, update: int) -> int:
         """How often the host waited for the device in one update."""
-        return sum(count for kind, _, _, count in self.notes[update] if kind in ("wait", "pageable"))
+        return sum(count for kind, _, _, count in self.notes[update] if kind in HOLDS_UP)
 
     def stacks(self, update: int) -> str:
         return "\n".join(f"{count} x {kind}: {what}\n    {stack}" for kind, what, stack, count in self.notes[update])
@@ -70,10 +72,12 @@ def pretend(
     return run_on_pretend_gpus(["-m", "shardwright", *arguments], devices, source, timeout, more)
 
 
-def pretend_ranks(module: str, *arguments: str, devices: int = 2, timeout: float = 600) -> Ran:
+def pretend_ranks(
+    module: str, *arguments: str, devices: int = 2, source: Path | None = None, timeout: float = 600
+) -> Ran:
     """`python -m module arguments` on one rank for each of `devices` pretend GPUs, started by torchrun."""
     start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(devices), "-m", module]
-    return run_on_pretend_gpus([*start, *arguments], devices, None, timeout, None)
+    return run_on_pretend_gpus([*start, *arguments], devices, source, timeout, None)
 
 
 def run_on_pretend_gpus(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -95,12 +94,11 @@ def main() -> None:
     quiet_transformers()
     losses: dict[str, dict[str, list[float]]] = {}
     with connect("cuda") as connection, tempfile.TemporaryDirectory() as own:
-        directory = broadcast_object(own)
+        directory, ranks = broadcast_object(own), connection.rank_info.world_size
         for number, (name, case) in enumerate(CASES.items()):
+            place = f"{directory}/{number}"
             losses[name] = {
-                device.type: losses_of(
-                    case, device, str(Path(directory) / f"{number}-{device.type}"), connection.rank_info.world_size
-                )
+                device.type: losses_of(case, device, f"{place}-{device.type}", ranks)
                 for device in (connection.device, torch.device("cpu"))
             }
         if connection.rank_info.rank == 0:

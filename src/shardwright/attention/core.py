@@ -47,6 +47,13 @@ def fits_cuda_flash(query: Tensor, value: Tensor) -> bool:
     return query.is_cuda and is_16bit and width == value.shape[-1] and width % 8 == 0 and width <= 256
 
 
+def seeds_without_dropout(query: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+    """`AttentionOutput.seeds` as torch's kernel takes them where no forward has returned any: without dropout it reads none."""
+    if not fits_cuda_flash(query, value):
+        return ()
+    return torch.zeros(2, dtype=torch.uint64, device=query.device), query.new_empty(0)
+
+
 def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> AttentionOutput:
     """softmax(scale x query key^T) value, and its log-sum-exp. `causal` needs as many queries as keys: the same tokens."""
     how = kernel(query, key, value)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shardwright.attention.compiled import COMPILED_IS_PLAIN, attend_documents
 from shardwright.attention.core import Attention, fits_cuda_flash, own_backward_is_faster
 from shardwright.attention.packed_rows import PackedRows
 from shardwright.errors import ModelError
@@ -57,30 +58,48 @@ def document_attention(
             f"{type(module).__name__} asks for a mask inside attention.", "The mask does not keep documents apart."
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    plain = softcap is None and s_aux is None and sliding_window is None and not dropout
     options: dict[str, Any] = {"scale": scale, "dropout": dropout, "softcap": softcap, "sinks": s_aux}
-    if documents is None or documents.whole:
+    if documents is None:
         return _causal(query, key, value, window=sliding_window, **options), None
+    if not torch.compiler.is_compiling():
+        return _attend(query, key, value, documents, sliding_window, options), None
+    if not plain:
+        raise ModelError(f"{type(module).__name__} is compiled.", COMPILED_IS_PLAIN)
+    return attend_documents(query, key, value, documents.documents, scale)[0].transpose(1, 2), None
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: PackedRows,
+    window: int | None,
+    options: dict[str, Any],
+) -> Tensor:
+    """[B, T, N, H]. options: of `_causal`."""
+    if documents.whole:
+        return _causal(query, key, value, window=window, **options)
     shape = query.shape[0], query.shape[2]
     rows = [t.transpose(1, 2).flatten(0, 1) for t in (query, key, value)]
-    flash = softcap is None and s_aux is None and fits_cuda_flash(query, value)
+    flash = options["softcap"] is None and options["sinks"] is None and fits_cuda_flash(query, value)
     order = documents.dense if flash else documents.grouped
     q, k, v = (order.take(t) for t in rows)
     if flash:  # one call for all documents, whatever their lengths
         ends, longest = documents.ends, documents.longest
-        left = -1 if sliding_window is None else sliding_window - 1
+        left = -1 if window is None else window - 1
         lengths = (ends, ends, longest, longest)
-        options = {"scale": scale, "window_size_left": left, "window_size_right": 0}
-        out = flash_attention_by_lengths(q, k, v, *lengths, dropout, True, False, **options)[
-            0
-        ]  # causal, no mask of dropout
+        windows = {"scale": options["scale"], "window_size_left": left, "window_size_right": 0}
+        # causal, no mask of dropout
+        out = flash_attention_by_lengths(q, k, v, *lengths, options["dropout"], True, False, **windows)[0]
     else:
         sizes = [count * length for count, length in documents.groups]
         outs = []
         for group, *parts in zip(documents.groups, q.split(sizes), k.split(sizes), v.split(sizes)):
             own_q, own_k, own_v = (part.unflatten(0, group).transpose(1, 2) for part in parts)
-            outs.append(_causal(own_q, own_k, own_v, window=sliding_window, **options).flatten(0, 1))
+            outs.append(_causal(own_q, own_k, own_v, window=window, **options).flatten(0, 1))
         out = torch.cat(outs)
-    return order.put(out).unflatten(0, shape), None
+    return order.put(out).unflatten(0, shape)
 
 
 def _causal(

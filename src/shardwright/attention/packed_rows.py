@@ -5,6 +5,7 @@ B rows, T tokens of a row, D documents of all rows, R = real tokens of all rows 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -199,3 +200,20 @@ def _positions(starts: Tensor, lengths: Tensor) -> Tensor:
     """[R]: the tokens start, start + 1, ... of each span, one span after another."""
     before = lengths.cumsum(0) - lengths
     return torch.arange(int(lengths.sum())) + (starts - before).repeat_interleave(lengths)
+
+
+_RECENT = 16
+"""Microbatches whose packed rows are kept: forward and backward of all blocks ask for the same ones."""
+_recent: OrderedDict[tuple[int, str], PackedRows] = OrderedDict()
+
+
+def recent_rows(documents: Tensor, device: torch.device) -> PackedRows:
+    """The rows that hold `documents` [B, T] (on the CPU), with what was computed for them before."""
+    key = documents.data_ptr(), str(device)
+    rows = _recent.pop(key, None)
+    if rows is None or not torch.equal(rows.documents, documents):  # memory is used again for other rows
+        rows = PackedRows(documents.clone(), device)
+    _recent[key] = rows
+    while len(_recent) > _RECENT:
+        _recent.popitem(last=False)
+    return rows

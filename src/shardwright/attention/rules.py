@@ -6,13 +6,14 @@ A model is refused where its tokens would be lost, or would see other documents 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from shardwright.attention.calls import AttentionCall, ForwardTrace, blocks_without_attention, trace_forward
+from shardwright.attention.compiled import COMPILED_IS_PLAIN
 from shardwright.errors import ModelError
 from shardwright.models.model_parts import find_parts, is_transformers
 from shardwright.models.position_tables import numbers_from_elsewhere
@@ -122,7 +123,20 @@ def _check_windows(name: str, values: dict[str, Any], trace: ForwardTrace, by: R
         )
 
 
-def check_packed_model(model: nn.Module, cp_size: int = 1) -> None:
+def check_compiled_attention(calls: Iterable[AttentionCall]) -> None:
+    """Raises `ModelError` for a call of attention that a compiled block does not make over documents or pieces of rows."""
+    for call in calls:
+        asked = [*call.others, *(["a sliding window"] if call.window is not None else [])]
+        asked += ["dropout"] if call.dropout else []
+        if asked:
+            raise ModelError(
+                f"`{call.module}` asks for {', '.join(asked)}, with memory.compile.",
+                COMPILED_IS_PLAIN,
+                "Set memory.compile to false.",
+            )
+
+
+def check_packed_model(model: nn.Module, cp_size: int = 1, compiled: bool = False) -> None:
     """Raises `ModelError` unless documents of one row cannot see each other in `model` (on meta)."""
     name, takes = type(model).__name__, inspect.signature(model.forward).parameters
     named = ("position_ids",) if is_transformers(model) else ("documents", "position_ids")
@@ -142,6 +156,8 @@ def check_packed_model(model: nn.Module, cp_size: int = 1) -> None:
     check_config(name, values, by)
     trace = trace_forward(model, documents=True)
     check_attention(model, values, trace, by)
+    if compiled:
+        check_compiled_attention(trace.calls)
     if lost := [call.module for call in trace.calls if not call.documents]:
         raise ModelError(
             f"`{lost[0]}` of {name} does not get `documents` ({len(lost)} calls of attention).", _PACKED.bypassed, _FIX

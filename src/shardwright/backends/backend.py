@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,6 +20,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardwright.backends.facts import GLOO, has_own_backend
 from shardwright.torch_private import collectives
+
+PRODUCT_ELEMENTS = 2**21
+"""Elements of a product in 16 bits that are made at a time, before they are added to a sum in float32."""
 
 
 class Reductions:
@@ -88,6 +92,21 @@ class Backend:
     def reduce_scatter(self, pieces: Tensor, size: int, group: str) -> Tensor:
         """This rank's piece of the sum over the group called `group`: `pieces` [size x n, ...] -> [n, ...]."""
         return collectives.wait_tensor(collectives.reduce_scatter_tensor(pieces, "sum", size, group))
+
+    def add_product(self, total: Tensor, a: Tensor, b: Tensor) -> None:
+        """Adds `a` b to `total` [M, N], in place. a: [M, K], b: [K, N], in 16 bits where `total` is in float32.
+
+        A GPU multiplies 16 bits into a float32 sum in one product. A CPU makes the product in 16 bits, PRODUCT_ELEMENTS of it
+        at a time, so that little memory is needed beside the sum.
+        """
+        if a.dtype == total.dtype:
+            total.addmm_(a, b)
+        elif total.is_cuda:
+            torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+        else:
+            rows = max(1, PRODUCT_ELEMENTS // b.size(1))
+            for part, own in zip(total.split(rows), a.split(rows)):
+                part += own @ b
 
     def pipeline_runtime(self, schedule: str) -> type[PipelineRuntime] | None:
         """The class that runs this schedule; None: torch's own schedule runs."""

@@ -67,18 +67,6 @@ EXCLUSIONS = (
         "Set memory.loss_chunk_tokens to auto or 0.",
     ),
     Exclusion(
-        ("compile",),
-        ("cp",),
-        "The core attention communicates with other ranks inside the block, and torch.compile cannot trace the communication.",
-        "Set memory.compile to false or cp_size to 1.",
-    ),
-    Exclusion(
-        ("compile",),
-        ("pack",),
-        "The lengths of documents differ in each microbatch, and torch.compile would compile anew for each.",
-        "Set memory.compile to false, or data.batching to bucket or pad.",
-    ),
-    Exclusion(
         ("pp",),
         ("module",),
         "Stages can be cut only from Transformers models, whose conventions name the parts.",

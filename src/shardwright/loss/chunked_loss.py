@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shardwright.backends.backend import choose_backend
 from shardwright.backends.facts import backend_facts
 from shardwright.backends.tp_collectives import TensorParallelGroup, all_reduce, copy_to_tp
 from shardwright.config.schema import RunFile
@@ -37,9 +38,6 @@ from shardwright.mesh.shard_geometry import local_tensor
 from shardwright.models.model_parts import Parts
 from shardwright.models.torch_dtypes import accumulation_dtype
 from shardwright.torch_private import own_parameters
-
-PRODUCT_ELEMENTS = 2**21
-"""Elements of the head's gradient that are computed at a time in the compute dtype, and added to the sum in float32."""
 
 
 @dataclass(frozen=True)
@@ -164,12 +162,7 @@ class _Gradients:
         if self.x is not None:
             torch.mm(gradient, self._weight, out=self.x[first:end])
         if self.weight is not None:
-            if gradient.dtype == self.weight.dtype:
-                self.weight.addmm_(gradient.t(), x)
-            else:
-                rows = max(1, PRODUCT_ELEMENTS // x.size(1))
-                for total, part in zip(self.weight.split(rows), gradient.split(rows, dim=1)):
-                    total += part.t() @ x
+            choose_backend(x.device.type).add_product(self.weight, gradient.t(), x)
         if self.bias is not None:
             self.bias += gradient.sum(0, dtype=self.bias.dtype)
 

@@ -17,7 +17,7 @@ from torch.profiler import record_function
 
 from shardwright.layout.axes import ROW_AXES
 from shardwright.layout.traffic import Traffic
-from shardwright.torch_private import COLLECTIVE_NAMESPACES, TorchDispatchMode, group_in_operator
+from shardwright.torch_private import COLLECTIVE_NAMESPACES, OWN_OPERATORS, TorchDispatchMode, group_in_operator
 
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "broadcast", "send")
 """The kinds of calls that are counted, as `layout/traffic.py` spells them."""
@@ -52,6 +52,9 @@ class CommunicationRecorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func in OWN_OPERATORS:
+            with self:
+                return OWN_OPERATORS[func](*args, **(kwargs or {}))
         if func.namespace not in COLLECTIVE_NAMESPACES or "wait" in func.__name__:
             return func(*args, **(kwargs or {}))
         group, kind = group_in_operator(args), collective_kind(func.__name__)

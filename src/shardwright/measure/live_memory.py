@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardwright.torch_private import TorchDispatchMode, current_backward, storage_id, tree_leaves
+from shardwright.torch_private import OWN_OPERATORS, TorchDispatchMode, current_backward, storage_id, tree_leaves
 
 
 @dataclass
@@ -71,6 +71,9 @@ class LiveMemory(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func in OWN_OPERATORS:
+            with self._inside():
+                return OWN_OPERATORS[func](*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
         self._number += 1
         for tensor in tree_leaves(result):
@@ -126,6 +129,14 @@ class LiveMemory(TorchDispatchMode):
         if self.phase == "forward" and current_backward() != -1:
             return "backward"
         return self.phase
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        super().__enter__()
+        try:
+            yield
+        finally:
+            super().__exit__(None, None, None)
 
     def __enter__(self) -> LiveMemory:
         self._watch = _resizes_reported(self._resized)

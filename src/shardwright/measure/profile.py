@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shardwright.measure.communication import MARK, CommunicationRecorder, collective_kind
-from shardwright.torch_private import COLLECTIVE_NAMESPACES
+from shardwright.torch_private import COLLECTIVE_NAMESPACES, OWN_NAMESPACE
 
 Span = tuple[float, float]
 """(start, end), in any one unit of time."""
@@ -39,7 +39,7 @@ MATRIX_PRODUCTS = ("mm", "bmm", "matmul", "linear", "attention", "gemm", "conv",
 _DONE_AS = {"all-reduce": ("all-reduce", "reduce-scatter")}
 """Name of a span of gloo -> the calls that have such a span: gloo runs a reduce-scatter as an all-reduce."""
 _COPIES = ("gpu_memcpy", "gpu_memset")
-_NO_COMPUTE = (*COLLECTIVE_NAMESPACES, "autograd", "profiler")
+_NO_COMPUTE = (*COLLECTIVE_NAMESPACES, OWN_NAMESPACE, "autograd", "profiler")
 
 
 class Event(NamedTuple):

@@ -38,16 +38,17 @@ def selective_contexts(mode: str, kept: Collection[Any]) -> Any:
     return create_selective_checkpoint_contexts(policy)
 
 
-def recompute_block(block: nn.Module, mode: str, sums: Collection[Any] = ()) -> None:
+def recompute_block(block: nn.Module, mode: str, kept: Collection[Any] = ()) -> None:
     """Makes `block` drop activations in forward and recompute them in backward.
 
     mode: `full` keeps only the block's inputs. `selective` keeps too what costs most to compute again: the results of matrix
-    products, of attention, and of `sums`, the operators that sum over tensor-parallel ranks. `alternate` keeps only every
-    second product. The state of the generators is restored for recomputation, so that dropout draws the same masks.
+    products, of torch's attention, and of the operators `kept`: attention of our own, and sums over tensor-parallel ranks.
+    `alternate` keeps only every second product. The state of the generators is restored for recomputation, so that dropout
+    draws the same masks.
     """
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": True}
     if mode != "full":
-        options["context_fn"] = partial(selective_contexts, mode, frozenset((*ATTENTION_OPERATORS, *sums)))
+        options["context_fn"] = partial(selective_contexts, mode, frozenset((*ATTENTION_OPERATORS, *kept)))
     forward: Callable[..., Any] = block.forward
     block.forward = partial(checkpoint, forward, **options)
 

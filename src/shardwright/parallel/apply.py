@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwright.attention.compiled import ATTEND_DOCUMENTS
 from shardwright.attention.document_attention import isolate_documents
 from shardwright.attention.rules import check_packed_model, check_padded_model
 from shardwright.backends.backend import choose_backend
@@ -29,6 +30,7 @@ from shardwright.models.rotary import decide_by_document
 from shardwright.models.torch_dtypes import TORCH_DTYPES
 from shardwright.parallel.activation_checkpointing import compile_block, recompute_block
 from shardwright.parallel.context.attention import replace_attention
+from shardwright.parallel.context.compiled import ATTEND_OVER_RANKS, replace_compiled_attention
 from shardwright.parallel.context.rules import check_context_model
 from shardwright.parallel.context.shard import ContextShard
 from shardwright.parallel.ddp import DDP
@@ -96,10 +98,10 @@ def parallelize(
         ChunkedHead(head, plan.loss_chunks, divided, recompute=p.pp_size > 1 and schedule_of(p) == "gpipe")
     _replace_attention(model, parts, run, mesh, device)
     decide_by_document(model)
-    sums = choose_backend(device.type).sums
+    kept = (*choose_backend(device.type).sums, ATTEND_DOCUMENTS, ATTEND_OVER_RANKS)
     for name in parts.blocks:
         if run.memory.activation_checkpointing != "none":
-            recompute_block(model.get_submodule(name), run.memory.activation_checkpointing, sums)
+            recompute_block(model.get_submodule(name), run.memory.activation_checkpointing, kept)
         if run.memory.compile:
             compile_block(model.get_submodule(name))
     each = [parts] if split is None else [split.parts_of(plan.parts, [stage.index]) for stage in stages]
@@ -116,7 +118,8 @@ def parallelize(
 def _replace_attention(model: nn.Module, parts: Parts, run: RunFile, mesh: DeviceMesh, device: torch.device) -> None:
     """Gives `model` the core attention of this layout: over pieces of rows, over documents, or the model's own."""
     if (shard := context_shard(run, mesh)) is not None:
-        replace_attention(model, [model.get_submodule(name) for name in parts.blocks], shard)
+        replace = replace_compiled_attention if run.memory.compile else replace_attention
+        replace(model, [model.get_submodule(name) for name in parts.blocks], shard)
     elif run.data.batching == "pack" and is_transformers(model):
         isolate_documents(model)
     else:
@@ -165,7 +168,7 @@ def check_model(model: nn.Module, run: RunFile) -> None:
     if p.cp_size > 1:
         check_context_model(model, run)
     if run.data.batching == "pack":
-        check_packed_model(model, p.cp_size)
+        check_packed_model(model, p.cp_size, run.memory.compile)
     elif p.cp_size == 1:
         check_own_attention(model, run.model)
         check_padded_model(model)

@@ -84,8 +84,7 @@ class Numbers:
 
     def read(self) -> list[float]:
         """The numbers."""
-        if not self.arrived():
-            self._copied.synchronize()
+        self._copied.synchronize()
         return self._here.tolist()
 
 

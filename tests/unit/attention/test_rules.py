@@ -199,7 +199,6 @@ def test_softcap_is_refused_under_cp(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"memory__compile": True}, "memory.compile with data.batching pack"),
         ({"model__attn_implementation": "eager"}, "`model.attn_implementation` has no effect"),
     ],
 )
@@ -207,3 +206,10 @@ def test_options_that_do_not_go_with_packing(overrides: dict[str, Any], message:
     """A124."""
     with pytest.raises(ConfigError, match=message):
         check_run(run_file(data__batching="pack", **overrides), 1)
+
+
+def test_compiled_blocks_know_plain_attention_only(tmp_path: Path) -> None:
+    """What one operator does not do is refused by name before anything starts: windows, softcap, dropout."""
+    check_packed_model(built(MODELS["llama"](), tmp_path), compiled=True)
+    with pytest.raises(ModelError, match=r"softcap.*memory.compile"):
+        check_packed_model(built(MODELS["gemma2"](), tmp_path), compiled=True)

@@ -29,7 +29,6 @@ BASE: dict[str, Any] = {
          "zbv with data_parallel zero1"),
         ({"parallelism.pp_size": 2, "parallelism.pp_schedule": "zero_bubble", "parallelism.data_parallel": "ddp",
           "memory.compile": True}, "zero_bubble with memory.compile"),
-        ({"parallelism.cp_size": 2, "memory.compile": True}, "memory.compile with parallelism.cp_size 2"),
         ({"parallelism.pp_size": 2, "model.model_name_or_path": "package.module:function"}, "with the model function"),
         ({"parallelism.data_parallel": "ddp", "memory.cpu_offload": "params"}, "cpu_offload params with data_parallel ddp"),
     ],

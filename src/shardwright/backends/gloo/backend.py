@@ -15,13 +15,13 @@ from shardwright.backends.gloo.attention import replace_attention
 from shardwright.backends.gloo.pipeline_runtime import ActionList
 from shardwright.backends.gloo.reductions import ExchangedReductions
 from shardwright.models.torch_dtypes import accumulation_dtype
-from shardwright.torch_private import OWN_COLLECTIVES, group_of
+from shardwright.torch_private import group_of, overload, own_operator
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b")
 """Pipeline schedules of whole backwards between ranks, which `ActionList` runs. Zero-bubble schedules are torch's."""
 
 
-@torch.library.custom_op(f"{OWN_COLLECTIVES}::reduce_scatter", mutates_args=())
+@own_operator
 def reduce_scatter(pieces: Tensor, size: int, group: str) -> Tensor:
     """This rank's piece of the sum over the group called `group`: an all-to-all, summed here.
 
@@ -48,7 +48,7 @@ class GlooBackend(Backend):
             return super().reductions(modules, mesh)
         return ExchangedReductions(modules, mesh.get_group(0) if mesh.ndim == 2 else None)
 
-    sums = (*Backend.sums, torch.ops.shardwright_collectives.reduce_scatter.default)
+    sums = (*Backend.sums, overload(reduce_scatter))
 
     def reduce_scatter(self, pieces: Tensor, size: int, group: str) -> Tensor:
         return reduce_scatter(pieces, size, group)

@@ -10,7 +10,7 @@ B rows, S tokens of a row, T = S / cp tokens on this rank, N query heads, K kv h
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -30,15 +30,17 @@ SHARD = "_context_shard"
 """Name of the attribute in which each attention module holds its `ContextShard`."""
 
 
-def replace_attention(model: nn.Module, blocks: Iterable[nn.Module], shard: ContextShard) -> None:
+def replace_attention(
+    model: nn.Module, blocks: Iterable[nn.Module], shard: ContextShard, attention: Callable[..., Any] | None = None
+) -> None:
     """Makes the attention of `blocks` see whole rows although each rank holds part of each row.
 
     Transformers finds a core attention by name in `AttentionInterface`. No mask function is registered under that name:
-    Transformers (5.12 to 5.24) then builds no mask.
+    Transformers (5.12 to 5.24) then builds no mask. attention: in place of `context_attention`.
     """
     from transformers import AttentionInterface
 
-    AttentionInterface.register(NAME, context_attention)
+    AttentionInterface.register(NAME, attention or context_attention)
     for block in blocks:
         for module in block.modules():
             vars(module)[SHARD] = shard
@@ -77,10 +79,10 @@ def context_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     window = None if sliding_window is None or sliding_window >= length else sliding_window
     if shard.attention == "all_gather":
-        key, value = _Gathered.apply(key, value, shard)
+        key, value = Gathered.apply(key, value, shard)
         if window is not None:
             return _windowed(query, key, value, scale, window, documents, shard), None
-        attend_over, rest = _Attention.apply, list[ContextShard]()
+        attend_over, rest = AttentionToBlocks.apply, list[ContextShard]()
         blocks: list[Any] = shard.row_blocks(length)
         if documents is not None:
             blocks = document_blocks(documents.spans, shard.chunks(length), [range(length)])
@@ -91,7 +93,7 @@ def context_attention(
             "Set parallelism.cp_attention to all_gather.",
         )
     else:
-        attend_over, rest = _Ring.apply, [shard]
+        attend_over, rest = Ring.apply, [shard]
         sources = range(shard.size)
         blocks = [shard.blocks(source, query.shape[2]) for source in sources]
         if documents is not None:
@@ -147,7 +149,7 @@ def _masks(shard: ContextShard, length: int, window: int, device: torch.device) 
     return shard.masks[name]
 
 
-class _Gathered(torch.autograd.Function):
+class Gathered(torch.autograd.Function):
     """Keys and values [B, K, T, H] of all ranks as [B, K, S, H] in the row's order; gradients are summed over ranks.
 
     One message carries both. Gradients are sent by all-to-all and summed here in float32 or wider: as many bytes as a
@@ -157,18 +159,25 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, key: Tensor, value: Tensor, shard: ContextShard) -> tuple[Tensor, Tensor]:
         ctx.shard = shard
-        own = torch.cat([key, value], -1)
         ctx.widths = (key.shape[-1], value.shape[-1])
-        gathered = own.new_empty((shard.size, *own.shape))
-        _all_gather(gathered, own, shard.group)
-        parts = [gathered[rank][:, :, tokens] for rank, tokens in _order(shard, key.shape[2])]
-        row_key, row_value = torch.cat(parts, 2).split(ctx.widths, -1)
+        row_key, row_value = Gathered.join(torch.cat([key, value], -1), shard).split(ctx.widths, -1)
         return row_key, row_value
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        shard: ContextShard = ctx.shard
-        row = torch.cat(grads, -1)
+        by_key, by_value = Gathered.sum_parts(torch.cat(grads, -1), ctx.shard).split(ctx.widths, -1)
+        return by_key, by_value, None
+
+    @staticmethod
+    def join(own: Tensor, shard: ContextShard) -> Tensor:
+        """[B, K, S, ...] in the row's order, of [B, K, T, ...] on each rank."""
+        gathered = own.new_empty((shard.size, *own.shape))
+        _all_gather(gathered, own, shard.group)
+        return torch.cat([gathered[rank][:, :, tokens] for rank, tokens in _order(shard, own.shape[2])], 2)
+
+    @staticmethod
+    def sum_parts(row: Tensor, shard: ContextShard) -> Tensor:
+        """The gradient of `own` of `join`, given that of the row on each rank."""
         tokens = row.shape[2] // shard.size
         sent = row.new_empty((shard.size, *row.shape[:2], tokens, row.shape[3]))
         start = 0
@@ -178,9 +187,7 @@ class _Gathered(torch.autograd.Function):
             start += count
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=shard.group)
-        summed = received.sum(0, dtype=accumulation_dtype(row.dtype)).to(row.dtype)
-        by_key, by_value = summed.split(ctx.widths, -1)
-        return by_key, by_value, None
+        return received.sum(0, dtype=accumulation_dtype(row.dtype)).to(row.dtype)
 
 
 def _order(shard: ContextShard, tokens: int) -> list[tuple[int, slice]]:
@@ -199,7 +206,7 @@ def _all_gather(out: Tensor, own: Tensor, group: dist.ProcessGroup | None) -> No
     gather(out.flatten(0, 1), own, group=group)
 
 
-class _Attention(torch.autograd.Function):
+class AttentionToBlocks(torch.autograd.Function):
     """Queries [B, N, Q, H] attending to blocks of keys and values [B, K, P, H]; zeros for queries without a block."""
 
     @staticmethod
@@ -243,7 +250,7 @@ def _add_gradients(
         total[:, :, part] += gradient
 
 
-class _Ring(torch.autograd.Function):
+class Ring(torch.autograd.Function):
     """Ring attention: in step i this rank holds the keys and values of rank - i, and sends these to the next rank.
 
     blocks: for each rank, the keys of that rank that this rank's queries see. Every query has one causal block: the first.

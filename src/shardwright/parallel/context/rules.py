@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from shardwright.attention.calls import AttentionCall, trace_forward
-from shardwright.attention.rules import Replacement, check_attention, check_config
+from shardwright.attention.rules import Replacement, check_attention, check_compiled_attention, check_config
 from shardwright.config.schema import RunFile
 from shardwright.errors import ModelError
 from shardwright.models.rotary import follows_length
@@ -56,6 +56,8 @@ def check_context_model(model: nn.Module, run: RunFile) -> None:
     check_attention(model, values, seen, _CONTEXT)
     for call in seen.calls:
         _check_ring(call, run)
+    if run.memory.compile:
+        check_compiled_attention(seen.calls)
 
 
 def _check_dropout(name: str, values: dict[str, Any], calls: Iterable[AttentionCall]) -> None:

@@ -170,7 +170,6 @@ def test_lengths_that_do_not_divide_are_refused() -> None:
             {"parallelism__cp_size": 1, "parallelism__cp_load_balance": True},
             "`parallelism.cp_load_balance` has no",
         ),
-        ({"memory__compile": True}, "torch.compile cannot trace"),
     ],
 )
 def test_options_without_effect_are_refused(overrides: dict[str, Any], message: str) -> None:
