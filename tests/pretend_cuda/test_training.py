@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -48,21 +47,6 @@ def train(output: Path, *more: str) -> Ran:
     assert ran.code == 0, ran.output[-4000:]
     assert not ran.violations, "\n".join(ran.violations[:5])
     return ran
-
-
-def test_shards_on_the_host_resume_bitwise(tmp_path: Path) -> None:
-    """Weights and moments stay on the host through a save and a resume. The copies of an update use pinned memory."""
-    offload = ("--parallelism.data_parallel", "zero3", "--memory.cpu_offload", "params")
-    whole, half = tmp_path / "whole", tmp_path / "half"
-    ran = train(whole, *offload)
-    half.mkdir()
-    shutil.copytree(whole / "checkpoint-2", half / "checkpoint-2")
-    assert "Resumed from" in train(half, *offload).output
-    for rank in range(2):
-        name = f"checkpoint-4/tensors/rank-{rank:05d}.safetensors"
-        assert (whole / name).read_bytes() == (half / name).read_bytes()
-    pageable = [what for kind, what, stack, _ in ran.notes[1] if kind == "pageable" and "metrics.py" not in stack]
-    assert not pageable, ran.stacks(1)
 
 
 def test_buffers_that_a_constructor_computes_are_on_the_device(tmp_path: Path) -> None:

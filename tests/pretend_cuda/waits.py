@@ -51,8 +51,8 @@ BUDGETS = {
     "ddp + tp2, bucketed, loss in chunks": Budget({"tp": 2, "batching": "bucket", "chunk": 32}),
     "zero3, selective recompute": Budget({"layout": "zero3", "recompute": "selective"}),
     "ddp, full recompute, muon": Budget({"recompute": "full", "optimizer": "muon"}),
-    # fully_shard adds the shards of 39 gradients to those on the host, of each microbatch but the first, and the host decides
-    "zero3, shards on the host": Budget({"layout": "zero3", "offload": "params"}, 39 * 3 + 2),
+    # the host needs the gradients at the end of each of four backwards, and decides
+    "zero3, shards on the host": Budget({"layout": "zero3", "offload": "params"}, 4 + 1),
     "zero3, saved beside training": Budget({"layout": "zero3", "save": 1, "beside": True}),
 }
 """Where the host waits in an update, it cannot launch the next one meanwhile. A higher number needs a reason beside it."""
