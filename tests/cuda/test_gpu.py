@@ -87,23 +87,30 @@ def test_bf16_compiled_and_offloaded_runs_are_near_float32(tmp_path: Path) -> No
     assert losses["bf16"] == pytest.approx(losses["fp32"], rel=ROUNDING["bf16"])
 
 
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("beside", ["false", "true"])
-@pytest.mark.parametrize("layout", [[], ["--parallelism.data_parallel", "zero3", "--memory.cpu_offload", "params"]])
-def test_resume_on_the_gpu_is_bit_identical(layout: list[str], beside: str, tmp_path: Path) -> None:
-    """A74: a checkpoint taken at update 3, at once or beside training, continues as if nothing had happened.
-
-    Also with shards and optimizer states on the host.
-    """
+def check_resume(tmp_path: Path, *options: str) -> None:
+    """A checkpoint taken at update 3 continues as if nothing had happened."""
     whole, halves = tmp_path / "whole", tmp_path / "halves"
-    common = ["train", "examples/tiny.yaml", "--training.max_steps", "6", "--checkpoint.save_steps", "3"]
-    common += ["--checkpoint.async_save", beside, *layout]
+    common = ["train", "examples/tiny.yaml", "--training.max_steps", "6", "--checkpoint.save_steps", "3", *options]
     assert shardwright(*common, "--checkpoint.output_dir", str(whole)).returncode == 0
     halves.mkdir()
     (whole / "checkpoint-3").rename(halves / "checkpoint-3")
     assert shardwright(*common, "--checkpoint.output_dir", str(halves)).returncode == 0
     tail = [entry["train/loss"] for entry in metrics(whole)][3:]
     assert [entry["train/loss"] for entry in metrics(halves)] == tail
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("beside", ["false", "true"])
+def test_resume_on_the_gpu_is_bit_identical(beside: str, tmp_path: Path) -> None:
+    """A74: after a save at once, and after a save beside training."""
+    check_resume(tmp_path, "--checkpoint.async_save", beside)
+
+
+@pytest.mark.timeout(400)
+def test_resume_with_offload_is_bit_identical(tmp_path: Path) -> None:
+    """A74: with shards and optimizer states on the host, saved beside training."""
+    offload = ("--parallelism.data_parallel", "zero3", "--memory.cpu_offload", "params")
+    check_resume(tmp_path, "--checkpoint.async_save", "true", *offload)
 
 
 @pytest.mark.timeout(400)
