@@ -12,7 +12,7 @@ def collecting_every(updates: int | None) -> Iterator[Callable[[int], None]]:
     """A context without automatic collection. Gives a function to call after each update with the number of updates done.
 
     updates: between collections; None leaves Python's own collection as it is. What is alive at the start (modules, the model)
-    is set aside and never looked at again, so that a collection takes a millisecond and not a tenth of a second.
+    is set aside and never looked at again: a collection then takes as long as what was made since asks for.
     """
     if updates is None:
         yield lambda done: None
