@@ -41,8 +41,8 @@ golden: $(READY)  ## Write the golden losses anew, or add the bits of this machi
 docs: $(READY)  ## Write docs/modules.md anew from the docstrings
 	$(BIN)/python docs/module_list.py
 
-gpu:  ## On a machine with a GPU, with its own Python and torch: tests, check, a bf16 compiled run
-	bash benchmarks/gpu.sh
+gpu:  ## On a machine with GPUs, with its own Python and torch: ten minutes, one table, one JSON; installs nothing
+	$(PYTHON) benchmarks/gpu.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) demo runs

@@ -1,7 +1,6 @@
-"""The sweep: the same configurations on pretend GPUs and on the CPU, one after the other in one process group.
+"""One rank of the sweep: the same configurations on pretend GPUs and on the CPU, one after the other in one process group.
 
-`python -m tests.pretend_cuda.sweep` prints, by configuration, how far the losses lie apart and what the host waits for in an
-update, with the stacks.
+Prints {configuration: {device: losses}} as JSON on rank 0.
 """
 
 from __future__ import annotations
@@ -9,21 +8,15 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from rich.console import Console
 from tests.places import EXAMPLES
-from tests.pretend_cuda.running import pretend_ranks, unavailable
-from tests.started import PATIENCE
 
 from shardwright.config.load import load_run_file
-from shardwright.data.loader import UpdateBatch
 from shardwright.layout.legality import check_run
-from shardwright.mesh.object_collectives import broadcast_object, gather_objects
+from shardwright.mesh.object_collectives import broadcast_object
 from shardwright.mesh.process_group import connect
 from shardwright.models.build import quiet_transformers
 from shardwright.train.loop import Trainer
@@ -69,38 +62,12 @@ CASES: dict[str, dict[str, Any]] = {
     "zero3, evaluated": {"layout": "zero3", "evaluate": 1},
     "pp2, evaluated": {"pp": 2, "evaluate": 1},
     "zero1, bucketed": {"layout": "zero1", "batching": "bucket"},
-    "zero3": {"layout": "zero3"},
-    "ddp + tp2": {"tp": 2},
 }
 """What differs from `examples/tiny.yaml` with ddp in float32."""
-WAITS = ("wait", "late", "pageable")
-"""Kinds of notes for which the host waits."""
-Noted = list[tuple[str, int]]
-"""(what with its stack, how often)."""
 
 
-@dataclass(frozen=True)
-class Swept:
-    """What a sweep has found, by configuration.
-
-    losses: by device. waits: what the host waits for in the update after the first, on the rank that waits most. left:
-    collectives of that update for which no rank has waited.
-    """
-
-    losses: dict[str, dict[str, list[float]]]
-    waits: dict[str, Noted]
-    left: dict[str, Noted]
-
-    def gap(self, case: str) -> float:
-        """The largest relative difference of a loss."""
-        found, right = self.losses[case]["cuda"], self.losses[case]["cpu"]
-        return max(abs(one - other) / abs(other) for one, other in zip(found, right))
-
-
-def losses_of(
-    case: dict[str, Any], device: torch.device, output_dir: str, world_size: int, begun: Callable[[int], object] = abs
-) -> list[float]:
-    """Losses of `UPDATES` updates; of the evaluations, too. begun: told the number of each update that begins."""
+def losses_of(case: dict[str, Any], device: torch.device, output_dir: str, world_size: int) -> list[float]:
+    """Losses of `UPDATES` updates; of the evaluations, too."""
     overrides = {KEYS[key]: value for key, value in ({"layout": "ddp"} | case).items()}
     if device.type == "cpu":
         overrides.pop(KEYS["offload"], None)
@@ -117,77 +84,26 @@ def losses_of(
         found.append(result.loss)
         return result
 
-    def note(batch: UpdateBatch) -> UpdateBatch:
-        begun(batch.update)
-        return batch
-
-    engine.hooks.on_result, engine.hooks.on_batch = keep, note
+    engine.hooks.on_result = keep
     trainer = Trainer(loaded, engine, data, Console(quiet=True))
     trainer.train(StopFlag())
     return [*found, *([trainer.at.eval_loss] if trainer.at.eval_loss is not None else [])]
 
 
-def noted_of(
-    case: dict[str, Any], device: torch.device, output_dir: str, world_size: int
-) -> tuple[list[float], list[tuple[str, str, str]]]:
-    """(losses, what was noted from the begin of the second update to that of the third)."""
-    from tests.pretend_cuda import installed  # imported before torch, in ranks alone
-
-    installed.notes.clear()
-    with installed.logging():
-        losses = losses_of(
-            case, device, output_dir, world_size, lambda update: installed.notes.append(("update", str(update), ""))
-        )
-    starts = {what: at for at, (kind, what, _) in enumerate(installed.notes) if kind == "update"}
-    return losses, installed.notes[starts["1"] : starts["2"]]
-
-
-def total(noted: Noted) -> int:
-    return sum(count for _, count in noted)
-
-
-def _counted(noted: list[tuple[str, str, str]], *kinds: str) -> Noted:
-    return [*Counter(f"{kind}: {what}\n    {stack}" for kind, what, stack in noted if kind in kinds).items()]
-
-
-def rank_main() -> None:
-    """One rank; rank 0 prints the fields of `Swept` as JSON."""
+def main() -> None:
     quiet_transformers()
-    swept = Swept({}, {}, {})
+    losses: dict[str, dict[str, list[float]]] = {}
     with connect("cuda") as connection, tempfile.TemporaryDirectory() as own:
         directory, ranks = broadcast_object(own), connection.rank_info.world_size
         for number, (name, case) in enumerate(CASES.items()):
             place = f"{directory}/{number}"
-            found, noted = noted_of(case, connection.device, f"{place}-cuda", ranks)
-            swept.losses[name] = {"cuda": found, "cpu": losses_of(case, torch.device("cpu"), f"{place}-cpu", ranks)}
-            swept.waits[name] = max(gather_objects(_counted(noted, *WAITS)), key=total)
-            swept.left[name] = max(gather_objects(_counted(noted, "never waited")), key=total)
+            losses[name] = {
+                device.type: losses_of(case, device, f"{place}-{device.type}", ranks)
+                for device in (connection.device, torch.device("cpu"))
+            }
         if connection.rank_info.rank == 0:
-            print(f"SWEEP {json.dumps(vars(swept))}", flush=True)
+            print(f"SWEEP {json.dumps(losses)}")
         torch.distributed.barrier()
-
-
-def sweep() -> Swept:
-    """Runs the sweep on two pretend GPUs."""
-    ran = pretend_ranks("tests.pretend_cuda.sweep", "--rank", timeout=500 * PATIENCE)
-    assert ran.code == 0, ran.output[-4000:]
-    assert not ran.violations, "\n".join(ran.violations[:5])
-    return Swept(**json.loads(ran.output.partition("SWEEP ")[2].splitlines()[0]))
-
-
-def main() -> int:
-    if "--rank" in sys.argv:
-        rank_main()
-    elif reason := unavailable():
-        print(reason)
-        return 2
-    else:
-        swept = sweep()
-        for name, waits in swept.waits.items():
-            print(f"{name:40s} losses {swept.gap(name):.1e} apart, {total(waits):3d} waits in an update")
-            for what, count in waits:
-                print(f"    {count} x {what}")
-    return 0
 
 
 if __name__ == "__main__":

@@ -1,27 +1,16 @@
-"""On a GPU an update is decided on the device, and its result is read after the next update was launched."""
+"""On a GPU an update is decided on the device, and its result is read late (what the host waits for: `test_training.py`)."""
 
 from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.places import EXAMPLES
 from tests.pretend_cuda.decisions import BAD, OPTIMIZERS, UPDATES
-from tests.pretend_cuda.running import needs_pretend_cuda, pretend, pretend_ranks
+from tests.pretend_cuda.running import needs_pretend_cuda, pretend_ranks
 
 pytestmark = [needs_pretend_cuda, pytest.mark.gloo, pytest.mark.slow]
-
-LAYOUTS = {
-    "zero3": ["--parallelism.data_parallel", "zero3", "--memory.activation_checkpointing", "full"],
-    "tp2, bucketed, loss in chunks": [
-        *("--parallelism.tp_size", "2", "--data.batching", "bucket", "--memory.loss_chunk_tokens", "32"),
-    ],
-    "pp2": ["--parallelism.pp_size", "2", "--parallelism.data_parallel", "ddp"],
-    "cp2, packed": ["--parallelism.cp_size", "2", "--data.batching", "pack", "--parallelism.data_parallel", "ddp"],
-}
 
 
 @pytest.fixture(scope="module")
@@ -54,16 +43,3 @@ def test_entries_are_those_of_their_own_update(name: str, found: dict[str, Any])
     """metrics.jsonl is the same, whether `train` reads results at once or one update late."""
     assert found[name]["equal"] and found[name]["entries"] >= 3
     assert all(math.isfinite(loss) for loss in found[name]["losses"] if loss is not None)
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_the_host_waits_for_no_update(name: str, tmp_path: Path) -> None:
-    """From the second update on the host never waits until the device has nothing to do; in the first, once."""
-    ran = pretend(
-        *("train", str(EXAMPLES / "tiny.yaml"), "--hardware.device", "cuda", "--nproc-per-node", "2"),
-        *("--training.max_steps", "5", "--checkpoint.output_dir", str(tmp_path), *LAYOUTS[name]),
-    )
-    assert ran.code == 0 and not ran.violations, ran.output
-    assert ran.waits(0) == 1, ran.stacks(0)
-    for update in (1, 2, 3):
-        assert ran.waits(update) == 0, ran.stacks(update)

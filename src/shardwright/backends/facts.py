@@ -16,6 +16,8 @@ MIB = 2**20
 GLOO = "shardwright.backends.gloo"
 """The package with what gloo and CPUs need beyond torch. Without this package, CPUs use torch's own implementations too."""
 _MMAP = "MALLOC_MMAP_THRESHOLD_"
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Variables that set torch's allocator of GPU memory. torch 2.9 and later read both; older ones the first."""
 
 
 @dataclass(frozen=True)
@@ -57,14 +59,15 @@ class BackendFacts:
 
     def rank_environment(self, inherited: Mapping[str, str]) -> Mapping[str, str]:
         """The variables that a launcher adds for its ranks, unless the user has set one of them."""
-        return {} if sys.platform != "linux" or _MMAP in inherited else self.environment
+        own = (_MMAP,) if _MMAP in self.environment else ALLOCATOR
+        return {} if sys.platform != "linux" or any(name in inherited for name in own) else self.environment
 
     def keep_freed_blocks(self, environment: Mapping[str, str]) -> bool:
         """Tells glibc to keep large freed blocks, unless `environment` has set its thresholds; returns whether glibc does.
 
         The launcher sets `environment` for its ranks; this is for the other ways to start.
         """
-        if not self.environment:
+        if _MMAP not in self.environment:
             return False
         if _MMAP in environment:
             return environment[_MMAP].isdecimal() and int(environment[_MMAP]) >= 2**31 - 1
@@ -77,7 +80,11 @@ class BackendFacts:
 
 # Every chunk of the loss reads and writes the gradient of the head. Where products are fast, that costs more than the products
 # do in chunks of few tokens: below about 1,000 on a GPU (measured).
-TORCH_FACTS = BackendFacts()
+TORCH_FACTS = BackendFacts(
+    # A segment that can grow is used again for blocks of any size. Else rows of changing lengths leave segments in which
+    # nothing fits, and a run ends for lack of memory with gigabytes reserved.
+    environment={ALLOCATOR[0]: "expandable_segments:True"},
+)
 
 GLOO_FACTS = BackendFacts(
     name="gloo",

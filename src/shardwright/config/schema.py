@@ -271,6 +271,11 @@ class Precision(Section):
     param_dtype: Dtype = Field("fp32", description="Dtype of forward and backward")
     reduce_dtype: Dtype = Field("fp32", description="Dtype in which ranks sum gradients")
     master_dtype: Dtype = Field("fp32", description="Dtype of stored weights and optimizer states")
+    float32_products: Literal["exact", "tf32"] = Field(
+        "exact",
+        description="Products of float32 matrices on GPUs. exact: in float32. tf32: factors are rounded to 11 significant bits "
+        "(TensorFloat-32), several times as fast",
+    )
 
 
 class Memory(Section):
@@ -355,6 +360,15 @@ class Hardware(Section):
     threads_per_rank: Positive | None = Field(
         None,
         description="CPU threads of a rank; default: the available cores, divided among the ranks that share them",
+    )
+    numa_binding: bool = Field(
+        True,
+        description="On GPUs: each rank runs on the CPU cores of the NUMA node of its GPU, where the system names it",
+    )
+    garbage_collection_steps: Positive | None = Field(
+        50,
+        description="Number of updates between runs of Python's garbage collector, which all ranks run after the same updates. "
+        "null: Python decides in each rank",
     )
     timeout_seconds: Positive = Field(
         600,

@@ -77,6 +77,7 @@ def effect_rules(run: RunFile) -> list[Rule]:
         Rule(not module, "the model is a Hugging Face directory", ("model.kwargs",)),
         Rule(packed, "packed rows have a core attention that keeps documents apart", ("model.attn_implementation",)),
         Rule(c.save_steps is None, "only the last update is saved", ("checkpoint.keep_every",)),
+        Rule(run.precision.param_dtype != "fp32", "compute is not in fp32", ("precision.float32_products",)),
         Rule((t.max_steps or 3) < 3, "the third update is the first that is profiled", ("logging.profile_steps",)),
     ]
 
@@ -185,6 +186,11 @@ def check_device(run: RunFile, kind: str) -> None:
             "This run is on the CPU: the shards are there already.",
             "Set memory.cpu_offload to none.",
         )
+    idle = {"precision.float32_products tf32": run.precision.float32_products == "tf32"}
+    idle["hardware.numa_binding false"] = not run.hardware.numa_binding
+    for key in (key for key, is_set in idle.items() if is_set and kind == "cpu"):
+        name = key.split()[0]
+        raise ConfigError(f"{key} has no effect on the CPU.", "This setting is for GPUs.", f"Remove {name}.")
 
 
 def notices(run: RunFile) -> list[str]:

@@ -131,6 +131,20 @@ def threads_per_rank(
     return share_of_cores(resources, all_resources)
 
 
+def shown_device(environment: Mapping[str, str], index: int) -> str:
+    """What the batch system calls the device that a process sees as number `index`: a number, or a device's own name.
+
+    On ROCm the first list shows devices of the second, which the driver reads.
+    """
+    name = str(index)
+    first = "HIP_VISIBLE_DEVICES" if environment.get("HIP_VISIBLE_DEVICES") else "CUDA_VISIBLE_DEVICES"
+    for variable in (first, "ROCR_VISIBLE_DEVICES"):
+        shown = [entry.strip() for entry in environment.get(variable, "").split(",")]
+        if name.isdecimal() and int(name) < len(shown) and shown[int(name)]:
+            name = shown[int(name)]
+    return name
+
+
 def assign_devices(all_resources: Sequence[HostResources]) -> list[int | None]:
     """For each rank the index, among the devices it sees, of one that no other rank on its machine is given; else None.
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwright.backends.facts import backend_facts
+from shardwright.backends.facts import ALLOCATOR, backend_facts
 from shardwright.errors import ConfigError, ShardwrightError
 from shardwright.mesh.cluster_environment import RankInfo, read_rank_info
 from shardwright.mesh.host_resources import (
@@ -23,8 +23,10 @@ from shardwright.mesh.host_resources import (
     assign_devices,
     local_resources,
     share_of_cores,
+    shown_device,
     threads_per_rank,
 )
+from shardwright.mesh.numa import bind_to
 from shardwright.mesh.rendezvous import Rendezvous, announce_exit
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
@@ -84,10 +86,9 @@ def _visible_devices(requested: str, identify: bool) -> tuple[str, ...]:
     indices = range(torch.accelerator.device_count())
     if not identify:
         return tuple(map(str, indices))
-    shown = dict(enumerate(os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")))
     names = []
     for index in indices:
-        name = shown.get(index) or str(index)
+        name = shown_device(os.environ, index)
         if not name.startswith("MIG"):  # a part of one device
             name = str(getattr(torch.cuda.get_device_properties(index), "uuid", name))
         names.append(name)
@@ -98,8 +99,8 @@ def _visible_devices(requested: str, identify: bool) -> tuple[str, ...]:
 class Connection:
     """A rank that has joined the default process group.
 
-    `keeps_freed_blocks`: glibc keeps large freed blocks instead of returning them to the kernel. `notices`: lines that
-    a person should see.
+    `allocator`: how the environment sets torch's allocator of GPU memory. `keeps_freed_blocks`: glibc keeps large freed blocks
+    instead of returning them to the kernel. `notices`: lines that a person should see.
     """
 
     rank_info: RankInfo
@@ -110,6 +111,7 @@ class Connection:
     timeout_seconds: float
     keeps_freed_blocks: bool
     notices: tuple[str, ...] = ()
+    allocator: str = ""
 
     def configuration(self) -> dict[str, Any]:
         """The fields that a run record holds: the same on every rank and under every launcher."""
@@ -122,6 +124,8 @@ class Connection:
             "cores": self.cores,
             "timeout_seconds": self.timeout_seconds,
             "keeps_freed_blocks": self.keeps_freed_blocks,
+            "allocator": self.allocator,
+            "float32_products": torch.get_float32_matmul_precision(),
         }
 
 
@@ -131,11 +135,13 @@ def connect(
     timeout_seconds: float = 600,
     threads: int | None = None,
     asked_to_stop: Callable[[], bool] = lambda: False,
+    numa_binding: bool = True,
 ) -> Iterator[Connection]:
     """Joins the default process group, of one rank too, and leaves it at the end. Collective.
 
     device: `auto`, `cpu` or `cuda`. timeout_seconds: a collective that takes longer fails. threads: CPU threads of this
-    rank; see `threads_per_rank`. asked_to_stop: whether this process was told to stop, asked while it waits for other ranks.
+    rank; see `threads_per_rank`. numa_binding: see `mesh/numa.py`. asked_to_stop: whether this process was told to stop, asked
+    while it waits for other ranks.
     Raises `ConfigError` for a missing device and for an address where ranks cannot meet, `StoppedEarly` when asked to
     stop, and `ShardwrightError` when ranks are missing or a SUM over ranks is wrong.
     """
@@ -147,12 +153,20 @@ def connect(
     kind, notice = choose_device(device, all_resources)
     torch.set_num_threads(threads_per_rank(threads, rank_info, os.environ, mine, all_resources))
     kept = backend_facts(kind).keep_freed_blocks(os.environ)
+    notices = [notice] if notice else []
+    allocator = next((os.environ[name] for name in ALLOCATOR if name in os.environ), "") if kind == "cuda" else ""
     place = torch.device(kind)
     options: dict[str, Any] = {"backend": BACKENDS[kind], "timeout": timedelta(seconds=timeout_seconds)}
     if kind == "cuda":
         place = torch.device(kind, assign_devices(all_resources)[rank_info.rank] or 0)
         torch.accelerator.set_device_index(place.index)
         options["device_id"] = place
+        if numa_binding:
+            notices.append(bind_to(pci_address(place)))
+        if not allocator and rank_info.started_by != "shardwright":
+            notices.append(
+                f"{ALLOCATOR[0]} is not set: expandable_segments:True would keep GPU memory from fragmenting."
+            )
     dist.init_process_group(store=rendezvous.store, rank=rank_info.rank, world_size=rank_info.world_size, **options)
     connection = Connection(
         rank_info=rank_info,
@@ -162,7 +176,8 @@ def connect(
         cores=cores_here(),
         timeout_seconds=timeout_seconds,
         keeps_freed_blocks=kept,
-        notices=(notice,) if notice else (),
+        notices=tuple(notices),
+        allocator=allocator,
     )
     try:
         self_test(place)
@@ -177,6 +192,19 @@ def connect(
         dist.destroy_process_group()
     if rendezvous.holds_store and rank_info.world_size > 1:
         announce_exit(rendezvous.store, rank_info.rank, rank_info.world_size, SECONDS_FOR_THE_LAST)
+
+
+def pci_address(device: torch.device) -> str:
+    """The address of a GPU on the PCI bus, as Linux writes it: `0000:17:00.0`."""
+    properties = torch.cuda.get_device_properties(device)
+    bus, number = (int(getattr(properties, name, 0)) for name in ("pci_bus_id", "pci_device_id"))
+    return f"{int(getattr(properties, 'pci_domain_id', 0)):04x}:{bus:02x}:{number:02x}.0"
+
+
+def set_float32_products(exact: bool) -> None:
+    """Whether float32 products on a GPU are exact, or in TF32. torch's own default for convolutions is TF32."""
+    torch.set_float32_matmul_precision("highest" if exact else "high")
+    torch.backends.cudnn.allow_tf32 = not exact
 
 
 def transfer_group(timeout_seconds: float) -> dist.ProcessGroup:

@@ -23,8 +23,9 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from shardwright.backends.backend import choose_backend
+from shardwright.backends.backend import Reductions, choose_backend
 from shardwright.layout.zero import ZeroStage
+from shardwright.parallel.host_gradients import HostReductions
 from shardwright.parallel.strategy import DataParallel
 from shardwright.torch_private import end_fully_shard
 
@@ -94,7 +95,11 @@ class FSDP(DataParallel):
         fully_shard(model, reshard_after_forward=False, **settings)
         self._modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
         self._set_flags([unit.modules[0] for unit in units])
-        self._reductions = choose_backend(mesh.device_type).reductions(self._modules, mesh)
+        if options.cpu_offload:
+            replicas = mesh.get_group(0) if mesh.ndim == 2 else None
+            self._reductions: Reductions = HostReductions(self._modules, replicas)
+        else:
+            self._reductions = choose_backend(mesh.device_type).reductions(self._modules, mesh)
 
     def _set_flags(self, order: Sequence[nn.Module]) -> None:
         for module in self._modules:

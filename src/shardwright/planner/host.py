@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class HostBytes:
     """Host bytes of one rank."""
 
-    pinned: int  # parameters and gradients, under offload
+    pinned: int  # parameters, gradients, and their sum over microbatches, under offload
     pageable: int  # optimizer states, under offload
     save: int  # parameters and optimizer states once more, while a checkpoint is written
 
@@ -39,7 +39,11 @@ def pinned_bytes(size_bytes: int) -> int:
 
 def host_bytes(problem: Problem, layout: Layout, rank: int = 0) -> HostBytes:
     """Host memory of a device on pipeline rank `rank`."""
-    rule = rules(problem, layout, layout.microbatches(problem))
+    microbatches = layout.microbatches(problem)
+    rule = rules(problem, layout, microbatches)
+    # zero2 and zero3 add the gradients of each microbatch to a sum on the host; replicas are summed before, on the device
+    summed = microbatches > 1 and not rule.late and layout.axes.dp_replicate == 1
+    copies = 3 if summed else 2
     _, blocks, first, last = holding(problem, layout, rank)
     family, optimizer = family_of(problem.shape.family), optimizer_of(problem.optimizer)
     pinned = elements = states = 0
@@ -51,7 +55,7 @@ def host_bytes(problem: Problem, layout: Layout, rank: int = 0) -> HostBytes:
             count = int(here or (group.part == "embedding" and problem.shape.tied and last >= 0))
         size = local_size(group, layout.axes.tp, family.transposed_weights)
         shard = -(-size[0] // rule.degree) * prod(size[1:])
-        pinned += count * 2 * pinned_bytes(shard * rule.master)
+        pinned += count * copies * pinned_bytes(shard * rule.master)
         elements += count * shard
         states += count * shard * optimizer.states_of(group)
     save = (elements + states) * rule.master

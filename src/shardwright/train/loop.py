@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -26,6 +26,7 @@ from shardwright.mesh.cluster_environment import Job
 from shardwright.train.anomaly import Spikes
 from shardwright.train.checkpoints import Checkpoints, Progression
 from shardwright.train.decision import PendingResult, UpdateResult
+from shardwright.train.garbage import collecting_every
 from shardwright.train.log import Log
 from shardwright.train.metrics import WARMUP_UPDATES, Metrics
 from shardwright.train.phase_memory import PhaseMemory
@@ -116,6 +117,8 @@ class Trainer:
         self._log = log = Log(self._metrics, self._console, self.output_dir, report_to, self.at.update, total)
         batches = self.data.updates_from(self.at.update, self.engine.device, self.engine.inputs.ready)
         code = ExitCode.DONE
+        collector = ExitStack()
+        collect = collector.enter_context(collecting_every(run.hardware.garbage_collection_steps))
         try:
             while self.at.update < total and not self._reached():
                 ended = self._update(batches, stop)
@@ -134,6 +137,7 @@ class Trainer:
                     self.checkpoints.between_updates(due=due, last=last)
                 if peaks := self.memory.agreed(memory):
                     log.entry(done - 1, peaks)
+                collect(done)
                 if stopping:
                     code = ExitCode.DONE if done == total or self._reached() else ExitCode.STOPPED_AND_SAVED
                     break
@@ -149,6 +153,7 @@ class Trainer:
         finally:
             self._log = None
             log.close()
+            collector.close()
         return code
 
     def _asked_before_the_first_update(self, stop: StopFlag) -> bool:

@@ -39,7 +39,7 @@ class Rows(Data):
     def validation(self) -> Any:
         return None
 
-    def updates_from(self, first: int, device: torch.device | None = None) -> Any:
+    def updates_from(self, first: int, device: torch.device | None = None, ready: Any = None) -> Any:
         return (batches_for(self.engine, update, rows=ROWS) for update in range(first, UPDATES))
 
 

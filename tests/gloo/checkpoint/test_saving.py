@@ -78,9 +78,9 @@ def _overwritten(directory: Path) -> dict[str, Any]:
 
     copy = saver._copy_to_host
 
-    def slowly(copies: Any) -> None:
+    def slowly(copies: Any, queued: Any) -> None:
         threading.Event().wait(0.3)
-        copy(copies)
+        copy(copies, queued)
 
     saver.write_parts, saver._copy_to_host = late, slowly
     trainer.at.update = 2

@@ -60,6 +60,9 @@ class Data:
     def validation(self) -> list[Any]:
         return [batches_for(self.engine, 90)]
 
+    def evaluation(self, device: torch.device, ready: Any) -> list[Any]:
+        return self.validation
+
     @property
     def updates(self) -> int:
         return int(self.engine.updates)
@@ -68,7 +71,7 @@ class Data:
         """Any update can be begun with."""
         return []
 
-    def updates_from(self, first: int, device: torch.device | None = None) -> Any:
+    def updates_from(self, first: int, device: torch.device | None = None, ready: Any = None) -> Any:
         return (batches_for(self.engine, update) for update in range(first, STEPS))
 
 

@@ -333,7 +333,13 @@ def test_environment_of_ranks() -> None:
     assert rank_environment({"OMP_NUM_THREADS": "7"}, 2, "cpu", 3)["MKL_NUM_THREADS"] == "3"
     asked = rank_environment({"MALLOC_MMAP_THRESHOLD_": "65536"}, 2, "cpu", None)
     assert asked["MALLOC_MMAP_THRESHOLD_"] == "65536" and "MALLOC_TRIM_THRESHOLD_" not in asked
-    assert "MALLOC_MMAP_THRESHOLD_" not in rank_environment({}, 2, "cuda", None)
+    on_gpus = rank_environment({}, 2, "cuda", None)
+    assert "MALLOC_MMAP_THRESHOLD_" not in on_gpus
+    assert on_gpus["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):  # the user's own setting stays, under either name
+        own = rank_environment({name: "max_split_size_mb:64"}, 2, "cuda", None)
+        assert {key: own[key] for key in own if "ALLOC_CONF" in key} == {name: "max_split_size_mb:64"}
+        assert rank_environment({name: "x"}, 2, "cpu", None)["MALLOC_MMAP_THRESHOLD_"] == "4294967296"
 
 
 # With torch

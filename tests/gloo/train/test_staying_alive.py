@@ -48,7 +48,7 @@ class Data:
         """Any update can be begun with."""
         return []
 
-    def updates_from(self, first: int, device: torch.device) -> Iterator[Any]:
+    def updates_from(self, first: int, device: torch.device, ready: Any) -> Iterator[Any]:
         for update in range(first, self.updates):
             if self.before is not None:
                 self.before(update)

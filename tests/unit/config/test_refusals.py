@@ -151,6 +151,7 @@ ALWAYS = """
     checkpoint.output_dir checkpoint.storage checkpoint.save_steps checkpoint.save_total_limit checkpoint.keep_best
     checkpoint.on_save_error checkpoint.async_save checkpoint.resume checkpoint.export_hf
     hardware.device hardware.threads_per_rank hardware.timeout_seconds hardware.grace_seconds
+    hardware.numa_binding hardware.garbage_collection_steps
     logging.log_steps logging.report_to
 """
 """Keys that have an effect in every run, or whose refusal stands elsewhere: of axes (`resolve_axes`), of a device

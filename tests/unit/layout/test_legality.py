@@ -17,6 +17,8 @@ from shardwright.layout.legality import check_device, check_run, notices
 from shardwright.layout.size_rules import accumulation_steps
 from shardwright.layout.zero import STAGES
 
+TF32 = {"precision__float32_products": "tf32"}
+
 
 def run(**options: Any) -> Loaded:
     values = {
@@ -74,6 +76,9 @@ def run(**options: Any) -> Loaded:
         (2, {"precision__master_dtype": "fp64"}, "needs param_dtype fp64"),
         (2, {"memory__cpu_offload": "params", "parallelism__data_parallel": "ddp"}, "ddp keeps whole parameters"),
         (2, {"memory__cpu_offload": "params", "hardware__device": "cpu"}, "This run is on the CPU"),
+        (2, {"hardware__numa_binding": False, "hardware__device": "cpu"}, "numa_binding false has no effect on the CPU"),
+        (2, {**TF32, "hardware__device": "cpu"}, "float32_products tf32 has no effect on the CPU"),
+        (2, {**TF32, "precision__param_dtype": "bf16"}, "compute is not in fp32"),
     ],
 )  # fmt: skip
 def test_what_is_refused(world: int, options: dict[str, Any], message: str) -> None:

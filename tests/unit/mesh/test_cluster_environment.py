@@ -25,6 +25,7 @@ from shardwright.mesh.host_resources import (
     assign_devices,
     local_resources,
     share_of_cores,
+    shown_device,
     threads_per_rank,
 )
 from shardwright.mesh.process_group import _visible_devices, choose_device
@@ -226,12 +227,32 @@ def test_device() -> None:
         choose_device("cuda", [none])
 
 
+@pytest.mark.parametrize(
+    ("shown", "index", "name"),
+    [
+        ({}, 1, "1"),
+        ({"CUDA_VISIBLE_DEVICES": "4, 6"}, 1, "6"),
+        ({"CUDA_VISIBLE_DEVICES": ""}, 0, "0"),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-8f,MIG-1/2/0"}, 1, "MIG-1/2/0"),
+        ({"HIP_VISIBLE_DEVICES": "5", "CUDA_VISIBLE_DEVICES": "2"}, 0, "5"),
+        ({"ROCR_VISIBLE_DEVICES": "6,7"}, 1, "7"),
+        ({"ROCR_VISIBLE_DEVICES": "6,7", "HIP_VISIBLE_DEVICES": "1"}, 0, "7"),
+        ({"ROCR_VISIBLE_DEVICES": "3", "CUDA_VISIBLE_DEVICES": "3"}, 0, "3"),
+        ({"ROCR_VISIBLE_DEVICES": "GPU-a,GPU-b", "HIP_VISIBLE_DEVICES": "1,0"}, 0, "GPU-b"),
+    ],
+)
+def test_what_the_batch_system_shows(shown: dict[str, str], index: int, name: str) -> None:
+    assert shown_device(shown, index) == name
+
+
 def test_names_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each task sees one device as number 0: the device's own name tells, else what the batch system has shown."""
     cuda = SimpleNamespace(
         is_available=lambda: True, current_accelerator=lambda: torch.device("cuda"), device_count=lambda: 1
     )
     monkeypatch.setattr(torch, "accelerator", cuda)
+    for variable in ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
+        monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     properties = SimpleNamespace(uuid="GPU-8f")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)

@@ -112,6 +112,22 @@ def test_pinned_memory_is_rounded_to_powers_of_two() -> None:
     assert host_bytes(problem, Layout(Axes(dp_shard=2), "zero3")).pinned == 0
 
 
+@pytest.mark.parametrize(
+    ("kind", "axes", "copies"),
+    [
+        ("zero3", Axes(dp_shard=2), 3),
+        ("zero2", Axes(dp_shard=2), 3),
+        ("zero1", Axes(dp_shard=2), 2),
+        ("zero3", Axes(dp_shard=2, dp_replicate=2), 2),
+    ],
+)
+def test_gradients_of_microbatches_are_summed_on_the_host(kind: Any, axes: Axes, copies: int) -> None:
+    """Pinned are parameters and gradients, and a sum where each microbatch brings gradients to the host."""
+    problem = Problem(generic_shape(layers=2, hidden=48, heads=4, vocab=100), 32, 32)
+    once = host_bytes(replace(problem, global_batch_size=axes.data_ranks), Layout(axes, kind, offload="params"))
+    assert host_bytes(problem, Layout(axes, kind, offload="params")).pinned == once.pinned * copies // 2
+
+
 SMALL = generic_shape(layers=4, hidden=64, heads=4, vocab=64, tied=False, biases=False)
 
 
