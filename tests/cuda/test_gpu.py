@@ -19,6 +19,9 @@ pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device on this machine"),
 ]
+needs_cuda_build = pytest.mark.skipif(
+    torch.version.cuda is None, reason="torch.compile and torch's CUDA sanitizer need a CUDA build of torch"
+)
 
 ROUNDING = {
     "fp32": tolerance.positive(*[64, 64, 176] * 7 * 4, dtype=torch.float32),
@@ -65,26 +68,27 @@ def test_memory_is_reported_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(400)
-def test_bf16_compiled_and_offloaded_runs_are_near_float32(tmp_path: Path) -> None:
-    """bf16 compute over fp32 masters, compiled blocks, and shards on the host, against the plain float32 run."""
-    variants = {
-        "fp32": [],
-        "bf16": ["--precision.param_dtype", "bf16"],
-        "compiled": ["--memory.compile", "true"],
-        "offload": ["--memory.cpu_offload", "params"],
-    }
-    losses = {}
-    for name, options in variants.items():
-        output = tmp_path / name
+@pytest.mark.parametrize(
+    ("variant", "dtype"),
+    [
+        (["--precision.param_dtype", "bf16"], "bf16"),
+        (["--memory.cpu_offload", "params"], "fp32"),
+        pytest.param(["--memory.compile", "true"], "fp32", marks=needs_cuda_build),
+    ],
+    ids=["bf16", "offload", "compiled"],
+)
+def test_variants_are_near_float32(variant: list[str], dtype: str, tmp_path: Path) -> None:
+    """bf16 compute over fp32 masters, shards on the host, and compiled blocks, against the plain float32 run."""
+    losses = []
+    for options in ([], variant):
+        output = tmp_path / str(len(options))
         done = shardwright(
             "train", "examples/tiny.yaml", "--training.max_steps", "5", "--checkpoint.output_dir", str(output), *options,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
-        losses[name] = [entry["train/loss"] for entry in metrics(output)]
-        assert all(math.isfinite(loss) for loss in losses[name])
-    assert losses["compiled"] == pytest.approx(losses["fp32"], rel=ROUNDING["fp32"])
-    assert losses["offload"] == pytest.approx(losses["fp32"], rel=ROUNDING["fp32"])
-    assert losses["bf16"] == pytest.approx(losses["fp32"], rel=ROUNDING["bf16"])
+        losses.append([entry["train/loss"] for entry in metrics(output)])
+        assert all(math.isfinite(loss) for loss in losses[-1])
+    assert losses[1] == pytest.approx(losses[0], rel=ROUNDING[dtype])
 
 
 def check_resume(tmp_path: Path, *options: str) -> None:
@@ -114,7 +118,7 @@ def test_resume_with_offload_is_bit_identical(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.skipif(torch.version.cuda is None, reason="torch's CUDA sanitizer needs a CUDA build of torch")
+@needs_cuda_build
 @pytest.mark.parametrize("layout", ["ddp", "zero3"])
 def test_streams_are_ordered(layout: str, tmp_path: Path) -> None:
     """Under torch's CUDA sanitizer: no kernel reads what another stream may still write, with gathers, prefetch and a save."""
