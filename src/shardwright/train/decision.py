@@ -15,6 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwright.train.muon import Muon
+
+TAKES_A_FLAG: tuple[type[torch.optim.Optimizer], ...] = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, Muon)
+"""Optimizers whose fused steps change nothing where `found_inf` says so (torch 2.11 to 2.14)."""
+
 
 @dataclass(frozen=True)
 class UpdateResult:
@@ -142,7 +147,9 @@ def why_the_host_waits(device: torch.device, optimizer: torch.optim.Optimizer, t
         return "the optimizer runs on the host"
     if any(tensor.dtype not in (torch.float32, torch.float64) for tensor in kinds):
         return "a factor in device memory is rounded to the dtype of the stored weights"
-    if not optimizer.defaults.get("fused"):
+    if type(optimizer) not in TAKES_A_FLAG or not optimizer.defaults.get(
+        "fused"
+    ):  # another class may not look at the flag
         return f"{type(optimizer).__name__} cannot skip a step by a flag in device memory (fused)"
     return ""
 

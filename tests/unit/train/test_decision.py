@@ -123,6 +123,19 @@ def test_who_waits_is_told_why() -> None:
     assert "on the host" in why_the_host_waits(gpu, torch.optim.AdamW([p], fused=True), [p])
 
 
+class OwnStep(torch.optim.AdamW):
+    """A user's class, whose step may not look at the flag."""
+
+
+def test_an_optimizer_of_the_users_own_is_stepped_by_the_host() -> None:
+    p = nn.Parameter(torch.zeros(2, device="meta"))
+    kinds = [OwnStep([p]), torch.optim.AdamW([p])]
+    for optimizer in kinds:
+        optimizer.defaults["fused"] = True
+    own, known = (why_the_host_waits(torch.device("cuda", 0), optimizer, []) for optimizer in kinds)
+    assert "OwnStep cannot skip" in own and known == ""
+
+
 def test_a_result_is_read_once() -> None:
     """A result that the host knows waits for nothing, and is the same at each call."""
     seen: list[int] = []
