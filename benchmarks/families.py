@@ -42,6 +42,7 @@ from shardwright.mesh.process_group import connect
 from shardwright.models.build import build_model, quiet_transformers
 from shardwright.parallel.apply import check_model
 from shardwright.tools.check.force_float64 import ForceFloat64
+from shardwright.train.decision import norm_of
 from shardwright.train.update import UpdateEngine
 
 LENGTHS = (12, 30, 40)
@@ -252,8 +253,8 @@ def ours(run: RunFile, training: bool = True) -> tuple[float, float]:
         if not training:
             return engine.evaluate([batch])[0], 0.0
         engine.forward_backward(batch)
-    norm, loss, _ = engine.reduce_scalars(False)
-    return loss / _targets(), norm
+    squares, loss, _ = engine.reduce_scalars(False).tolist()
+    return loss / _targets(), norm_of(squares)
 
 
 def tolerance() -> float:
