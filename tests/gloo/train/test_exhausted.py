@@ -32,6 +32,6 @@ def test_a_rank_that_runs_out_of_memory(tmp_path: Path) -> None:
     assert "you tried to allocate 1073741824 bytes" in text
     (held,) = re.findall(r"Alive then, (\S+ \S+): (.*)\.", text)
     assert all(name in held[1] for name in ("parameters", "optimizer states", "activations and all else"))
-    assert re.search(r"Planned at the peak \(.+\), \S+ \S+: .*optimizer states \S+ [kM]B", text)
+    assert re.search(r"Planned at the peak \(.+\), \S+ \S+: .*optimizer states \S+ [kKM]iB", text)
     assert re.search(r"The nearest change that fits, with a planned peak of \S+ \S+: --\w+\.\w+ \S+\.", text)
     assert "then rank 0: lost its peer" in text or "then rank 0: was killed" in text
