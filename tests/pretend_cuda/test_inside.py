@@ -1,4 +1,4 @@
-"""The rules of the device, and the tests of a real GPU: each in a process that has pretend GPUs."""
+"""The rules of the pretend device, in a process that has pretend GPUs."""
 
 from __future__ import annotations
 

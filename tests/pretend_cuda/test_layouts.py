@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 from tests.places import EXAMPLES
 from tests.pretend_cuda.running import needs_pretend_cuda, pretend
 from tests.started import PATIENCE
 
 from shardwright.config.load import load_run_file
-from shardwright.errors import ConfigError, ModelError
-from shardwright.layout.legality import check_run
-from shardwright.layout.names import every_layout, with_layout
-from shardwright.models.build import build_model
-from shardwright.parallel.apply import check_model
+from shardwright.layout.names import every_layout
+from shardwright.tools.drill.reshard import possible_layouts
 
 pytestmark = [needs_pretend_cuda, pytest.mark.slow, pytest.mark.timeout(600 * PATIENCE)]
 
@@ -23,24 +17,11 @@ pytestmark = [needs_pretend_cuda, pytest.mark.slow, pytest.mark.timeout(600 * PA
 SMALL = '{"hidden_size": 32, "intermediate_size": 40, "head_dim": 8}'
 
 
-def possible(ranks: int) -> Iterator[str]:
-    """The layouts of `check --layouts all` that the model allows."""
-    loaded = load_run_file(EXAMPLES / "tiny.yaml")
-    model = build_model(loaded.run.model, torch.float64)
-    for name in every_layout(ranks):
-        try:
-            chosen = with_layout(loaded, name)
-            check_run(chosen, ranks)
-            check_model(model, chosen.run)
-        except (ConfigError, ModelError):
-            continue
-        yield name
-
-
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_all_layouts_are_equal(ranks: int) -> None:
     """On 4 ranks those that 2 ranks cannot have."""
-    layouts = [layout for layout in possible(ranks) if ranks == 2 or layout not in every_layout(2)]
+    loaded = load_run_file(EXAMPLES / "tiny.yaml")
+    layouts = [layout for layout in possible_layouts(loaded, ranks) if ranks == 2 or layout not in every_layout(2)]
     assert len(layouts) > 10
     ran = pretend(
         "check", "examples/tiny.yaml", "--layouts", ",".join(layouts), "--nproc-per-node", str(ranks),

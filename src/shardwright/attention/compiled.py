@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.attention.core import AttentionOutput, attend, attend_backward, fits_cuda_flash
+from shardwright.attention.core import AttentionOutput, attend, attend_backward, fits_cuda_flash, seeds_without_dropout
 from shardwright.attention.packed_rows import PackedRows, TokenOrder, recent_rows
 from shardwright.models.torch_dtypes import accumulation_dtype
 from shardwright.torch_private import (
@@ -27,6 +27,35 @@ from shardwright.torch_private import (
 COMPILED_IS_PLAIN = (
     "In a compiled block attention to documents or pieces of rows has no windows, softcap, sinks or dropout."
 )
+
+
+def give_gradients(attend: Any, attend_backward: Any) -> None:
+    """Tells torch.compile the shapes and the gradient of an attention operator.
+
+    attend: (query, key, value, documents, *numbers) -> (output, log-sum-exp), as `attend_documents`. attend_backward: (grad,
+    query, key, value, output, log-sum-exp, documents, *numbers) -> gradients of query, key and value.
+    """
+
+    def shapes(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, *numbers: Any) -> tuple[Tensor, Tensor]:
+        out = query.new_empty((*query.shape[:-1], value.shape[-1]))
+        return out, query.new_empty(query.shape[:-1], dtype=accumulation_dtype(query.dtype))
+
+    def backward_shapes(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        return tuple(t.new_empty(t.shape) for t in (query, key, value))
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.save_for_backward(*inputs[:4], *output)
+        ctx.numbers = inputs[4:]
+        ctx.mark_non_differentiable(output[1])
+
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, documents, out, lse = ctx.saved_tensors
+        found = attend_backward(grad, query, key, value, out, lse, documents, *ctx.numbers)
+        return *found, None, *(None for _ in ctx.numbers)
+
+    attend.register_fake(shapes)
+    attend_backward.register_fake(backward_shapes)
+    attend.register_autograd(backward, setup_context=keep)
 
 
 def _by_length(rows: PackedRows, tensors: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
@@ -81,10 +110,7 @@ def _flash_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     lengths = (rows.ends, rows.ends, rows.longest, rows.longest)
     tensors = (_dense(rows, t) for t in (grad, query, key, value, out))
-    seeds = (
-        torch.zeros(2, dtype=torch.uint64, device=query.device),
-        query.new_empty(0),
-    )  # without dropout nobody reads them
+    seeds = seeds_without_dropout(query, value)
     log_sums = _dense(rows, lse).T.contiguous()
     found = flash_attention_by_lengths_backward(*tensors, log_sums, *lengths, 0.0, True, *seeds, scale=scale)
     by_query, by_key, by_value = (_undense(rows, t) for t in found)
@@ -106,12 +132,6 @@ def attend_documents(
     wide = accumulation_dtype(query.dtype)
     lse = _in_rows(rows, [one.lse.to(wide).unsqueeze(-1) for one in found], query).squeeze(-1)
     return _in_rows(rows, [one.out for one in found], query), lse
-
-
-@attend_documents.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    out = query.new_empty((*query.shape[:-1], value.shape[-1]))
-    return out, query.new_empty(query.shape[:-1], dtype=accumulation_dtype(query.dtype))
 
 
 @own_operator
@@ -140,34 +160,7 @@ def attend_documents_backward(
     return by_query, by_key, by_value
 
 
-@attend_documents_backward.register_fake
-def _(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    documents: Tensor,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    by_query, by_key, by_value = (t.new_empty(t.shape) for t in (query, key, value))
-    return by_query, by_key, by_value
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, scale = inputs
-    ctx.save_for_backward(*tensors, *output)
-    ctx.scale = scale
-    ctx.mark_non_differentiable(output[1])
-
-
-def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    query, key, value, documents, out, lse = ctx.saved_tensors
-    return *attend_documents_backward(grad, query, key, value, out, lse, documents, ctx.scale), None, None
-
-
-attend_documents.register_autograd(_backward, setup_context=_keep)
+give_gradients(attend_documents, attend_documents_backward)
 
 ATTEND_DOCUMENTS = overload(attend_documents)
 """Its result is kept by selective recomputation."""

@@ -274,7 +274,7 @@ class Precision(Section):
     float32_products: Literal["exact", "tf32"] = Field(
         "exact",
         description="Products of float32 matrices on GPUs. exact: in float32. tf32: factors are rounded to 11 significant bits "
-        "(TensorFloat-32), several times as fast",
+        "(TensorFloat-32), at 7 to 8 times the rate by the data sheets of A100 and H100",
     )
 
 

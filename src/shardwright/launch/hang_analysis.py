@@ -81,7 +81,7 @@ class RankSnapshot:
 
     @cached_property
     def device_wait(self) -> str:
-        """The call in which the main thread waits for its GPU, such as `.tolist()`; empty where it does not."""
+        """The call in which the main thread waits for its device, such as `.tolist()`; empty where it does not."""
         file, line, _ = _split(self.stack[0]) if self.stack else ("", 0, "")
         found = _DEVICE_WAITS.search(_statement(file, line))
         return f".{found[1]}()" if found else ""
@@ -210,7 +210,7 @@ def _lines(snapshot: RankSnapshot, waits: Sequence[Wait], culprits: bool) -> lis
     activity = WAITING if waits and not culprits else snapshot.activity
     doing = {OWN_CODE: "in", BACKWARD: "in backward at", WAITING: "waiting for others in"}[activity]
     if activity == WAITING and snapshot.device_wait:
-        doing = f"waits for the GPU in {snapshot.device_wait} at"
+        doing = f"waits for the device in {snapshot.device_wait} at"
     note = f", {snapshot.note}" if snapshot.note else ""
     return [f"{text}{doing} {snapshot.frame}{note}", *(f"    begun: {wait}" for wait in waits[:3])]
 

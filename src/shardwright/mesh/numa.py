@@ -24,11 +24,9 @@ def node_of(pci_address: str, system: Path = SYSTEM) -> tuple[int, set[int]] | N
     """
     try:
         node = int((system / "bus/pci/devices" / pci_address.lower() / "numa_node").read_text())
-        return (
-            None
-            if node < 0
-            else (node, cores_of_list((system / f"devices/system/node/node{node}/cpulist").read_text()))
-        )
+        if node < 0:
+            return None
+        return node, cores_of_list((system / f"devices/system/node/node{node}/cpulist").read_text())
     except (OSError, ValueError):
         return None
 

@@ -152,6 +152,7 @@ def connect(
     all_resources = rendezvous.exchange(mine)
     kind, notice = choose_device(device, all_resources)
     torch.set_num_threads(threads_per_rank(threads, rank_info, os.environ, mine, all_resources))
+    cores = cores_here()  # before a rank is bound to a NUMA node: the same on all ranks of a host
     kept = backend_facts(kind).keep_freed_blocks(os.environ)
     notices = [notice] if notice else []
     allocator = next((os.environ[name] for name in ALLOCATOR if name in os.environ), "") if kind == "cuda" else ""
@@ -173,7 +174,7 @@ def connect(
         device=place,
         backend=BACKENDS[kind],
         threads=torch.get_num_threads(),
-        cores=cores_here(),
+        cores=cores,
         timeout_seconds=timeout_seconds,
         keeps_freed_blocks=kept,
         notices=tuple(notices),

@@ -24,9 +24,8 @@ def selective_contexts(mode: str, kept: Collection[Any]) -> Any:
     mode: `selective` keeps every matrix product, `alternate` the first, the third, and so on, in the order of forward.
     kept: operators whose results are kept in both modes.
     """
-    seen: Counter[bool] = (
-        Counter()
-    )  # products of the forward, and of the recomputation, which meets the same ones in order
+    # products of the forward, and of the recomputation, which meets the same products in the same order
+    seen: Counter[bool] = Counter()
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         is_kept = operator in kept

@@ -147,9 +147,8 @@ def why_the_host_waits(device: torch.device, optimizer: torch.optim.Optimizer, t
         return "the optimizer runs on the host"
     if any(tensor.dtype not in (torch.float32, torch.float64) for tensor in kinds):
         return "a factor in device memory is rounded to the dtype of the stored weights"
-    if type(optimizer) not in TAKES_A_FLAG or not optimizer.defaults.get(
-        "fused"
-    ):  # another class may not look at the flag
+    # another class, also one derived from these, may not look at the flag
+    if type(optimizer) not in TAKES_A_FLAG or not optimizer.defaults.get("fused"):
         return f"{type(optimizer).__name__} cannot skip a step by a flag in device memory (fused)"
     return ""
 

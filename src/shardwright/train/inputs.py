@@ -50,9 +50,16 @@ class HostInputs:
 
 @dataclass(frozen=True)
 class ReadyMicrobatch(Microbatch):
-    """A microbatch with its inputs, made ahead; None: they are made when they are asked for."""
+    """A microbatch with its inputs, made ahead. made_of: the microbatch that the inputs were made of."""
 
     inputs: HostInputs | None = None
+    made_of: Microbatch | None = None
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether the inputs are still those of this microbatch: a hook may have replaced a field."""
+        made_of = {} if self.made_of is None else vars(self.made_of)
+        return self.inputs is not None and all(vars(self)[name] is value for name, value in made_of.items())
 
 
 class Inputs:
@@ -81,13 +88,13 @@ class Inputs:
                 inputs.documents.prepare()
             if self.head is not None:
                 inputs = replace(inputs, targets=self.head.targets(inputs.labels, inputs.weights))
-            return ReadyMicrobatch(**vars(microbatch), inputs=inputs.pinned())
+            return ReadyMicrobatch(**vars(microbatch), inputs=inputs.pinned(), made_of=microbatch)
 
         return replace(batch, microbatches=tuple(map(made, batch.microbatches)))
 
     def on_host(self, microbatch: Microbatch) -> HostInputs:
         """The inputs of a microbatch, as they were made ahead or made now."""
-        if isinstance(microbatch, ReadyMicrobatch) and microbatch.inputs is not None:
+        if isinstance(microbatch, ReadyMicrobatch) and microbatch.inputs is not None and microbatch.is_unchanged:
             return microbatch.inputs
         documents = self._documents(microbatch)
         positions, width = None, microbatch.input_ids.shape[1]

@@ -25,6 +25,7 @@ from shardwright.layout.axes import Axes
 from shardwright.loss.objective import cross_entropy_sum, logits_of, own_loss
 from shardwright.loss.output_head import DeferredLoss
 from shardwright.mesh.device_mesh import make_mesh
+from shardwright.mesh.process_group import set_float32_products
 from shardwright.models.build import build_model
 from shardwright.models.model_parts import is_transformers
 from shardwright.models.rotary import follows_length
@@ -79,6 +80,7 @@ class UpdateEngine:
 
     def __init__(self, run: RunFile, axes: Axes, device: torch.device, updates: int) -> None:
         self.run, self.axes, self.device, self.updates = run, axes, device, updates
+        set_float32_products(exact=run.precision.float32_products == "exact")
         self.rank, self.hooks, t = dist.get_rank(), Hooks(), run.training
         self.mesh: DeviceMesh = make_mesh(axes, device)
         model = build_model(run.model, TORCH_DTYPES[run.precision.master_dtype])

@@ -21,7 +21,7 @@ from shardwright.measure.environment import device_facts, versions
 from shardwright.measure.flight_recorder import count_transfers, issued
 from shardwright.mesh.cluster_environment import RankInfo
 from shardwright.mesh.object_collectives import broadcast_object, gather_objects
-from shardwright.mesh.process_group import Connection, connect, set_float32_products
+from shardwright.mesh.process_group import Connection, connect
 from shardwright.models.build import quiet_transformers
 from shardwright.planner.answer import layout_name
 from shardwright.planner.problem import layout_of
@@ -59,7 +59,6 @@ def run_rank(loaded: Loaded, alone: bool = False) -> int:
         watch = Watchdog(heartbeat, place.rank, place.world_size, hardware.timeout_seconds, second_store, issued)
         axes = check_run(loaded, connection.rank_info.world_size)
         check_device(run, connection.device.type)
-        set_float32_products(exact=run.precision.float32_products == "exact")
         console = Console(quiet=place.rank != 0)
         if alone:
             prepare_run_in_ranks(loaded, place, console, heartbeat)

@@ -150,7 +150,7 @@ def test_a_wait_for_the_gpu_is_named(tmp_path: Path) -> None:
         behind = {"dp": group(DONE)}
         said = describe([sight(0, frame, behind), sight(1, MINE, behind)])[1]
         if call:
-            assert said.endswith(f"waits for the GPU in {call} at {frame}")
+            assert said.endswith(f"waits for the device in {call} at {frame}")
         else:
             assert said.endswith(f"in {frame}") and "waits" not in said
         assert named(sight(0, frame, behind), sight(1, MINE, behind)) == ([1] if call else [0, 1])

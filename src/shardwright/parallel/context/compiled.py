@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwright.attention.compiled import COMPILED_IS_PLAIN
+from shardwright.attention.compiled import COMPILED_IS_PLAIN, give_gradients
 from shardwright.attention.core import seeds_without_dropout
 from shardwright.attention.packed_rows import PackedRows, recent_rows
 from shardwright.errors import ModelError
-from shardwright.models.torch_dtypes import accumulation_dtype
 from shardwright.parallel.context.attention import (
     SHARD,
     AttentionToBlocks,
@@ -121,12 +120,6 @@ def attend_over_ranks(
     return found[0], found[1].squeeze(-1)
 
 
-@attend_over_ranks.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, scale: float, shard: int) -> tuple[Tensor, Tensor]:
-    out = query.new_empty((*query.shape[:-1], value.shape[-1]))
-    return out, query.new_empty(query.shape[:-1], dtype=accumulation_dtype(query.dtype))
-
-
 @own_operator
 def attend_over_ranks_backward(
     grad: Tensor,
@@ -151,35 +144,7 @@ def attend_over_ranks_backward(
     return by_query, by_key, by_value
 
 
-@attend_over_ranks_backward.register_fake
-def _(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    documents: Tensor,
-    scale: float,
-    shard: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    by_query, by_key, by_value = (t.new_empty(t.shape) for t in (query, key, value))
-    return by_query, by_key, by_value
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, scale, shard = inputs
-    ctx.save_for_backward(*tensors, *output)
-    ctx.how = scale, shard
-    ctx.mark_non_differentiable(output[1])
-
-
-def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    query, key, value, documents, out, lse = ctx.saved_tensors
-    return *attend_over_ranks_backward(grad, query, key, value, out, lse, documents, *ctx.how), None, None, None
-
-
-attend_over_ranks.register_autograd(_backward, setup_context=_keep)
+give_gradients(attend_over_ranks, attend_over_ranks_backward)
 
 ATTEND_OVER_RANKS = overload(attend_over_ranks)
 """Its result is kept by selective recomputation."""

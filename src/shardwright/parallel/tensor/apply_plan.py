@@ -80,9 +80,8 @@ class TensorParallel:
         self._rng = RNGStreams(mesh.get_local_rank(), mesh.device_type) if has_dropout(model) else None
         undivided = self._undivided_attention(attention)
         self.partial = self._partial_parameters(undivided)
-        self._hooks: dict[
-            tuple[str, Change], Callable[..., Any]
-        ] = {}  # shared by all blocks, so that all compile to one graph
+        # shared by all blocks, so that all compile to one graph
+        self._hooks: dict[tuple[str, Change], Callable[..., Any]] = {}
         replaced: Replaced = {}
         styles: dict[str, ParallelStyle] = {
             name: self._style(name, style, replaced) for name, style in plan.styles.items() if style != SUMMED

@@ -114,7 +114,9 @@ def main() -> int:
     hardware = next(iter(layouts.values())).run.hardware
     quiet_transformers()
     torch.manual_seed(0)
-    with connect(hardware.device, hardware.timeout_seconds, hardware.threads_per_rank) as connection:
+    with connect(
+        hardware.device, hardware.timeout_seconds, hardware.threads_per_rank, numa_binding=hardware.numa_binding
+    ) as connection:
         result = bench(spec, layouts, connection)
         if connection.rank_info.rank == 0:
             Path(spec.result).write_text(json.dumps(result), encoding="utf-8")

@@ -234,7 +234,9 @@ def main() -> int:
     specs = SPECS.validate_json(Path(sys.argv[1]).read_bytes())
     hardware = RunFile.model_validate_json(json.dumps(specs[0].run)).hardware
     quiet_transformers()
-    with connect(hardware.device, hardware.timeout_seconds, hardware.threads_per_rank) as connection:
+    with connect(
+        hardware.device, hardware.timeout_seconds, hardware.threads_per_rank, numa_binding=hardware.numa_binding
+    ) as connection:
         for spec in specs:
             record_updates(spec, connection.device)
     return 0

@@ -29,7 +29,9 @@ def main() -> int:
     hardware = jobs[0].run.hardware
     with (
         StopFlag() as stop,
-        connect(hardware.device, hardware.timeout_seconds, hardware.threads_per_rank) as joined,
+        connect(
+            hardware.device, hardware.timeout_seconds, hardware.threads_per_rank, numa_binding=hardware.numa_binding
+        ) as joined,
     ):
         rank, size = joined.rank_info.rank, joined.rank_info.world_size
         for loaded in jobs:
