@@ -71,7 +71,7 @@ def test_overlong_documents(tmp_path: Path) -> None:
     assert rows(ready(run_file(tmp_path, overlong="error", max_length=17)))[1] == [*texts[1].encode(), EOS]
 
 
-def test_cut_rows_against_a_loop() -> None:
+def test_make_rows_against_a_loop() -> None:
     lengths = np.random.default_rng(0).integers(1, 40, 300)
     ends = np.cumsum(lengths)
     expected, single, start = [], 0, 0
